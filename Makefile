@@ -1,0 +1,37 @@
+# One environment serves every target; it is made on first use and again when what it is made from changes.
+# `make VENV=/somewhere/else test` keeps it elsewhere; `make PYTHON=python3.12 test` chooses the interpreter.
+VENV ?= .venv
+PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
+	$(python) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(python))))
+
+RUN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test check bench clean
+
+demo: $(INSTALLED)
+	$(RUN)/spillway demo
+
+# First the part that promises to do without torch, with torch refused to every import; then everything.
+test: $(INSTALLED)
+	$(RUN)/python -m pytest --without-torch tests/pure tests/architecture
+	$(RUN)/python -m pytest
+
+check: $(INSTALLED)
+	$(RUN)/ruff check
+	$(RUN)/ruff format --check
+	$(RUN)/mypy
+
+bench: $(INSTALLED)
+	$(RUN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and alone: it is by far the largest, and nothing else may choose its version.
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Spillway needs Python 3.11 or newer with venv and pip; none was found." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --constraint constraints.txt torch
+	$(RUN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,491 @@
+"""The state machine that keeps the budget: torch-free, one for every machine.
+
+NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and nowhere else; code points back at them.
+
+ 1. An op never runs with an absent input.
+ 2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
+    Before a leaf of the cut is written, its dependents are restored.
+ 3. What the running op reads or writes is locked. What it will write is doomed: nothing may come to depend on it. Inputs of
+    pending replays are wanted: they may be moved, not dropped.
+ 4. Room is made before it is used, a replay's temporaries included; temporaries can be spilled; chains are capped, and
+    beyond the cap a value is moved.
+ 5. A copy in flight counts as resident until it is done.
+ 6. A replay sees the environment of the original and has no side effect (`Machine.run`).
+ 7. A write invalidates every home made from the old version.
+ 8. A lossy home is used only after the last forward use, and only with `lossy=True`. No method here makes one.
+ 9. What a method proposes may be refused; the refusal is counted and shown.
+10. What has escaped is left alone, checked when evicting, and counted.
+11. The end of a step is explicit: recipes die there; what anything but the manager can reach comes back or is readable in
+    place.
+12. On any exception, and on close, everything the user can reach is correct, and every file is released.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, final
+
+from spillway.engines.records import AWAY, DROPPED, EXACT, GONE, HERE, Counters, Recipe, Storage, Value
+from spillway.engines.replay import Replay, ancestry
+from spillway.engines.view import View
+from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
+from spillway.ir.timeline import Change
+from spillway.methods.base import AbstractPolicy, Drop, Proposal
+from spillway.units import Bytes, Seconds
+
+SMALLEST_MOVABLE: Bytes = 4096
+"""Storages below one page stay: moving them costs more than it frees."""
+
+CHAIN_CAP = 32
+"""The longest chain of replays, in ops, that a drop may lead to (rule 4)."""
+
+UNLIMITED: Bytes = 1 << 62
+"""The budget of a session that only keeps account."""
+
+
+class Machine(Protocol):
+    """What the controller drives: real tensors, or a model of them."""
+
+    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[Any]:
+        """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule 6)."""
+
+    def page_out(self, storage: Storage) -> Any:
+        """Copy the bytes to the slower tier and free them; the home. Raises `SpillFullError`, then nothing has changed."""
+
+    def page_in(self, storage: Storage, home: Any) -> bool:
+        """Bring the bytes back; whether `home` still holds the same content (it does not if somebody wrote in between)."""
+
+    def leave(self, storage: Storage, home: Any) -> None:
+        """Free the bytes again: `home` still holds the same content."""
+
+    def release(self, storage: Storage) -> None:
+        """Free the bytes; nothing is kept."""
+
+    def give(self, source: Storage, target: Storage) -> None:
+        """Move the bytes of a temporary into `target`, whose bytes are absent."""
+
+    def hold(self, storage: Storage) -> None:
+        """Keep the storage alive even if nobody else does."""
+
+    def unhold(self, storage: Storage) -> None:
+        """Stop keeping it alive."""
+
+    def discard(self, home: Any) -> None:
+        """The home is not needed any more."""
+
+    def escaped(self, storage: Storage) -> bool:
+        """Whether something that the machine cannot see may hold the storage's address (rule 10)."""
+
+    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
+        """Seconds to copy `nbytes` out and in again."""
+
+    def settle(self) -> None:
+        """Called after room was made: return freed memory to the system if need be."""
+
+
+@final
+class Controller:
+    """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold `lock`."""
+
+    __slots__ = (
+        "_drops_allowed", "_graveyard", "_next_number", "allowed", "away", "chain_cap", "clock", "counters", "dropped", "events",
+        "lock", "machine", "peak", "policy", "recipes", "resident", "view", "young",
+    )  # fmt: skip
+
+    def __init__(
+        self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP
+    ) -> None:
+        self.machine = machine
+        self.policy = policy
+        self.allowed = allowed
+        self.chain_cap = chain_cap
+        self.resident: Bytes = 0
+        self.peak: Bytes = 0
+        self.clock = 0
+        self.counters = Counters()
+        self.lock = threading.RLock()
+        self.dropped: set[Value] = set()
+        self.away = 0
+        self.recipes: list[Recipe] = []
+        self.young: list[Storage] = []
+        self.events: list[tuple[int, Storage, Change]] | None = None
+        self._graveyard: list[Value] = []
+        self._next_number = 0
+        self._drops_allowed = True
+        self.view = View(self)
+
+    # ------------------------------------------------------------------ storages come and go
+
+    def adopt(self, key: int, nbytes: Bytes, handle: Any) -> Storage:
+        """Take a present storage into account. Its value is a source until somebody gives it a recipe."""
+        number = self._next_number
+        self._next_number = number + 1
+        storage = Storage(number, key, nbytes, handle, self.clock)
+        storage.value = Value(storage, None)
+        self.resident = resident = self.resident + nbytes
+        if resident > self.peak:
+            self.peak = resident
+        if nbytes >= SMALLEST_MOVABLE:
+            self.young.append(storage)
+        if self.events is not None:
+            self.events.append((self.clock, storage, Change.CREATE))
+        return storage
+
+    def bury(self, storage: Storage) -> None:
+        """The storage died: nobody can reach it any more. Safe at any moment, also inside the controller's own code."""
+        value = storage.value
+        if value is None:
+            return
+        storage.value = None
+        if value.absent == HERE:
+            self.resident -= storage.nbytes
+        elif value.absent == AWAY:
+            self.away -= 1
+        value.absent = GONE
+        if value.home is not None or value.leaves is not None:
+            self._graveyard.append(value)
+        if self.events is not None:
+            self.events.append((self.clock, storage, Change.DIE))
+
+    def overwrite(self, storage: Storage, recipe: Recipe | None) -> Value:
+        """The running op wrote `storage`: its next version begins (rules 2 and 7 were seen to by `prepare`)."""
+        old = storage.value
+        if old is not None:
+            old.absent = GONE
+            if old.home is not None:
+                self._graveyard.append(old)
+        storage.value = value = Value(storage, recipe)
+        return value
+
+    def resize(self, storage: Storage, nbytes: Bytes) -> None:
+        """The running op changed the size of a present storage."""
+        self.resident += nbytes - storage.nbytes
+        self.peak = max(self.peak, self.resident)
+        storage.nbytes = nbytes
+
+    def _empty_graveyard(self) -> None:
+        graveyard = self._graveyard
+        while graveyard:
+            value = graveyard.pop()
+            if value.leaves is not None:
+                self.dropped.discard(value)
+                self.cut_loose(value)
+            if value.home is not None:
+                home, value.home = value.home, None
+                self.machine.discard(home)
+
+    # ------------------------------------------------------------------ around one op
+
+    def prepare(self, name: str, reads: Sequence[Value], writes: Sequence[Storage], needed: Bytes) -> None:
+        """Make the op runnable: inputs present (rule 1), dependents safe (rule 2), room for `needed` new bytes (rule 4).
+
+        Everything it reads or writes stays locked until `finish`. On an error nothing is locked and nothing is lost.
+        """
+        storages = {value.storage: None for value in reads} | dict.fromkeys(writes)
+        working = sum(storage.nbytes for storage in storages) + needed
+        self.counters.floor_bytes = max(self.counters.floor_bytes, working)
+        for value in reads:
+            value.wanted += 1
+        try:
+            for storage in writes:
+                storage.written = True
+                self._restore_dependents(storage)
+            for value in reads:
+                if value.absent == DROPPED:
+                    self.restore(value)
+        except BaseException:
+            self._unlock(reads, (), writes)
+            raise
+        for storage in storages:
+            storage.locks += 1
+        try:
+            for storage in storages:
+                if storage.value is not None and storage.value.absent:
+                    self.page_in(storage.value, name)
+            self.make_room(needed, name)
+        except BaseException:
+            self._unlock(reads, storages, writes)
+            raise
+
+    def finish(self, reads: Sequence[Value], writes: Sequence[Storage]) -> None:
+        """The op ran, or failed: let go of what `prepare` locked."""
+        self._unlock(reads, {value.storage: None for value in reads} | dict.fromkeys(writes), writes)
+
+    def _unlock(self, reads: Iterable[Value], storages: Iterable[Storage], writes: Iterable[Storage]) -> None:
+        for value in reads:
+            value.wanted -= 1
+        for storage in storages:
+            storage.locks -= 1
+        for storage in writes:
+            storage.written = False
+
+    def _restore_dependents(self, storage: Storage) -> None:
+        """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not dropped."""
+        value = storage.value
+        while value is not None and value.dependents:
+            self.restore(next(iter(value.dependents)))
+
+    # ------------------------------------------------------------------ room
+
+    def make_room(self, needed: Bytes, name: str) -> None:
+        """Free bytes until `needed` more fit in the budget (rule 4).
+
+        Raises:
+            BudgetInfeasible: Everything that may leave has left, and it is not enough.
+        """
+        if self._graveyard:
+            self._empty_graveyard()
+        if self.resident + needed <= self.allowed:
+            return
+        self._ask_policy(needed)
+        if self.resident + needed > self.allowed:
+            self._last_resort(needed)
+        self.machine.settle()
+        if self.resident + needed > self.allowed:
+            self._refuse_step(needed, name)
+
+    def _ask_policy(self, needed: Bytes) -> None:
+        proposals = self.policy.relieve(self.view, self.resident + needed - self.allowed)
+        granted: bool | None = None
+        while self.resident + needed > self.allowed:
+            try:
+                proposal = next(proposals) if granted is None else proposals.send(granted)
+            except StopIteration:
+                return
+            granted = self.grant(proposal)
+            if self._graveyard:
+                self._empty_graveyard()
+        proposals.close()
+
+    def grant(self, proposal: Proposal) -> bool:
+        """Carry a proposal out, or refuse and count it (rule 9)."""
+        storage = proposal.storage
+        if not isinstance(storage, Storage):
+            raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
+        return self._drop(storage) if isinstance(proposal, Drop) else self._move(storage)
+
+    def _last_resort(self, needed: Bytes) -> None:
+        """What no method proposed: move whatever may leave, and where the tier is full, drop it."""
+        for act in (self._move, self._drop):
+            for storage in list(self.view.candidates()):
+                if self.resident + needed <= self.allowed:
+                    return
+                act(storage)
+                self._empty_graveyard()
+
+    def _refuse_step(self, needed: Bytes, name: str) -> None:
+        smallest = max(self.resident + needed, self.counters.floor_bytes)
+        raise BudgetInfeasible(
+            needed=self.resident + needed, allowed=self.allowed, op=name, op_index=self.clock,
+            smallest_budget=smallest, exact=False,
+        )  # fmt: skip
+
+    def may_leave(self, storage: Storage) -> bool:
+        """Whether a present storage is free to leave: not locked (rule 3), not escaped (rule 10)."""
+        if storage.locks or storage.escaped:
+            return False
+        if self.machine.escaped(storage):
+            storage.escaped = True
+            return False
+        return True
+
+    def _move(self, storage: Storage) -> bool:
+        value = storage.value
+        if value is None or value.absent or not self.may_leave(storage):
+            self.counters.refuse("not free to leave")
+            return False
+        began = time.perf_counter()
+        if value.home is None:
+            try:
+                value.home = self.machine.page_out(storage)
+            except SpillFullError:
+                self.counters.refuse("slower tier full")
+                return False
+            self.counters.bytes_out += storage.nbytes
+        else:
+            self.machine.leave(storage, value.home)
+        value.absent = AWAY
+        self.away += 1
+        self.counters.stall_seconds += time.perf_counter() - began
+        self.counters.moves += 1
+        self._left(storage, Change.MOVE)
+        return True
+
+    def _drop(self, storage: Storage) -> bool:
+        value = storage.value
+        reason = self._why_not_drop(storage, value)
+        found = ancestry(value, self.chain_cap) if reason is None and value is not None else None
+        if value is None or found is None:
+            self.counters.refuse(reason or "no recipe within the cap")
+            return False
+        leaves = tuple(found.leaves)
+        if any(leaf.storage.written for leaf in leaves):
+            self.counters.refuse("would depend on what is being written")
+            return False
+        value.chain = len(found.recipes) + sum(leaf.chain for leaf in leaves if leaf.absent == DROPPED)
+        if not self._chain_fits(value, value.chain):
+            self.counters.refuse("chain too long")
+            return False
+        self._cut(value, leaves)
+        self.machine.release(storage)
+        self.counters.drops += 1
+        self.counters.dropped_bytes += storage.nbytes
+        self._left(storage, Change.DROP)
+        return True
+
+    def _why_not_drop(self, storage: Storage, value: Value | None) -> str | None:
+        if not self._drops_allowed:
+            return "the step is ending"
+        if value is None or value.absent or not self.may_leave(storage):
+            return "not free to leave"
+        if value.wanted or storage.exposed:
+            return "wanted by a replay" if value.wanted else "reached from outside"
+        if value.recipe is None or value.recipe.exactness != EXACT:
+            return "no recipe within the cap"
+        return None
+
+    def _left(self, storage: Storage, change: Change) -> None:
+        self.resident -= storage.nbytes
+        if self.events is not None:
+            self.events.append((self.clock, storage, change))
+
+    def came_back(self, storage: Storage, change: Change) -> None:
+        """Account for bytes that are in device memory again."""
+        self.resident += storage.nbytes
+        self.peak = max(self.peak, self.resident)
+        self.young.append(storage)
+        if self.events is not None:
+            self.events.append((self.clock, storage, change))
+
+    # ------------------------------------------------------------------ cuts and chains
+
+    def _chain_fits(self, value: Value, growth: int) -> bool:
+        """Whether `value` and everything that hangs on it stay within the cap when its chain grows by `growth`."""
+        if growth > self.chain_cap:
+            return False
+        return all(
+            dependent.chain + growth <= self.chain_cap and self._chain_fits(dependent, growth)
+            for dependent in value.dependents or ()
+        )
+
+    def _grow_chains(self, value: Value, growth: int) -> None:
+        for dependent in value.dependents or ():
+            dependent.chain += growth
+            self._grow_chains(dependent, growth)
+
+    def _cut(self, value: Value, leaves: tuple[Value, ...]) -> None:
+        """Rule 2: register the drop with every leaf and hold it alive."""
+        for leaf in leaves:
+            if leaf.dependents is None:
+                leaf.dependents = set()
+            leaf.dependents.add(value)
+            leaf.storage.held += 1
+            if leaf.storage.held == 1:
+                self.machine.hold(leaf.storage)
+        value.leaves = leaves
+        value.absent = DROPPED
+        self.dropped.add(value)
+        self._grow_chains(value, value.chain)
+
+    def cut_loose(self, value: Value) -> None:
+        """Undo `_cut`: the value is back, or nobody needs it any more."""
+        self._grow_chains(value, -value.chain)
+        value.chain = 0
+        leaves, value.leaves = value.leaves or (), None
+        for leaf in leaves:
+            if leaf.dependents is not None:
+                leaf.dependents.discard(value)
+            leaf.storage.held -= 1
+            if leaf.storage.held == 0:
+                self.machine.unhold(leaf.storage)
+
+    # ------------------------------------------------------------------ coming back
+
+    def restore(self, value: Value) -> None:
+        """Bring an absent value back, whatever its home. Nothing but the caller's locks keeps it there afterwards."""
+        if value.absent == DROPPED:
+            Replay(self, value).run()
+        elif value.absent == AWAY:
+            self.page_in(value, "page in")
+        elif value.absent == GONE:
+            raise EngineError(f"{value!r} is gone and cannot come back.")
+
+    def page_in(self, value: Value, name: str) -> None:
+        """Bring a moved value back. Its home stays valid until the next write (rule 7)."""
+        storage = value.storage
+        if value.absent != AWAY:
+            raise EngineError(f"{name} found {value!r} where a moved value was expected.")
+        storage.locks += 1
+        try:
+            self.make_room(storage.nbytes, name)
+            began = time.perf_counter()
+            unchanged = self.machine.page_in(storage, value.home)
+        finally:
+            storage.locks -= 1
+        if not unchanged:
+            home, value.home = value.home, None
+            self.machine.discard(home)
+        self.counters.stall_seconds += time.perf_counter() - began
+        self.counters.bytes_in += storage.nbytes
+        value.absent = HERE
+        self.away -= 1
+        self.came_back(storage, Change.PAGE_IN)
+
+    def restore_dropped(self, *, within_budget: bool) -> None:
+        """Rule 11: nothing stays dropped. Outside the budget only where the slower tier cannot take what must leave."""
+        self._empty_graveyard()
+        allowed = self.allowed
+        self._drops_allowed = False
+        try:
+            if not within_budget:
+                self.allowed = UNLIMITED
+            while self.dropped:
+                self.restore(next(iter(self.dropped)))
+                self._empty_graveyard()
+        finally:
+            self.allowed = allowed
+            self._drops_allowed = True
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self) -> None:
+        """Start counting anew."""
+        self._empty_graveyard()
+        self.counters = Counters()
+        self.peak = self.resident
+
+    def end_step(self, *, within_budget: bool = True) -> None:
+        """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""
+        try:
+            self.restore_dropped(within_budget=within_budget)
+        except (BudgetInfeasible, SpillFullError):
+            self.restore_dropped(within_budget=False)  # rule 12: right before small
+            raise
+        finally:
+            self.forget_recipes()
+            self._empty_graveyard()
+
+    def forget_recipes(self) -> None:
+        """Make every value that is not dropped a source, and free the graph of recipes."""
+        keep = bool(self.dropped)
+        for recipe in () if keep else self.recipes:
+            for value in (*recipe.creates, *(value for _, value in recipe.writes)):
+                value.recipe = None
+            recipe.reads = recipe.creates = recipe.writes = ()
+            recipe.payload = None
+        if not keep:
+            self.recipes.clear()
+
+    def bring_back_all(self, storages: Iterable[Storage]) -> None:
+        """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
+        self.restore_dropped(within_budget=False)
+        allowed, self.allowed = self.allowed, UNLIMITED
+        try:
+            for storage in storages:
+                value = storage.value
+                if value is not None and value.absent == AWAY:
+                    self.page_in(value, "close")
+        finally:
+            self.allowed = allowed

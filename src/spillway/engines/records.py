@@ -1,0 +1,131 @@
+"""What the controller knows: storages, values, recipes and counters.
+
+A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that created
+a value. These records are written on every op of a step, so they are plain slotted classes with positional constructors
+instead of the frozen dataclasses used elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from spillway.units import Bytes, Seconds
+
+HERE: Final = 0
+"""The value's bytes are in its storage, in device memory."""
+DROPPED: Final = 1
+"""The bytes are gone; the value's home is its recipe (`Recompute`)."""
+AWAY: Final = 2
+"""The bytes are in a slower tier; the storage points at them where the machine can do that."""
+GONE: Final = 3
+"""The storage died or was overwritten: no bytes anywhere, only the recipe is left."""
+
+
+NEVER: Final = 0
+"""An op that cannot be replayed bit for bit."""
+SCAFFOLD: Final = 1
+"""An op whose result holds no content yet (`empty`): replayed on the way to a later version, never for its own sake."""
+EXACT: Final = 2
+"""An op that is replayed bit for bit."""
+
+
+class Storage:
+    """The bytes behind one or more tensors.
+
+    `handle` belongs to the machine (the real storage, or a way to reach it) and is opaque to the controller. `value` is the
+    current content, None once the storage is dead. `locks` counts the running ops that use it, `held` the drops that keep it
+    alive, `written` says that the running op will write it. An `exposed` storage can be read by code that does not ask the
+    controller (it may be moved, not dropped), an `escaped` one is reached by its address (it stays).
+    """
+
+    __slots__ = ("escaped", "exposed", "handle", "held", "key", "kind", "locks", "nbytes", "number", "touched", "value", "written")
+
+    def __init__(self, number: int, key: int, nbytes: Bytes, handle: Any, touched: int) -> None:
+        self.number = number
+        self.key = key
+        self.nbytes = nbytes
+        self.handle = handle
+        self.touched = touched
+        self.locks = 0
+        self.held = 0
+        self.written = False
+        self.escaped = False
+        self.exposed = False
+        self.kind: str | None = None
+        self.value: Value | None = None
+
+    def __repr__(self) -> str:
+        return f"Storage({self.number}, {self.nbytes} B, {self.value!r})"
+
+
+class Value:
+    """A storage at one version of its content."""
+
+    __slots__ = ("absent", "chain", "dependents", "home", "leaves", "recipe", "storage", "wanted")
+
+    def __init__(self, storage: Storage, recipe: Recipe | None) -> None:
+        self.storage = storage
+        self.recipe = recipe
+        self.absent = HERE
+        self.home: Any = None
+        self.leaves: tuple[Value, ...] | None = None
+        self.dependents: set[Value] | None = None
+        self.wanted = 0
+        self.chain = 0
+
+    @property
+    def alive(self) -> bool:
+        """Whether this is the current content of a storage that somebody can still reach."""
+        return self.absent != GONE
+
+    def __repr__(self) -> str:
+        return f"Value({self.storage.number}, {('here', 'dropped', 'away', 'gone')[self.absent]})"
+
+
+class Recipe:
+    """An op that ran, in enough detail to run it again.
+
+    `reads` are the values it read; `creates` the values of the storages it created, in the order in which `Machine.run`
+    returns them; `writes` pairs a position in `reads` with the value that took its place. `payload` belongs to the machine:
+    the call itself. `nbytes` is what the created storages need.
+    """
+
+    __slots__ = ("creates", "exactness", "name", "nbytes", "number", "payload", "reads", "seconds", "writes")
+
+    def __init__(
+        self, number: int, name: str, reads: Sequence[Value], payload: Any, seconds: Seconds, exactness: int
+    ) -> None:
+        self.number = number
+        self.name = name
+        self.reads = reads
+        self.payload = payload
+        self.seconds = seconds
+        self.exactness = exactness
+        self.creates: Sequence[Value] = ()
+        self.writes: Sequence[tuple[int, Value]] = ()
+        self.nbytes: Bytes = 0
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.number}, {self.name})"
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened in one step. Counts, bytes and seconds; reset when a step begins."""
+
+    recomputed_ops: int = 0
+    recomputed_seconds: Seconds = 0.0
+    stall_seconds: Seconds = 0.0
+    bytes_out: Bytes = 0
+    bytes_in: Bytes = 0
+    dropped_bytes: Bytes = 0
+    drops: int = 0
+    moves: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+    floor_bytes: Bytes = 0
+
+    def refuse(self, reason: str) -> None:
+        """Count a proposal that was not granted (rule 9)."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1

@@ -1,0 +1,154 @@
+"""Bringing a dropped value back: the controller's replay stack.
+
+Replay is a graph over values, not over storages: an in-place op is an edge from one version to the next, and everything on
+the way lives in *temporaries*, so that the user's storages only ever receive their current version.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, Recipe, Storage, Value
+from spillway.errors import EngineError
+from spillway.ir.timeline import Change
+
+if TYPE_CHECKING:
+    from spillway.engines.controller import Controller
+
+
+@dataclass(frozen=True, slots=True)
+class Ancestry:
+    """What it takes to recompute a value: recipes by op number, and the living values that they end in."""
+
+    recipes: dict[int, Recipe]
+    leaves: dict[Value, None]
+
+
+def ancestry(value: Value, cap: int) -> Ancestry | None:
+    """The recipes between `value` and the nearest living values.
+
+    None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op that is
+    never replayed.
+    """
+    first = value.recipe
+    if first is None or first.exactness != EXACT:
+        return None
+    recipes = {first.number: first}
+    leaves: dict[Value, None] = {}
+    stack = [first]
+    while stack:
+        for read in stack.pop().reads:
+            if read.absent != GONE:
+                leaves[read] = None
+                continue
+            recipe = read.recipe
+            if recipe is None or recipe.exactness == NEVER:
+                return None
+            if recipe.number not in recipes:
+                if len(recipes) >= cap:
+                    return None
+                recipes[recipe.number] = recipe
+                stack.append(recipe)
+    return Ancestry(recipes, leaves)
+
+
+@final
+class Replay:
+    """Recomputes one dropped value, op by op, within the budget."""
+
+    __slots__ = ("_controller", "_last_use", "_leaves", "_recipes", "_target", "_temporaries")
+
+    def __init__(self, controller: Controller, target: Value) -> None:
+        found = ancestry(target, 1 << 30)
+        if found is None:
+            raise EngineError(f"The cut of {target!r} was lost; it cannot be recomputed.")
+        self._controller = controller
+        self._target = target
+        self._leaves = found.leaves
+        self._recipes = [found.recipes[number] for number in sorted(found.recipes)]
+        self._temporaries: dict[Value, Storage] = {}
+        self._last_use = {read: recipe.number for recipe in self._recipes for read in recipe.reads}
+
+    def run(self) -> None:
+        """Recompute the target and give it its bytes. Inputs are wanted meanwhile (rule 3)."""
+        for leaf in self._leaves:
+            leaf.wanted += 1
+        try:
+            for recipe in self._recipes:
+                self._run_one(recipe)
+        finally:
+            for leaf in self._leaves:
+                leaf.wanted -= 1
+            for temporary in list(self._temporaries.values()):
+                self._free(temporary)
+        if self._target.absent != HERE:
+            raise EngineError(f"A replay of {len(self._recipes)} ops did not bring {self._target!r} back.")
+
+    def _run_one(self, recipe: Recipe) -> None:
+        controller = self._controller
+        for read in recipe.reads:
+            if read.absent == DROPPED:
+                controller.restore(read)
+        bindings = [self._temporaries.get(read, read.storage) for read in recipe.reads]
+        distinct = dict.fromkeys(bindings)
+        for storage in distinct:
+            storage.locks += 1
+        try:
+            for storage in distinct:
+                if storage.value is not None and storage.value.absent:
+                    controller.page_in(storage.value, recipe.name)
+            controller.make_room(recipe.nbytes, recipe.name)
+            began = time.perf_counter()
+            handles = controller.machine.run(recipe, bindings)
+            controller.counters.recomputed_seconds += time.perf_counter() - began
+            controller.counters.recomputed_ops += 1
+            self._take_outputs(recipe, bindings, handles)
+        finally:
+            for storage in distinct:
+                storage.locks -= 1
+        self._hand_over(recipe)
+        self._free_used_up(recipe)
+
+    def _take_outputs(self, recipe: Recipe, bindings: Sequence[Storage], handles: Sequence[object]) -> None:
+        """Register what the op created or wrote as temporaries, under the value that they now hold."""
+        if len(handles) != len(recipe.creates):
+            raise EngineError(f"{recipe!r} created {len(handles)} storages when replayed and {len(recipe.creates)} before.")
+        for value, handle in zip(recipe.creates, handles, strict=True):
+            self._temporaries[value] = self._controller.adopt(0, value.storage.nbytes, handle)
+        for position, value in recipe.writes:
+            temporary = bindings[position]
+            if recipe.reads[position] not in self._temporaries:
+                raise EngineError(f"{recipe!r} would write {recipe.reads[position]!r} itself when replayed.")
+            self._temporaries.pop(recipe.reads[position], None)
+            self._temporaries[value] = temporary
+            self._controller.overwrite(temporary, None)
+
+    def _hand_over(self, recipe: Recipe) -> None:
+        """Give finished values their bytes: the target, and siblings that were dropped too (their bytes are here anyway)."""
+        for value in (*recipe.creates, *(value for _, value in recipe.writes)):
+            if value.absent != DROPPED:
+                continue
+            temporary = self._temporaries.pop(value)
+            controller = self._controller
+            if temporary.value is not None and temporary.value.absent:
+                controller.page_in(temporary.value, recipe.name)
+            controller.machine.give(temporary, value.storage)
+            controller.bury(temporary)
+            controller.dropped.discard(value)
+            value.absent = HERE
+            controller.came_back(value.storage, Change.RECOMPUTE)
+            value.storage.touched = controller.clock
+            controller.cut_loose(value)
+
+    def _free_used_up(self, recipe: Recipe) -> None:
+        for value, temporary in list(self._temporaries.items()):
+            if self._last_use.get(value, -1) <= recipe.number:
+                del self._temporaries[value]
+                self._free(temporary)
+
+    def _free(self, temporary: Storage) -> None:
+        self._controller.bury(temporary)
+        temporary.handle = None

@@ -1,0 +1,1 @@
+"""The tensor engine: storages of eager PyTorch, paged one by one."""

@@ -1,0 +1,164 @@
+"""A call of an op in enough detail to make it again: arguments, geometry, environment, random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+
+from spillway.engines.tensors.ops import OpInfo
+
+Place = int | str | tuple[int | str, int]
+"""Where a tensor stands in a call: a position, a keyword, or either with an index into a list."""
+
+Geometry = tuple[Any, ...]
+"""Of one operand: place, shape, strides, storage offset, dtype."""
+
+
+class Environment(NamedTuple):
+    """Settings that are inputs of every op (the same call under others need not give the same bits)."""
+
+    grad: bool
+    threads: int
+    dtype: torch.dtype
+    deterministic: bool
+    mkldnn: bool
+
+    @staticmethod
+    def now() -> Environment:
+        """The settings of this thread and process at this moment."""
+        return Environment(
+            torch.is_grad_enabled(),
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_mkldnn_enabled(),
+        )
+
+
+@final
+class InEnvironment:
+    """Context manager: the settings of the original call, without autograd and autocast, which stood above it."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._wanted = environment
+        self._guards: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = Environment.now()
+        self._guards = [torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast()]
+        for guard in self._guards:
+            guard.__enter__()
+        _apply(self._before, self._wanted)
+
+    def __exit__(self, *exception: object) -> None:
+        _apply(self._wanted, self._before)
+        while self._guards:
+            self._guards.pop().__exit__(None, None, None)
+
+
+def _apply(current: Environment, wanted: Environment) -> None:
+    if current == wanted:
+        return
+    torch._C._set_grad_enabled(wanted.grad)
+    if current.threads != wanted.threads:
+        torch.set_num_threads(wanted.threads)
+    if current.dtype != wanted.dtype:
+        torch.set_default_dtype(wanted.dtype)
+    if current.deterministic != wanted.deterministic:
+        torch.use_deterministic_algorithms(wanted.deterministic)
+    if current.mkldnn != wanted.mkldnn:
+        torch._C._set_mkldnn_enabled(wanted.mkldnn)
+
+
+@final
+class Call:
+    """The payload of a recipe. `args` and `kwargs` keep a hole (None) for each tensor; `geometry` says what belongs there.
+
+    The first `len(recipe.reads)` geometries are the operands in the order of the recipe's reads; `scratch` are those that a
+    replay fills with zeros. `random` pairs a generator with its state before the call.
+    """
+
+    __slots__ = ("args", "environment", "func", "geometry", "kwargs", "outputs", "random", "scratch")
+
+    def __init__(
+        self,
+        func: Any,
+        args: list[Any],
+        kwargs: dict[str, Any] | None,
+        geometry: Sequence[Geometry],
+        environment: Environment,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.geometry = geometry
+        self.environment = environment
+        self.outputs: tuple[int, ...] = (0,)
+        self.scratch: Sequence[Geometry] = ()
+        self.random: tuple[torch.Generator, torch.Tensor] | None = None
+
+    def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
+        """Make the call on tensors over `storages`; the random state and the settings end as they were."""
+        args: list[Any] = [list(a) if isinstance(a, list) else a for a in self.args]
+        kwargs: dict[str, Any] = {k: list(v) if isinstance(v, list) else v for k, v in (self.kwargs or {}).items()}
+        with InEnvironment(self.environment):
+            for geometry, storage in zip(self.geometry, storages, strict=True):
+                fill(args, kwargs, geometry[0], tensor_over(storage, geometry))
+            for geometry in self.scratch:
+                fill(args, kwargs, geometry[0], torch.zeros(geometry[1], dtype=geometry[4]))
+            if self.random is None:
+                return self.func(*args, **kwargs)
+            generator, state = self.random
+            present = generator.get_state()
+            generator.set_state(state)
+            try:
+                return self.func(*args, **kwargs)
+            finally:
+                generator.set_state(present)
+
+
+def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
+    """A tensor of the recorded shape, strides, offset and dtype over `storage`."""
+    _, shape, strides, offset, dtype = geometry
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, shape, strides)  # type: ignore[call-overload, no-any-return]
+
+
+def fill(args: list[Any], kwargs: dict[str, Any], place: Place, value: Any) -> None:
+    """Put `value` where `place` says."""
+    outer, inner = place if isinstance(place, tuple) else (place, None)
+    holder: Any = kwargs if isinstance(outer, str) else args
+    if inner is None:
+        holder[outer] = value
+    else:
+        holder[outer][inner] = value
+
+
+def operands(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Place, Any, str]]:
+    """Every tensor of a call: its place, the tensor, and the name of its argument."""
+    arguments = info.func._schema.arguments
+    positional = [argument.name for argument in arguments if not argument.kwarg_only]
+    named: list[tuple[int | str, str, Any]] = [(p, positional[p], value) for p, value in enumerate(args)]
+    named += [(name, name, value) for name, value in kwargs.items()]
+    for outer, name, value in named:
+        if isinstance(value, torch.Tensor):
+            yield outer, value, name
+        elif isinstance(value, list | tuple):
+            for inner, element in enumerate(value):
+                if isinstance(element, torch.Tensor):
+                    yield (outer, inner), element, name
+
+
+def with_holes(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Copies of the arguments in which every tensor is None."""
+    return [_hole(value) for value in args], {name: _hole(value) for name, value in kwargs.items()}
+
+
+def _hole(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, list | tuple) and any(isinstance(element, torch.Tensor) for element in value):
+        return [None if isinstance(element, torch.Tensor) else element for element in value]
+    return value

@@ -1,0 +1,264 @@
+"""The tensor engine: a dispatch mode in front, the controller behind, a machine below.
+
+It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through a weak
+reference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, final
+
+import torch
+
+from spillway.engines.controller import UNLIMITED, Controller
+from spillway.engines.records import DROPPED, Storage, Value
+from spillway.engines.tensors.escapes import Escapes
+from spillway.engines.tensors.history import StepHistory
+from spillway.engines.tensors.machine import CpuMachine, Watch
+from spillway.engines.tensors.mode import Seen, tracking_mode
+from spillway.engines.tensors.ops import LAZY_BITS, OpInfo
+from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.system import ResidentSet
+from spillway.engines.tiers.disk import DiskTier
+from spillway.errors import EngineError
+from spillway.methods.base import AbstractPolicy
+from spillway.units import Bytes
+
+_address = torch._C._storage_address
+_storage_of = torch._C.TensorBase.untyped_storage
+
+RSS_SLACK = 0.08
+"""Freed memory is returned to the system when the resident set passes the budget by this share."""
+
+
+@final
+class TensorEngine:
+    """Pages storages of CPU tensors under one budget.
+
+    Arguments:
+        policy: Decides what leaves.
+        allowed: The budget in bytes; `UNLIMITED` keeps account only.
+        spill_directory: Where the spill file goes; the system's temporary directory by default.
+    """
+
+    def __init__(
+        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.tier = DiskTier(spill_directory)
+        self.resident_set = ResidentSet()
+        self.machine = CpuMachine(self.tier, self.resident_set)
+        self.controller = Controller(self.machine, policy, allowed)
+        self.table: dict[int, Storage] = {}
+        self.infos: dict[Any, OpInfo] = {}
+        self.sizes = Sizes()
+        self.interrupts: list[Callable[[], None]] = []
+        self.lazy_bits = False
+        self.unmanaged = 0
+        self.created: Bytes = 0
+        self.in_step = False
+        self.start_bytes: Bytes = 0
+        self.ops = 0
+        self.history: StepHistory | None = None
+        self._first_op = 0
+        self._escapes = Escapes(self)
+        self._closed = False
+        self._mode = tracking_mode(self)
+
+    # ------------------------------------------------------------------ storages
+
+    def learn_op(self, func: Any) -> OpInfo:
+        """Read the op's schema, once."""
+        info = self.infos[func] = OpInfo(func)
+        return info
+
+    def lookup(self, tensor: torch.Tensor) -> Storage | None:
+        """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
+        try:
+            storage = self.table.get(_address(tensor))
+        except (RuntimeError, NotImplementedError, TypeError):
+            storage = None
+        return storage or self.adopt(tensor)
+
+    def adopt(self, tensor: torch.Tensor) -> Storage | None:
+        """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed by."""
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
+            self.unmanaged += 1
+            return None
+        if tensor.is_conj() or tensor.is_neg():
+            self.lazy_bits = True
+        try:
+            return self.register(tensor, _address(tensor))
+        except (RuntimeError, NotImplementedError):
+            self.unmanaged += 1
+            return None
+
+    def register_new(self, tensor: torch.Tensor) -> Storage | None:
+        """A storage that an op created; None if it is an operand's, or not ours to manage."""
+        try:
+            key = _address(tensor)
+        except (RuntimeError, NotImplementedError, TypeError):
+            self.unmanaged += 1
+            return None
+        return None if key in self.table else self.register(tensor, key)
+
+    def register(self, tensor: torch.Tensor, key: int) -> Storage:
+        """Begin to account for the storage at `key`."""
+        real = _storage_of(tensor)
+        nbytes = real.nbytes()
+        watch = Watch(real, self._buried)
+        storage = watch.record = self.controller.adopt(key, nbytes, watch)
+        self.table[key] = storage
+        self.created += nbytes
+        if self.history is not None:
+            self.history.note_kind(storage)
+        return storage
+
+    def _buried(self, watch: Any) -> None:
+        storage: Storage = watch.record
+        self.table.pop(storage.key, None)
+        storage.handle = None
+        self.controller.bury(storage)
+
+    def current(self, storage: Storage) -> Value:
+        """The storage's current value."""
+        if storage.value is None:
+            raise EngineError(f"{storage!r} is dead and was used all the same.")
+        return storage.value
+
+    def check_size(self, storage: Storage) -> None:
+        """An op may have changed the size of what it wrote."""
+        real = storage.handle() if storage.handle is not None else None
+        if real is not None and real.nbytes() != storage.nbytes:
+            self.controller.resize(storage, real.nbytes())
+
+    # ------------------------------------------------------------------ ops
+
+    def run_short_of_room(self, seen: Seen, complete: Callable[[Seen], Any]) -> Any:
+        """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
+        info, controller, key, needed = seen.info, self.controller, None, 0
+        if info.fresh:
+            needed = self._cheap_bound(seen)
+            if needed is None or controller.resident + needed > controller.allowed:
+                key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
+        if controller.resident + needed <= controller.allowed and _ready(seen):
+            return self._run_and_learn(seen, complete, key)
+        with controller.lock:
+            controller.prepare(info.name, seen.reads, seen.writes, needed)
+            try:
+                return self._run_and_learn(seen, complete, key)
+            finally:
+                controller.finish(seen.reads, seen.writes)
+
+    def _cheap_bound(self, seen: Seen) -> Bytes | None:
+        bound = seen.info.bound
+        return bound(seen.args) if bound is not None and seen.args else None
+
+    def _run_and_learn(self, seen: Seen, complete: Callable[[Seen], Any], key: Any) -> Any:
+        before = self.created
+        out = complete(seen)
+        if key is not None:
+            self.sizes.learn(key, self.created - before)
+        if self.controller.resident > self.controller.allowed:
+            self.controller.make_room(0, seen.info.name)
+        return out
+
+    # ------------------------------------------------------------------ reached from outside
+
+    def reveal(self, tensor: torch.Tensor, *, by_address: bool) -> None:
+        """Something is about to read `tensor` without asking the dispatcher.
+
+        With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read where it
+        is, and a dropped one comes back and is not dropped again.
+        """
+        storage = self.table.get(_address_or_none(tensor))
+        if storage is None or storage.value is None:
+            return
+        with self.controller.lock, torch._C._DisableTorchDispatch():
+            storage.locks += 1
+            try:
+                if storage.value.absent == DROPPED or (by_address and storage.value.absent):
+                    self.controller.restore(storage.value)
+                storage.exposed = True
+                storage.escaped = storage.escaped or by_address
+            finally:
+                storage.locks -= 1
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes = 0, record: bool = False
+    ) -> None:
+        """Take the given tensors into account, come under the budget, and start watching.
+
+        Raises:
+            BudgetInfeasible: What cannot leave is more than the budget.
+        """
+        self.label(tensors)
+        controller = self.controller
+        controller.resident = sum(s.nbytes for s in self.table.values() if s.value is not None and not s.value.absent)
+        self.tier.generation += 1
+        if controller.allowed < UNLIMITED:
+            self.machine.trim_above = base_rss + int(controller.allowed * (1 + RSS_SLACK))
+        controller.begin_step()
+        controller.make_room(0, "begin step")
+        controller.peak = self.start_bytes = controller.resident
+        self._first_op = controller.clock
+        self.unmanaged = 0
+        self.history = StepHistory(self) if record else None
+        self._mode.__enter__()
+        self.in_step = True
+
+    def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Say what storages are for, taking them into account if need be."""
+        for kind, tensor in tensors:
+            storage = self.lookup(tensor)
+            if storage is not None:
+                storage.kind = kind
+
+    def end_step(self) -> None:
+        """Stop watching; everything the user can reach is right and readable (rules 11 and 12)."""
+        if self.in_step:
+            self.in_step = False
+            self._mode.__exit__(None, None, None)
+            self.ops = self.controller.clock - self._first_op
+        with self.controller.lock:
+            self.controller.end_step()
+        self.tier.generation += 1
+
+    def close(self) -> None:
+        """Bring everything back, forget everything, give the spill file back to the system."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self.controller.lock:
+                self.controller.bring_back_all(list(self.table.values()))
+        finally:
+            self._escapes.remove()
+            self.table.clear()
+            self.tier.close()
+            self.resident_set.close()
+
+    def raise_interrupt(self) -> None:
+        """Deliver a Ctrl-C that arrived while the engine could not be interrupted."""
+        while self.interrupts:
+            self.interrupts.pop()()
+
+    def escaped_count(self) -> int:
+        """Storages that are left alone because something else holds their address (rule 10)."""
+        return sum(storage.escaped for storage in self.table.values())
+
+
+def _ready(seen: Seen) -> bool:
+    if any(value.absent for value in seen.reads):
+        return False
+    return not any(s.value is not None and (s.value.absent or s.value.dependents) for s in seen.writes)
+
+
+def _address_or_none(tensor: Any) -> int:
+    try:
+        return _address(tensor)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return -1

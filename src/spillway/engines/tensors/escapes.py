@@ -1,0 +1,78 @@
+"""Ways around the dispatcher, and how they are made to ask first.
+
+`print`, `tolist`, `numpy`, `data_ptr`, dlpack, pickling and the storage accessors read a tensor's memory directly. While an
+engine is open, these methods of `torch.Tensor` first tell it. Changing a class is global by nature, so the list of open
+engines is too; with the last engine the methods are as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.engine import TensorEngine
+
+BY_ADDRESS: Final = (
+    "numpy", "__array__", "data_ptr", "const_data_ptr", "__dlpack__", "share_memory_", "apply_", "map_",
+)  # fmt: skip
+"""They hand out the address, which somebody may keep."""
+
+READING: Final = (
+    "tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "untyped_storage", "_typed_storage", "storage",
+)  # fmt: skip
+"""They read the bytes, or hand out a storage object that reads them later."""
+
+_open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+@final
+class Escapes:
+    """One engine's place among those that are told."""
+
+    def __init__(self, engine: TensorEngine) -> None:
+        self._engine = engine
+        with _lock:
+            if not len(_open):
+                _install()
+            _open.add(engine)
+
+    def remove(self) -> None:
+        """The engine is closed and needs no telling."""
+        with _lock:
+            _open.discard(self._engine)
+            if not len(_open):
+                _uninstall()
+
+
+def _install() -> None:
+    for name in (*BY_ADDRESS, *READING):
+        original = getattr(torch.Tensor, name)
+        setattr(torch.Tensor, name, _telling(original, by_address=name in BY_ADDRESS))
+
+
+def _uninstall() -> None:
+    for name in (*BY_ADDRESS, *READING):
+        wrapper = torch.Tensor.__dict__.get(name)
+        original = getattr(wrapper, "__wrapped__", None)
+        if original is None:
+            continue
+        if getattr(torch._C.TensorBase, name, None) is original:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, original)
+
+
+def _telling(original: Any, *, by_address: bool) -> Any:
+    @functools.wraps(original)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        for engine in tuple(_open):
+            engine.reveal(self, by_address=by_address)
+        return original(self, *args, **kwargs)
+
+    return method

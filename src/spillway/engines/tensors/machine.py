@@ -1,0 +1,158 @@
+"""The CPU machine: moves the bytes of real storages, in place.
+
+A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd saved
+stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A dropped one points
+at an address range that cannot be read: whoever reaches it without asking the engine stops there and does not get wrong
+numbers (`escapes` makes the usual ways ask).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import weakref
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+
+from spillway.engines.records import Recipe, Storage
+from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.system import ResidentSet
+from spillway.engines.tiers.disk import DiskTier, Slot
+from spillway.errors import EngineError
+from spillway.units import Bytes, Seconds
+
+_UNREADABLE_RANGE: Final = 1 << 44
+"""Length of the range that dropped storages point at: address space, not memory."""
+
+_CPU: Final = torch.device("cpu")
+
+
+@final
+class Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a real storage that knows its record; the handle of every storage that somebody else owns."""
+
+    __slots__ = ("kept", "record")
+    kept: torch.UntypedStorage | None
+    record: Storage
+
+
+@final
+class CpuMachine:
+    """Carries out what the controller decides, on CPU tensors, with the disk as the slower tier."""
+
+    def __init__(self, tier: DiskTier, resident_set: ResidentSet) -> None:
+        self.tier = tier
+        self._resident_set = resident_set
+        self.trim_above: Bytes = 1 << 62
+        """RSS from which freed memory is returned to the system."""
+        self.trims = 0
+        self._unreadable = _unreadable_range()
+
+    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
+        """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
+        call: Call = recipe.payload
+        inputs = [_real(storage) for storage in bindings]
+        results = call.again(inputs)
+        flat = tensors_of(results)
+        return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
+
+    def page_out(self, storage: Storage) -> Slot:
+        """Write the bytes to a slot and point the storage at its mapping."""
+        real = _real(storage)
+        slot = self.tier.write(real.data_ptr(), storage.nbytes)
+        real._swap_data_ptr_(self._mapping(slot))
+        return slot
+
+    def leave(self, storage: Storage, home: Slot) -> None:
+        """The slot still holds the same content: point the storage at it again."""
+        _real(storage)._swap_data_ptr_(self._mapping(home))
+
+    def page_in(self, storage: Storage, home: Slot) -> bool:
+        """Read the bytes into fresh memory and point the storage there."""
+        fresh = torch.UntypedStorage(storage.nbytes)
+        unchanged = self.tier.read(home, fresh.data_ptr())
+        _real(storage)._swap_data_ptr_(fresh)
+        return unchanged
+
+    def release(self, storage: Storage) -> None:
+        """Free the bytes; the storage points at memory that cannot be read."""
+        if storage.nbytes > _UNREADABLE_RANGE:
+            raise EngineError(f"A storage of {storage.nbytes} bytes is larger than the range for dropped storages.")
+        nowhere = torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes)
+        _real(storage)._swap_data_ptr_(nowhere)
+
+    def give(self, source: Storage, target: Storage) -> None:
+        """The target's storage takes the temporary's bytes."""
+        _real(target)._swap_data_ptr_(_real(source))
+
+    def hold(self, storage: Storage) -> None:
+        """Own the storage, so that it outlives its last tensor."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = watch()
+
+    def unhold(self, storage: Storage) -> None:
+        """Stop owning it; it dies here if nobody else does."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = None
+
+    def discard(self, home: Slot) -> None:
+        """Free the slot."""
+        self.tier.free(home)
+
+    def escaped(self, storage: Storage) -> bool:
+        """A storage that NumPy, dlpack or another process shares has lost the right to be resized for good."""
+        watch = storage.handle
+        real = watch() if isinstance(watch, Watch) else watch
+        return real is None or not real.resizable()
+
+    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
+        """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""
+        return 2 * self.tier.seconds_for(nbytes)
+
+    def settle(self) -> None:
+        """Return freed memory to the system when the resident set has outgrown the account."""
+        if self._resident_set.read() > self.trim_above:
+            self._resident_set.trim()
+            self.trims += 1
+
+    def _mapping(self, slot: Slot) -> torch.UntypedStorage:
+        mapped = self.tier.mapped(slot)
+        view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
+        return view.untyped_storage()
+
+
+def _real(storage: Storage) -> torch.UntypedStorage:
+    handle = storage.handle
+    real = handle() if isinstance(handle, Watch) else handle
+    if not isinstance(real, torch.UntypedStorage):
+        raise EngineError(f"{storage!r} died while the engine was using it.")
+    return real
+
+
+def tensors_of(results: object) -> list[torch.Tensor]:
+    """Tensors of an op's result in order, lists flattened."""
+    if isinstance(results, torch.Tensor):
+        return [results]
+    found: list[torch.Tensor] = []
+    if isinstance(results, list | tuple):
+        for result in results:
+            found.extend(tensors_of(result))
+    return found
+
+
+@functools.cache
+def _unreadable_range() -> int:
+    """An address range without memory behind it, readable by nobody; one for the process, because it is never given back."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    address = libc.mmap(None, _UNREADABLE_RANGE, 0, flags, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise EngineError("The system gave no address range for dropped storages.")
+    return int(address)

@@ -1,0 +1,184 @@
+"""What the engine has to know about an ATen op before it can manage it.
+
+Everything is read off the op's schema once; what schemas do not say stands in the tables below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import torch
+
+from spillway.engines.records import EXACT, NEVER, SCAFFOLD
+
+NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "aten::_ctc_loss": "accumulates in an order that changes between runs",
+        "aten::_ctc_loss_backward": "accumulates in an order that changes between runs",
+        "aten::set_": "changes which storage a tensor has",
+        "aten::resize_": "changes the size of a storage in place",
+        "aten::resize_as_": "changes the size of a storage in place",
+        "aten::_pin_memory": "asks the driver for memory",
+        "aten::_use_cudnn_ctc_loss": "reads the backend's state",
+    }
+)
+"""Ops that are never run again, and why; what they create is moved instead of dropped."""
+
+UNINITIALISED: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
+        "_empty_affine_quantized", "_efficientzerotensor", "resize",
+    )
+)  # fmt: skip
+"""Ops whose result has no content yet: replayed only on the way to a later version."""
+
+UNDECLARED_ALIASES: Final = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"})
+"""Views that their schema does not admit to."""
+
+LAZY_BITS: Final = frozenset({"aten::_conj", "aten::_neg_view"})
+"""Views that only set a bit on the tensor; recorded geometry does not tell it, so ops on such tensors have no recipe."""
+
+SCRATCH: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
+    {
+        "aten::native_batch_norm": (3, 4),
+        "aten::_native_batch_norm_legit": (3, 4),
+        "aten::_batch_norm_with_update": (3, 4),
+        "aten::batch_norm": (3, 4),
+        "aten::instance_norm": (3, 4),
+        "aten::cudnn_batch_norm": (3, 4),
+        "aten::miopen_batch_norm": (3, 4),
+    }
+)
+"""Running statistics by position: written in training, often unmarked, and of no influence on the result there. A replay
+gets zeros in their place."""
+
+TRAINING_FLAG: Final[Mapping[str, int]] = MappingProxyType(
+    {
+        "aten::native_batch_norm": 5,
+        "aten::_native_batch_norm_legit": 5,
+        "aten::batch_norm": 5,
+        "aten::instance_norm": 5,
+        "aten::cudnn_batch_norm": 5,
+        "aten::miopen_batch_norm": 5,
+    }
+)
+"""Where an op of `SCRATCH` has its `training` argument; without one it always trains."""
+
+UNMARKED_WRITES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"aten::mkldnn_rnn_layer_backward": ("workspace",)}
+)
+"""Arguments that an op writes although its schema does not say so."""
+
+Bound = Callable[[Sequence[Any]], int | None]
+
+
+def _like_first(args: Sequence[Any]) -> int | None:
+    return int(args[0].numel()) * 16 + 256
+
+
+def _like_pair(args: Sequence[Any]) -> int | None:
+    first, second = args[0], args[1]
+    if isinstance(second, torch.Tensor) and second.shape != first.shape:
+        return None
+    return int(first.numel()) * 16 + 256
+
+
+def _matrix_product(args: Sequence[Any]) -> int | None:
+    left, right = args[-2], args[-1]
+    return int(left.numel() // left.shape[-1] * right.shape[-1]) * 8 + 256 if left.shape[-1] else None
+
+
+def _nothing(args: Sequence[Any]) -> int | None:
+    return 0
+
+
+_LIKE_FIRST = (
+    "_to_copy clone relu gelu tanh sigmoid silu exp log neg abs sqrt rsqrt reciprocal sin cos erf bernoulli empty_like "
+    "zeros_like ones_like full_like rand_like randn_like _softmax _log_softmax sum mean native_layer_norm gelu_backward "
+    "threshold_backward tanh_backward sigmoid_backward silu_backward _softmax_backward_data "
+    "_log_softmax_backward_data native_dropout native_dropout_backward logical_not isnan hardtanh leaky_relu"
+).split()
+_LIKE_PAIR = "add sub mul div eq ne lt le gt ge maximum minimum".split()
+
+BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
+    {f"aten::{name}": _like_first for name in _LIKE_FIRST}
+    | {f"aten::{name}": _like_pair for name in _LIKE_PAIR}
+    | {f"aten::{name}": _matrix_product for name in ("mm", "bmm", "addmm", "baddbmm")}
+)
+"""Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
+kind. An op without one is asked for its exact size (`Sizes`)."""
+
+PLAIN_TENSORS: Final[set[type]] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+"""Types whose bytes are one storage. Other subclasses are looked at one by one."""
+
+
+@final
+class OpInfo:
+    """One overload, as the engine sees it."""
+
+    __slots__ = (
+        "bound", "composite", "exactness", "fast", "func", "fresh", "name", "schema_writes", "resizes", "scratch", "seeded", "single",
+        "tensors", "training", "view", "writes",
+    )  # fmt: skip
+
+    def __init__(self, func: Any) -> None:
+        schema = func._schema
+        self.func = func
+        self.name: str = schema.name
+        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        kinds = [_tensor_kind(argument.type) for argument in schema.arguments]
+        self.schema_writes = frozenset(
+            argument.name
+            for argument in schema.arguments
+            if (argument.alias_info is not None and argument.alias_info.is_write)
+        ) | frozenset(UNMARKED_WRITES.get(self.name, ()))
+        self.tensors = tuple(place for place, kind in enumerate(kinds) if kind == "tensor")
+        self.writes = tuple(p for p, argument in enumerate(schema.arguments) if argument.name in self.schema_writes)
+        self.view = self._is_view(schema)
+        self.seeded = torch.Tag.nondeterministic_seeded in func.tags
+        self.resizes = "out" in func._overloadname or self.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
+        self.scratch = SCRATCH.get(self.name, ())
+        self.training = TRAINING_FLAG.get(self.name)
+        self.exactness = NEVER if self.name in NEVER_REPLAYED else SCAFFOLD if self.name in UNINITIALISED else EXACT
+        returns = [_tensor_kind(result.type) for result in schema.returns]
+        self.single = returns == ["tensor"]
+        self.fresh = self.composite or any(
+            kind is not None and result.alias_info is None for kind, result in zip(returns, schema.returns, strict=True)
+        )
+        """Whether it may create storages, going by the schema."""
+        positional = all(not argument.kwarg_only or kind is None for argument, kind in zip(schema.arguments, kinds, strict=True))
+        self.fast = (
+            positional
+            and "list" not in kinds
+            and all(kind in ("tensor", None) for kind in returns)
+            and not (self.seeded or self.scratch or self.composite or self.exactness == NEVER)
+            and self.name not in LAZY_BITS
+            and all(place in self.tensors for place in self.writes)
+        )
+        """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its own."""
+        self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh else _nothing
+
+    def _is_view(self, schema: Any) -> bool:
+        """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""
+        if self.name in UNDECLARED_ALIASES or self.name in LAZY_BITS:
+            return self.name in UNDECLARED_ALIASES
+        aliases = [result.alias_info for result in schema.returns]
+        return bool(aliases) and not self.composite and all(a is not None and not a.is_write for a in aliases)
+
+    def trains(self, args: Sequence[Any]) -> bool:
+        """Whether an op of `SCRATCH` is called in training."""
+        return self.training is None or (len(args) > self.training and bool(args[self.training]))
+
+
+def _tensor_kind(kind: Any) -> str | None:
+    """"tensor", "list" (of tensors, optional ones too) or None."""
+    if isinstance(kind, torch._C.OptionalType):
+        return _tensor_kind(kind.getElementType())
+    if isinstance(kind, torch._C.TensorType):
+        return "tensor"
+    if isinstance(kind, torch._C.ListType):
+        return "list" if _tensor_kind(kind.getElementType()) else None
+    return None

@@ -1,0 +1,1 @@
+"""Where absent bytes wait."""

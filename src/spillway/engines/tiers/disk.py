@@ -1,0 +1,246 @@
+"""The disk tier: one unlinked file of page-aligned slots, mapped so that absent storages can still be read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+import numpy as np
+
+from spillway.errors import SpillCorruptedError, SpillDirectoryError, SpillError, SpillFullError
+from spillway.units import Bytes, Seconds, format_bytes
+
+PAGE: Final = mmap.ALLOCATIONGRANULARITY
+_WINDOW: Final = 256 << 20
+"""The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
+_COLUMNS: Final = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where one value's bytes lie in the file."""
+
+    offset: Bytes
+    nbytes: Bytes
+    capacity: Bytes
+    checksum: int
+    generation: int
+    """The step in which it was written: between steps the user may write through the mapping, unseen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapped:
+    """Bytes of a slot as anybody reads them: `buffer` from `start`."""
+
+    buffer: mmap.mmap
+    start: Bytes
+
+
+@final
+class DiskTier:
+    """Slots in one file without a name, mode 0600, in a directory of the user's choice.
+
+    The mapping is private: what is written through it stays in memory, and the file keeps what `write` put there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self.directory = Path(directory) if directory is not None else Path(tempfile.gettempdir())
+        self._file = _open_unlinked(self.directory)
+        self._end: Bytes = 0
+        self._free: dict[Bytes, list[Bytes]] = defaultdict(list)
+        self._windows: list[mmap.mmap] = []
+        self._used: Bytes = 0
+        self.generation = 0
+        self._bytes_moved: Bytes = 0
+        self._seconds_moving: Seconds = 0.0
+
+    @property
+    def used(self) -> Bytes:
+        """Bytes of the slots in use."""
+        return self._used
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was given back to the system."""
+        return self._file < 0
+
+    def write(self, address: int, nbytes: Bytes) -> Slot:
+        """Copy `nbytes` at `address` into a slot.
+
+        Raises:
+            SpillFullError: The file system has no room; nothing has changed.
+        """
+        began = time.perf_counter()
+        offset, capacity = self._take(nbytes)
+        source = (ctypes.c_char * nbytes).from_address(address)
+        try:
+            self._write_at(offset, memoryview(source))
+        except OSError as error:
+            self._free[capacity].append(offset)
+            self._used -= capacity
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise SpillFullError(
+                    f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some space "
+                    f"there or choose another with spill_directory=."
+                ) from error
+            raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
+        slot = Slot(
+            offset=offset, nbytes=nbytes, capacity=capacity, checksum=checksum(address, nbytes), generation=self.generation
+        )
+        self._note(nbytes, began)
+        return slot
+
+    def read(self, slot: Slot, address: int) -> bool:
+        """Copy a slot to `address`; whether the slot still holds the same content as what was read.
+
+        Raises:
+            SpillCorruptedError: The file's bytes are not those that were written.
+        """
+        began = time.perf_counter()
+        if slot.generation == self.generation:
+            self._read_file(slot, address)
+            self._check(slot, address)
+            unchanged = True
+        else:
+            unchanged = self._read_mapping(slot, address)
+        self._note(slot.nbytes, began)
+        return unchanged
+
+    def mapped(self, slot: Slot) -> Mapped:
+        """The slot's bytes, readable (and privately writable) in place."""
+        window, start = divmod(slot.offset, _WINDOW)
+        return Mapped(buffer=self._windows[window], start=start)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back for reuse."""
+        if self.closed:
+            return
+        self._forget_pages(slot)
+        self._free[slot.capacity].append(slot.offset)
+        self._used -= slot.capacity
+
+    def seconds_for(self, nbytes: Bytes) -> Seconds:
+        """Seconds to move `nbytes` one way, by what was measured so far (1 GB/s before the first copy)."""
+        if self._bytes_moved < 1 << 20:
+            return nbytes / 1e9
+        return nbytes * self._seconds_moving / self._bytes_moved
+
+    def close(self) -> None:
+        """Give the file back to the system. Bytes that are still mapped stay readable until their storages die."""
+        if not self.closed:
+            os.close(self._file)
+            self._file = -1
+            self._windows.clear()
+            self._free.clear()
+
+    def _note(self, nbytes: Bytes, began: float) -> None:
+        self._bytes_moved += nbytes
+        self._seconds_moving += time.perf_counter() - began
+
+    def _take(self, nbytes: Bytes) -> tuple[Bytes, Bytes]:
+        capacity = slot_capacity(nbytes)
+        self._used += capacity
+        if self._free[capacity]:
+            return self._free[capacity].pop(), capacity
+        offset = self._end
+        if offset // _WINDOW != (offset + capacity - 1) // _WINDOW:
+            offset = -(-offset // _WINDOW) * _WINDOW
+        self._grow(offset + capacity)
+        return offset, capacity
+
+    def _grow(self, end: Bytes) -> None:
+        """Lengthen the file (sparsely) and map what is new; a slot larger than a window gets windows of its own."""
+        windows = -(-end // _WINDOW)
+        if windows > len(self._windows):
+            first = len(self._windows)
+            os.ftruncate(self._file, windows * _WINDOW)
+            length = (windows - first) * _WINDOW
+            mapping = mmap.mmap(
+                self._file, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=first * _WINDOW
+            )
+            self._windows.extend([mapping] * (windows - first))
+        self._end = end
+
+    def _write_at(self, offset: Bytes, source: memoryview) -> None:
+        done = 0
+        while done < len(source):
+            done += os.pwrite(self._file, source[done:], offset + done)
+
+    def _read_file(self, slot: Slot, address: int) -> None:
+        target = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
+        done = 0
+        while done < slot.nbytes:
+            count = os.preadv(self._file, [target[done:]], slot.offset + done)
+            if count == 0:
+                raise SpillCorruptedError(f"The spill file ends {format_bytes(slot.nbytes - done)} too early.")
+            done += count
+
+    def _read_mapping(self, slot: Slot, address: int) -> bool:
+        mapped = self.mapped(slot)
+        source = np.frombuffer(mapped.buffer, np.uint8, slot.nbytes, mapped.start)
+        ctypes.memmove(address, source.ctypes.data, slot.nbytes)
+        if checksum(address, slot.nbytes) == slot.checksum:
+            return True
+        original = np.empty(slot.nbytes, np.uint8)
+        self._read_file(slot, original.ctypes.data)
+        self._check(slot, original.ctypes.data)
+        return False
+
+    def _check(self, slot: Slot, address: int) -> None:
+        if checksum(address, slot.nbytes) != slot.checksum:
+            raise SpillCorruptedError(
+                f"{format_bytes(slot.nbytes)} in the spill file at offset {slot.offset} changed since they were written; "
+                f"check the disk under {self.directory}."
+            )
+
+    def _forget_pages(self, slot: Slot) -> None:
+        """Private copies of the slot's pages must not show through when the slot is used again."""
+        mapped = self.mapped(slot)
+        with contextlib.suppress(OSError, ValueError):
+            mapped.buffer.madvise(mmap.MADV_DONTNEED, mapped.start, slot.capacity)
+
+
+def slot_capacity(nbytes: Bytes) -> Bytes:
+    """Room for `nbytes`: whole pages, in at most eight sizes per power of two, so that slots are found again."""
+    step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-nbytes // step) * step
+
+
+def checksum(address: int, nbytes: Bytes) -> int:
+    """64 bits of the content: words summed in 127 columns, the columns then weighted by odd numbers.
+
+    Runs at memory speed; a changed bit, a swapped row and a changed sign all show.
+    """
+    words, rest = divmod(nbytes, 8)
+    data = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(address)) if words else np.empty(0, np.uint64)
+    rows = words // _COLUMNS
+    columns = np.zeros(_COLUMNS, np.uint64)
+    if rows:
+        columns += data[: rows * _COLUMNS].reshape(rows, _COLUMNS).sum(axis=0, dtype=np.uint64)
+    tail = data[rows * _COLUMNS :]
+    columns[: tail.size] += tail * np.uint64(0x9E3779B97F4A7C15)
+    weights = np.arange(1, 2 * _COLUMNS, 2, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+    last = int.from_bytes(ctypes.string_at(address + words * 8, rest), "little")
+    return (int((columns * weights).sum(dtype=np.uint64)) ^ last ^ nbytes) & (1 << 64) - 1
+
+
+def _open_unlinked(directory: Path) -> int:
+    """A file that nobody else can open and that is gone when this process is."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="spillway-", dir=directory)
+    except OSError as error:
+        raise SpillDirectoryError(
+            f"The spill directory {directory} cannot be used: {error.strerror or error}; choose a writable one with "
+            f"spill_directory=."
+        ) from error
+    os.unlink(name)
+    return descriptor

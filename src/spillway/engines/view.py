@@ -1,0 +1,100 @@
+"""What a policy sees of the controller: `methods.base.MemoryView` over the real records."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from math import inf
+from typing import TYPE_CHECKING, final
+
+from spillway.engines.records import DROPPED, EXACT, Storage, Value
+from spillway.engines.replay import Ancestry, ancestry
+from spillway.units import Bytes, Seconds
+
+if TYPE_CHECKING:
+    from spillway.engines.controller import Controller
+    from spillway.methods.base import Candidate
+
+
+@final
+class View:
+    """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is short."""
+
+    __slots__ = ("_controller", "_heap")
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._heap: list[tuple[int, int, Storage]] = []
+
+    @property
+    def allowed(self) -> Bytes:
+        """The budget."""
+        return self._controller.allowed
+
+    @property
+    def resident(self) -> Bytes:
+        """Bytes in device memory now."""
+        return self._controller.resident
+
+    @property
+    def clock(self) -> int:
+        """The number of the op that is about to run."""
+        return self._controller.clock
+
+    def candidates(self) -> Iterator[Storage]:
+        """Storages that may leave now, least recently used first."""
+        heap, seen = self._heap, []
+        young, self._controller.young = self._controller.young, []
+        for storage in young:
+            heapq.heappush(heap, (storage.touched, storage.number, storage))
+        last: Storage | None = None
+        try:
+            while heap:
+                touched, number, storage = heapq.heappop(heap)
+                value = storage.value
+                if value is None or value.absent or storage is last:
+                    continue  # it comes back through `young`
+                if storage.touched != touched:
+                    heapq.heappush(heap, (storage.touched, number, storage))
+                    continue
+                seen.append((touched, number, storage))
+                last = storage
+                if self._controller.may_leave(storage):
+                    yield storage
+        finally:
+            for entry in seen:
+                heapq.heappush(heap, entry)
+
+    def chain(self, storage: Candidate) -> int | None:
+        """Ops to run to recompute `storage`; None if a drop is not legal."""
+        found = self._ancestry(storage)
+        if found is None:
+            return None
+        return len(found.recipes) + sum(leaf.chain for leaf in found.leaves if leaf.absent == DROPPED)
+
+    def recompute_seconds(self, storage: Candidate) -> Seconds:
+        """Seconds of the chain, as measured when its ops ran."""
+        found = self._ancestry(storage)
+        return inf if found is None else self._seconds(found)
+
+    def _seconds(self, found: Ancestry) -> Seconds:
+        own = sum(recipe.seconds for recipe in found.recipes.values())
+        below = (ancestry(leaf, self._controller.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
+        return own + sum(self._seconds(deeper) for deeper in below if deeper is not None)
+
+    def transfer_seconds(self, storage: Candidate) -> Seconds:
+        """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""
+        value = storage.value if isinstance(storage, Storage) else None
+        out_and_in = self._controller.machine.transfer_seconds(storage.nbytes)
+        return out_and_in / 2 if value is not None and value.home is not None else out_and_in
+
+    def held_bytes(self, storage: Candidate) -> Bytes:
+        """Bytes of the leaves that a drop would have to hold alive and that are present now."""
+        found = self._ancestry(storage)
+        return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
+
+    def _ancestry(self, storage: Candidate) -> Ancestry | None:
+        value: Value | None = storage.value if isinstance(storage, Storage) else None
+        if value is None or value.wanted or value.recipe is None or value.recipe.exactness != EXACT:
+            return None
+        return ancestry(value, self._controller.chain_cap)

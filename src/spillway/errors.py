@@ -1,0 +1,146 @@
+"""Every error that Spillway raises on purpose.
+
+SpillwayError
+ +- UsageError (also a ValueError)     something given to Spillway does not make sense; nothing was changed
+ |   +- BudgetError                    a budget that cannot be read, is not positive, or exceeds the device
+ |   +- UnknownMethodError             no method has this name
+ |   +- SessionError                   a session used out of turn: a step inside a step, a call after close
+ |   +- ModelError                     a model that one session cannot manage: two devices, nothing to train
+ |   +- WorkloadError                  a workload that cannot be found or does not offer what a run needs
+ +- BudgetInfeasible                   the step cannot run under its budget; carries the budget to ask for instead
+ +- SpillError                         the place where absent bytes wait cannot be used
+ |   +- SpillDirectoryError            the directory is missing or not writable
+ |   +- SpillFullError                 no room is left for another storage
+ |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
+ +- PlanRejected                       a plan that could not run; names the rule that it breaks
+ +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
+ +- EngineError                        an invariant of the engine is broken: a bug in Spillway
+
+The command line prints the sentence of a SpillwayError and exits with 1. A traceback of anything else is a bug.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class SpillwayError(Exception):
+    """Base of every error of this package. Its text is one sentence, ready to be shown to a user."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default calls the class with `args` alone, which loses keyword-only arguments between processes.
+        return _restored, (type(self), self.args, dict(self.__dict__))
+
+
+def _restored(kind: type[SpillwayError], args: tuple[object, ...], attributes: dict[str, object]) -> SpillwayError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
+
+
+class UsageError(SpillwayError, ValueError):
+    """Something that was given to Spillway does not make sense."""
+
+
+class BudgetError(UsageError):
+    """A budget that cannot be read, is not positive, or exceeds the device."""
+
+
+class UnknownMethodError(UsageError):
+    """No method has this name."""
+
+
+class SessionError(UsageError):
+    """A session used out of turn: a step entered twice, a call after close."""
+
+
+class ModelError(UsageError):
+    """A model or optimizer that one session cannot manage, as when its parameters lie on two devices."""
+
+
+class WorkloadError(UsageError):
+    """A workload that cannot be found or does not offer what a run needs."""
+
+
+class BudgetInfeasible(SpillwayError):
+    """The step cannot run under its budget, whatever leaves memory.
+
+    Nothing is lost: model and optimizer are as plain PyTorch leaves them when an op raises.
+    """
+
+    needed: int
+    """Bytes that have to be resident at once for the op to run."""
+    allowed: int
+    """The budget, in bytes."""
+    op: str
+    """Name of the op that does not fit."""
+    op_index: int
+    """Number of that op within its step, from 0."""
+    smallest_budget: int
+    """Bytes: the smallest budget that works if `exact`, otherwise no smaller budget can work."""
+    exact: bool
+    """Whether `smallest_budget` is known to work, or only a lower bound."""
+
+    def __init__(self, *, needed: int, allowed: int, op: str, op_index: int, smallest_budget: int, exact: bool) -> None:
+        # Imported here because `units` raises `BudgetError`, and so stands after this module.
+        from spillway.units import format_bytes
+
+        bound = f"{smallest_budget} bytes ({format_bytes(smallest_budget)})"
+        answer = f"the smallest budget that works is {bound}" if exact else f"no budget below {bound} can work"
+        super().__init__(
+            f"Op {op_index} ({op}) needs {format_bytes(needed)} in memory at once and {format_bytes(allowed)} are "
+            f"allowed: {answer}."
+        )
+        self.needed = needed
+        self.allowed = allowed
+        self.op = op
+        self.op_index = op_index
+        self.smallest_budget = smallest_budget
+        self.exact = exact
+
+
+class SpillError(SpillwayError):
+    """The place where absent bytes wait cannot be used."""
+
+
+class SpillDirectoryError(SpillError):
+    """The spill directory is missing or not writable."""
+
+
+class SpillFullError(SpillError):
+    """No room is left where absent bytes wait."""
+
+
+class SpillCorruptedError(SpillError):
+    """Bytes came back that are not the bytes that went out."""
+
+
+class PlanRejected(SpillwayError):
+    """A plan that could not run. Its `reason` is a clause without a full stop."""
+
+    rule: str
+    """The rule of the verifier that the plan breaks."""
+
+    def __init__(self, reason: str, *, rule: str) -> None:
+        super().__init__(f"The plan breaks the rule {rule}: {reason}.")
+        self.rule = rule
+
+
+class FileFormatError(SpillwayError):
+    """A file that Spillway cannot read: foreign, newer, or damaged. Its `reason` is a clause without a full stop."""
+
+    path: Path
+    line: int
+    """Line of the fault, from 1."""
+
+    def __init__(self, reason: str, *, path: Path | str, line: int) -> None:
+        super().__init__(f"{path}, line {line}: {reason}.")
+        self.path = Path(path)
+        self.line = line
+
+
+class EngineError(SpillwayError):
+    """An invariant of the engine is broken: a bug in Spillway, never the user's fault. `broken` is a whole sentence."""
+
+    def __init__(self, broken: str) -> None:
+        super().__init__(f"{broken} This is a bug in Spillway: please report it, with the run file if there is one.")

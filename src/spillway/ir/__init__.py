@@ -1,0 +1,36 @@
+"""The nouns: a recorded step, a plan for it, what verifies it, and the timeline of what happened. No torch."""
+
+from spillway.ir.files import RunFile, RunWriter, read_run
+from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
+from spillway.ir.step import Op, Phase, Step, StorageId, StorageInfo, Value, ValueId
+from spillway.ir.step_report import StepReport
+from spillway.ir.timeline import Change, Event, Kind, StorageLine, Timeline
+from spillway.ir.verify import Rule, verify
+
+__all__ = [
+    "Change",
+    "Disk",
+    "Event",
+    "Gap",
+    "Home",
+    "Host",
+    "Kind",
+    "Op",
+    "Packed",
+    "Phase",
+    "Plan",
+    "Recompute",
+    "Rule",
+    "RunFile",
+    "RunWriter",
+    "Step",
+    "StepReport",
+    "StorageId",
+    "StorageInfo",
+    "StorageLine",
+    "Timeline",
+    "Value",
+    "ValueId",
+    "read_run",
+    "verify",
+]

@@ -1,0 +1,74 @@
+"""What one step did: the numbers that a session keeps and a run file holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, final
+
+from spillway.units import Bytes, Seconds
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """The figures of one step, as measured."""
+
+    step: int
+    """Number of the step within its session, from 0."""
+    signature: str
+    """Shapes and dtypes of the step's inputs; empty if the step was entered without a batch."""
+    managed: bool
+    """False if the step was known to fit and the engine stepped aside; most counts are then 0."""
+    allowed: Bytes
+    """The budget."""
+    start_bytes: Bytes
+    """Resident bytes when the step began, by our account."""
+    peak_bytes: Bytes
+    """Most bytes of live storages resident at once, by our account. Expected, not measured, if `managed` is False."""
+    end_bytes: Bytes
+    """Resident bytes when the step ended."""
+    peak_rss_bytes: Bytes
+    """The process's highest resident set size during the step, as the system counts it; 0 where it does not say."""
+    working_bytes: Bytes
+    """Most bytes that one op needed at once, among the ops that ran when room was short."""
+    seconds: Seconds
+    """Wall-clock time of the step."""
+    stall_seconds: Seconds
+    """Time that compute waited for copies."""
+    recomputed_ops: int
+    """Ops run again to restore what was dropped."""
+    recomputed_seconds: Seconds
+    """Time that they took."""
+    ops: int
+    """Ops of the step itself."""
+    bytes_out: Bytes
+    """Bytes copied to the slower tier."""
+    bytes_in: Bytes
+    """Bytes copied back."""
+    dropped_bytes: Bytes
+    """Bytes dropped, to be recomputed."""
+    drops: int
+    """Storages dropped."""
+    moves: int
+    """Storages moved, those included whose bytes were in the slower tier already."""
+    refusals: dict[str, int]
+    """Proposals that were refused, by reason."""
+    escaped: int
+    """Storages left alone because something else holds their address."""
+    unmanaged: int
+    """Tensors passed by because they have no storage of their own (sparse, meta, foreign devices)."""
+    logged: dict[str, float]
+    """What the user logged during the step, the loss for example."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON can hold it."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepReport:
+        """Read what `to_json` gave. Raises ValueError for anything else."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(data) != names:
+            raise ValueError(f"a step report has the fields {', '.join(sorted(names))}")
+        return cls(**data)

@@ -1,0 +1,215 @@
+"""What was resident when: the one record that real and simulated runs both write.
+
+A timeline lists the storages of one step and the events that changed which of them had their bytes in device memory.
+Events stand in the order in which they happened; those of op `k` happened between the end of op `k - 1` and the end of
+op `k`, or were deaths right after it. Events numbered `ops` happened after the last op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, final
+
+from spillway.units import Bytes
+
+
+@final
+class Change(StrEnum):
+    """How a storage's bytes came into device memory or left it."""
+
+    CREATE = "create"
+    DIE = "die"
+    DROP = "drop"
+    MOVE = "move"
+    RECOMPUTE = "recompute"
+    PAGE_IN = "page-in"
+
+
+ARRIVALS = frozenset({Change.CREATE, Change.RECOMPUTE, Change.PAGE_IN})
+"""The changes that add a storage's bytes to what is resident; the others take them away."""
+
+
+@final
+class Kind(StrEnum):
+    """What a storage is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageLine:
+    """A storage, as far as a timeline has to know it."""
+
+    storage: int
+    """Its number; each storage of a timeline has its own."""
+    kind: Kind
+    """What it is for."""
+    nbytes: Bytes
+    """Its bytes while it is present."""
+    present_at_start: bool
+    """Whether its bytes are in device memory when the step begins."""
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 0:
+            raise ValueError(f"storage {self.storage} has {self.nbytes} bytes")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One storage's bytes came or went."""
+
+    op: int
+    """The op before, during or right after which it happened; the number of ops for what happened after the last."""
+    storage: int
+    """The storage's number."""
+    change: Change
+    """What happened. A storage may die while it is absent, which changes nothing that is resident."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Which storages were resident during one step.
+
+    Raises ValueError when built if an event contradicts those before it: bytes that come but are there, bytes that
+    leave but are not there, an unknown storage, an op out of order.
+    """
+
+    step: int
+    """Number of the step within its run."""
+    allowed: Bytes
+    """The budget."""
+    ops: int
+    """How many ops the step has."""
+    storages: tuple[StorageLine, ...]
+    """Every storage that was resident at any moment."""
+    events: tuple[Event, ...]
+    """What happened, in order."""
+
+    def __post_init__(self) -> None:
+        if len({line.storage for line in self.storages}) < len(self.storages):
+            raise ValueError("two storages of a timeline have the same number")
+        _check_order(self.events, self.ops)
+        for _ in self._changes():
+            pass  # Walking through them is the check.
+
+    def peak(self) -> Bytes:
+        """The most bytes resident at any moment of the step."""
+        return max(nbytes for _, nbytes in self.resident())
+
+    def resident(self) -> list[tuple[int, Bytes]]:
+        """For every op the most bytes resident at any moment from the end of the op before it to its own end.
+
+        The last pair is numbered `ops`: the moments after the last op.
+        """
+        return [(op, sum(by_kind.values())) for op, by_kind in enumerate(self._fullest_moments())]
+
+    def by_kind(self) -> dict[Kind, list[tuple[int, Bytes]]]:
+        """For every kind that occurs its bytes at the moments that `resident` tells of, so that kinds add up to it."""
+        moments = self._fullest_moments()
+        kinds = {line.kind for line in self.storages}
+        return {kind: [(op, moment[kind]) for op, moment in enumerate(moments)] for kind in Kind if kind in kinds}
+
+    def to_json(self) -> dict[str, Any]:
+        """The timeline as JSON can hold it: a row `[storage, kind, bytes, present at start]` per storage, and
+        `[op, storage, change]` per event."""
+        return {
+            "step": self.step,
+            "allowed": self.allowed,
+            "ops": self.ops,
+            "storages": [[line.storage, line.kind.value, line.nbytes, line.present_at_start] for line in self.storages],
+            "events": [[event.op, event.storage, event.change.value] for event in self.events],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Timeline:
+        """Read what `to_json` gave. Raises ValueError for anything else."""
+        match data:
+            case {
+                "step": int(step),
+                "allowed": int(allowed),
+                "ops": int(ops),
+                "storages": list(storages),
+                "events": list(events),
+            }:
+                return cls(
+                    step=step,
+                    allowed=allowed,
+                    ops=ops,
+                    storages=tuple(map(_storage_line, storages)),
+                    events=tuple(map(_event, events)),
+                )
+        raise ValueError("a timeline has to have step, allowed, ops, storages and events")
+
+    def _changes(self) -> Iterator[tuple[int, Kind, Bytes]]:
+        """Yield op, kind and signed bytes of every event."""
+        lines = {line.storage: line for line in self.storages}
+        present = {line.storage for line in self.storages if line.present_at_start}
+        for event in self.events:
+            line = lines.get(event.storage)
+            if line is None:
+                raise ValueError(f"op {event.op}: {event.change} of storage {event.storage}, which is not listed")
+            yield event.op, line.kind, _apply(event, line.nbytes, present)
+
+    def _fullest_moments(self) -> list[dict[Kind, Bytes]]:
+        """Bytes by kind, for every op at its fullest moment.
+
+        An op begins with what the one before it left, so that level counts as a moment of both.
+        """
+        level = dict.fromkeys(Kind, 0)
+        for line in self.storages:
+            level[line.kind] += line.nbytes if line.present_at_start else 0
+        moments = [dict(level)]
+        for op, kind, nbytes in self._changes():
+            moments.extend(dict(level) for _ in range(len(moments), op + 1))
+            level[kind] += nbytes
+            if sum(level.values()) > sum(moments[op].values()):
+                moments[op] = dict(level)
+        moments.extend(dict(level) for _ in range(len(moments), self.ops + 1))
+        return moments
+
+
+def _check_order(events: tuple[Event, ...], ops: int) -> None:
+    previous = 0
+    for event in events:
+        if not previous <= event.op <= ops:
+            raise ValueError(f"an event of op {event.op} stands after op {previous} in a timeline of {ops} ops")
+        previous = event.op
+
+
+def _apply(event: Event, nbytes: Bytes, present: set[int]) -> Bytes:
+    """Note in `present` what the event did; return the bytes that it added."""
+    was_present = event.storage in present
+    if event.change in ARRIVALS:
+        if was_present:
+            raise ValueError(f"op {event.op}: {event.change} of storage {event.storage}, which is present")
+        present.add(event.storage)
+        return nbytes
+    if not was_present and event.change is not Change.DIE:
+        raise ValueError(f"op {event.op}: {event.change} of storage {event.storage}, which is absent")
+    present.discard(event.storage)
+    return -nbytes if was_present else 0
+
+
+def _storage_line(row: object) -> StorageLine:
+    match row:
+        case [int(storage), str(kind), int(nbytes), bool(present)]:
+            return StorageLine(storage=storage, kind=Kind(kind), nbytes=nbytes, present_at_start=present)
+    raise ValueError(f"{row!r:.80} is not a storage, its kind, its bytes and whether it is present at the start")
+
+
+def _event(row: object) -> Event:
+    match row:
+        case [int(op), int(storage), str(change)]:
+            return Event(op=op, storage=storage, change=Change(change))
+    raise ValueError(f"{row!r:.80} is not an op, a storage and what happened to it")

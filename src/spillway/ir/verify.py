@@ -1,0 +1,382 @@
+"""Whether a plan could run: a slow, obvious check that shares nothing with the planners it judges.
+
+NOTE: the rules, in the order in which they are checked; the first that is broken is named. "Before op k" is the moment
+at which gaps that end at k come back; "during op k" is the op itself. With n ops, "before op n" is after the last one.
+
+ 1. other-step: the plan was made for this very step.
+ 2. unknown-name: every value and op that it names is one of the step's, and no gap outlasts the step.
+ 3. gap-before-creation: a gap starts after the op that creates its value. (A source exists before op 0.)
+ 4. gap-after-overwrite: a gap does not hold the op that writes over its value.
+ 5. gap-after-death: a gap ends when its value's storage dies, at the latest.
+ 6. gap-over-read: no op inside a gap reads its value.
+ 7. overlapping-gaps: no two gaps of one value hold the same op, as what is gone cannot leave.
+ 8. lossy-refused: a lossy home needs the user's `lossy=True`.
+ 9. lossy-too-early: once a gap with a lossy home has started, no forward op reads the value, be it of this step or, for
+    what is left when the step ends, of the next.
+
+Rules for recipes hold for gaps that come back. A gap does not come back if its value is dead, or written over without
+being read, when the gap ends. One that lasts to the end of the step comes back only by `Recompute`, because recipes die
+there; what waits elsewhere may wait on.
+
+10. recipe-without-value: the recipe creates the value.
+11. not-replayable: every op of a recipe may be replayed.
+12. cyclic-recipe: no replay waits for itself. Every op of the recipe has run when the gap ends; none reads what a later
+    one of the recipe creates; and of the replays before one op, no two wait for each other.
+13. missing-leaf: what the recipe reads and does not create is there at the replay, in the version that is read. It has
+    not been overwritten by then; it is not gone itself; and if it has died, this gap holds it, and this gap or others
+    held it during every op since its death.
+14. understated-replay: a recipe's temporaries are not stated lower than the outputs of its ops alone make them.
+
+Bytes are counted op by op. During op k: every storage that exists and is not inside a gap (the op's inputs and outputs
+are among them), leaves that open gaps hold beyond their death, and what open gaps keep packed. Before op k, if there is
+a replay: the same without the outputs of op k, and the temporaries of the largest replay, as they run one by one.
+
+15. over-budget: the bytes so counted never exceed what is allowed.
+16. understated-peak: nor do they exceed the peak that the plan projects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import final
+
+from spillway.errors import PlanRejected
+from spillway.ir.plan import Gap, Packed, Plan, Recompute
+from spillway.ir.step import Phase, Step, StorageId, StorageInfo, ValueId
+from spillway.units import Bytes
+
+
+@final
+class Rule(StrEnum):
+    """The rules of the NOTE above, by name."""
+
+    OTHER_STEP = "other-step"
+    UNKNOWN_NAME = "unknown-name"
+    GAP_BEFORE_CREATION = "gap-before-creation"
+    GAP_AFTER_OVERWRITE = "gap-after-overwrite"
+    GAP_AFTER_DEATH = "gap-after-death"
+    GAP_OVER_READ = "gap-over-read"
+    OVERLAPPING_GAPS = "overlapping-gaps"
+    LOSSY_REFUSED = "lossy-refused"
+    LOSSY_TOO_EARLY = "lossy-too-early"
+    RECIPE_WITHOUT_VALUE = "recipe-without-value"
+    NOT_REPLAYABLE = "not-replayable"
+    CYCLIC_RECIPE = "cyclic-recipe"
+    MISSING_LEAF = "missing-leaf"
+    UNDERSTATED_REPLAY = "understated-replay"
+    OVER_BUDGET = "over-budget"
+    UNDERSTATED_PEAK = "understated-peak"
+
+
+def verify(plan: Plan, step: Step, allowed: Bytes, *, lossy: bool = False) -> None:
+    """Return if the plan could run on the step within `allowed` bytes.
+
+    Raises PlanRejected with the rule that the plan breaks: one of `Rule`. `lossy` says whether the user allowed homes
+    that bring back other bits.
+    """
+    _check_names(plan, step)
+    life = _lives(step)
+    for gap in plan.gaps:
+        _check_life(gap, step, life[gap.value])
+    _check_overlap(plan)
+    for gap in plan.gaps:
+        _check_lossy(gap, step, life[gap.value], lossy)
+    replays = [
+        _replay(gap, gap.home, step)
+        for gap in plan.gaps
+        if isinstance(gap.home, Recompute) and _comes_back(gap, step, life[gap.value])
+    ]
+    _check_replays(replays, plan, step, life)
+    _check_bytes(plan, step, life, allowed)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Life:
+    """When a value exists."""
+
+    created: int
+    """The op that creates it; -1 for a source."""
+    overwritten: int | None
+    """The op that writes the next version over it."""
+    dies: int
+    """First op at which its storage is dead; one more than the number of ops if it outlives the step."""
+    reads: tuple[int, ...]
+    """The ops that read it."""
+
+    @property
+    def ends(self) -> int:
+        """The op at which its content ends."""
+        return self.dies if self.overwritten is None else min(self.overwritten, self.dies)
+
+
+def _lives(step: Step) -> list[_Life]:
+    created = {(step.values[v].storage, step.values[v].version): op.number for op in step.ops for v in op.creates}
+    reads: dict[ValueId, list[int]] = {value.id: [] for value in step.values}
+    for op in step.ops:
+        for number in op.reads:
+            reads[number].append(op.number)
+    return [
+        _Life(
+            created=created.get((value.storage, value.version), -1),
+            overwritten=created.get((value.storage, value.version + 1)),
+            dies=_dies(step.storages[value.storage], step),
+            reads=tuple(reads[value.id]),
+        )
+        for value in step.values
+    ]
+
+
+def _dies(storage: StorageInfo, step: Step) -> int:
+    return len(step.ops) + 1 if storage.present_at_end else storage.alive_until
+
+
+def _comes_back(gap: Gap, step: Step, life: _Life) -> bool:
+    if gap.end in life.reads:
+        return True
+    if gap.end == len(step.ops):
+        return isinstance(gap.home, Recompute) and gap.end < life.ends
+    return gap.end < life.ends
+
+
+def _gone_before(op: int, gap: Gap, step: Step, life: _Life) -> bool:
+    """Whether the gap's value is not there before the op, once all that comes back then has come back."""
+    return gap.start <= op < gap.end or (op == gap.end and not _comes_back(gap, step, life))
+
+
+# Rules 1 to 9: gaps.
+
+
+def _check_names(plan: Plan, step: Step) -> None:
+    if plan.step != step.digest():
+        raise PlanRejected(
+            f"the plan is for step {plan.step:.12}, and this is step {step.digest():.12}", rule=Rule.OTHER_STEP
+        )
+    values, ops = set(range(len(step.values))), set(range(len(step.ops)))
+    for gap in plan.gaps:
+        recipe = gap.home if isinstance(gap.home, Recompute) else Recompute(ops=())
+        if not {gap.value, *recipe.held} <= values or not {gap.end - 1, *recipe.ops} <= ops:
+            there = f"the step has {len(values)} values and {len(ops)} ops"
+            raise PlanRejected(f"{gap} names a value or op that is not there: {there}", rule=Rule.UNKNOWN_NAME)
+
+
+def _check_life(gap: Gap, step: Step, life: _Life) -> None:
+    if gap.start <= life.created:
+        reason = f"{gap} starts before {step.ops[life.created].label} has created the value"
+        raise PlanRejected(reason, rule=Rule.GAP_BEFORE_CREATION)
+    if life.overwritten is not None and gap.end > life.overwritten:
+        reason = f"{gap} holds {step.ops[life.overwritten].label}, which writes over the value"
+        raise PlanRejected(reason, rule=Rule.GAP_AFTER_OVERWRITE)
+    if gap.end > life.dies:
+        raise PlanRejected(f"{gap} goes on after the value died at op {life.dies}", rule=Rule.GAP_AFTER_DEATH)
+    for read in life.reads:
+        if gap.start <= read < gap.end:
+            raise PlanRejected(f"{gap} holds {step.ops[read].label}, which reads the value", rule=Rule.GAP_OVER_READ)
+
+
+def _check_overlap(plan: Plan) -> None:
+    gone: dict[tuple[ValueId, int], Gap] = {}
+    for gap in plan.gaps:
+        for op in range(gap.start, gap.end):
+            other = gone.setdefault((gap.value, op), gap)
+            if other is not gap:
+                raise PlanRejected(f"{gap} and {other} both hold op {op}", rule=Rule.OVERLAPPING_GAPS)
+
+
+def _check_lossy(gap: Gap, step: Step, life: _Life, lossy: bool) -> None:
+    if not isinstance(gap.home, Packed) or not gap.home.lossy:
+        return
+    if not lossy:
+        raise PlanRejected(f"{gap} may bring back other bits, and the user did not allow it", rule=Rule.LOSSY_REFUSED)
+    for read in life.reads:
+        if read >= gap.start and step.ops[read].phase is Phase.FORWARD:
+            reason = f"{gap} comes before the value's last forward use by {step.ops[read].label}"
+            raise PlanRejected(reason, rule=Rule.LOSSY_TOO_EARLY)
+    if life.ends > len(step.ops):
+        raise PlanRejected(f"{gap} is of a value that the next step begins with", rule=Rule.LOSSY_TOO_EARLY)
+
+
+# Rules 10 to 14: recipes.
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replay:
+    """A gap whose value comes back by running ops again."""
+
+    gap: Gap
+    recipe: Recompute
+    leaves: frozenset[ValueId]
+    """What the recipe reads before any op of it has created it."""
+    created: frozenset[ValueId]
+    """What the recipe creates."""
+
+
+def _replay(gap: Gap, recipe: Recompute, step: Step) -> _Replay:
+    leaves: set[ValueId] = set()
+    created: set[ValueId] = set()
+    for number in recipe.ops:
+        leaves.update(set(step.ops[number].reads) - created)
+        created.update(step.ops[number].creates)
+    return _Replay(gap=gap, recipe=recipe, leaves=frozenset(leaves), created=frozenset(created))
+
+
+def _check_replays(replays: list[_Replay], plan: Plan, step: Step, life: list[_Life]) -> None:
+    for replay in replays:
+        _check_recipe(replay, step)
+    for replay in replays:
+        _check_own_cycle(replay, step)
+    _check_shared_cycles(replays)
+    for replay in replays:
+        for leaf in sorted(replay.leaves):
+            _check_leaf(leaf, replay, plan, step, life)
+    for replay in replays:
+        _check_temporaries(replay, step)
+
+
+def _check_recipe(replay: _Replay, step: Step) -> None:
+    gap = replay.gap
+    if gap.value not in replay.created:
+        raise PlanRejected(f"{gap}: no op of the recipe creates the value", rule=Rule.RECIPE_WITHOUT_VALUE)
+    for number in replay.recipe.ops:
+        if not step.ops[number].replayable:
+            raise PlanRejected(f"{gap}: {step.ops[number].label} cannot be replayed", rule=Rule.NOT_REPLAYABLE)
+
+
+def _check_own_cycle(replay: _Replay, step: Step) -> None:
+    gap = replay.gap
+    for number in replay.recipe.ops:
+        if number >= gap.end:
+            reason = f"{gap}: {step.ops[number].label} has not run before op {gap.end}"
+            raise PlanRejected(reason, rule=Rule.CYCLIC_RECIPE)
+    if replay.leaves & replay.created:
+        reason = f"{gap}: the recipe reads {_names(replay.leaves & replay.created, step)} before it creates it"
+        raise PlanRejected(reason, rule=Rule.CYCLIC_RECIPE)
+
+
+def _check_shared_cycles(replays: list[_Replay]) -> None:
+    """Take away replays that wait for no other until none is left; those that cannot be taken away wait in a circle."""
+    waiting = {(replay.gap.value, replay.gap.end): replay for replay in replays}
+    while waiting:
+        ready = [
+            key for key, replay in waiting.items() if not any((v, replay.gap.end) in waiting for v in replay.leaves)
+        ]
+        if not ready:
+            circle = " and ".join(f"[{replay.gap}]" for replay in waiting.values())
+            raise PlanRejected(f"among {circle} every replay waits for another", rule=Rule.CYCLIC_RECIPE)
+        for key in ready:
+            del waiting[key]
+
+
+def _check_leaf(leaf: ValueId, replay: _Replay, plan: Plan, step: Step, life: list[_Life]) -> None:
+    trouble = _trouble(leaf, replay, plan, step, life[leaf])
+    if trouble:
+        reason = f"{replay.gap}: at the replay before op {replay.gap.end}, {step.values[leaf]} {trouble}"
+        raise PlanRejected(reason, rule=Rule.MISSING_LEAF)
+
+
+def _trouble(leaf: ValueId, replay: _Replay, plan: Plan, step: Step, life: _Life) -> str | None:
+    """Say why the leaf cannot be read at the replay."""
+    moment = replay.gap.end
+    if life.overwritten is not None and life.overwritten < moment:
+        return f"has been overwritten by op {life.overwritten}: the version is stale"
+    last_alive = min(moment, life.dies - 1)
+    for gap in plan.gaps:
+        if gap.value == leaf and _gone_before(last_alive, gap, step, life):
+            return "is absent" if last_alive == moment else "was absent when it died"
+    if life.dies > moment:
+        return None
+    if leaf not in replay.recipe.held:
+        return "is dead and not held"
+    for op in range(life.dies, moment):
+        if not any(leaf in _held(gap) for gap in plan.gaps if gap.start <= op < gap.end):
+            return f"is dead and nothing held it during op {op}"
+    return None
+
+
+def _check_temporaries(replay: _Replay, step: Step) -> None:
+    needed = max(_outputs(step, replay, place) for place in range(len(replay.recipe.ops)))
+    if replay.recipe.temporaries < needed:
+        raise PlanRejected(f"{replay.gap}: the replay needs {needed} B at least", rule=Rule.UNDERSTATED_REPLAY)
+
+
+def _outputs(step: Step, replay: _Replay, place: int) -> Bytes:
+    """Bytes of what the recipe has created when it runs the op at `place`, if this op creates it or it is read still.
+
+    The storage that comes back is left out, as it counts as resident already. An op that writes in place shares the
+    storage of the version it reads, the cheapest way to replay it: this is a lower bound.
+    """
+    ops = [step.ops[number] for number in replay.recipe.ops]
+    before = {value for op in ops[:place] for value in op.creates}
+    read_still = {value for op in ops[place:] for value in op.reads}
+    needed = set(ops[place].creates) | (before & read_still)
+    storages = {step.values[value].storage for value in needed} - {step.values[replay.gap.value].storage}
+    return sum(step.storages[storage].nbytes for storage in storages)
+
+
+def _names(values: frozenset[ValueId], step: Step) -> str:
+    return " ".join(str(step.values[value]) for value in sorted(values))
+
+
+# Rules 15 and 16: bytes.
+
+
+def _check_bytes(plan: Plan, step: Step, life: list[_Life], allowed: Bytes) -> None:
+    peak = 0
+    for when, nbytes in _moments(plan, step, life):
+        if nbytes > allowed:
+            raise PlanRejected(f"{when} {nbytes} B are resident, {allowed} B are allowed", rule=Rule.OVER_BUDGET)
+        peak = max(peak, nbytes)
+    if peak > plan.projected:
+        reason = f"the plan projects a peak of {plan.projected} B and reaches {peak} B"
+        raise PlanRejected(reason, rule=Rule.UNDERSTATED_PEAK)
+
+
+def _moments(plan: Plan, step: Step, life: list[_Life]) -> Iterator[tuple[str, Bytes]]:
+    for op in step.ops:
+        temporaries = _temporaries_before(op.number, plan, step, life)
+        if temporaries is not None:
+            yield f"before {op.label}", _before(op.number, plan, step, life) + temporaries
+        yield f"during {op.label}", _during(op.number, plan, step)
+    temporaries = _temporaries_before(len(step.ops), plan, step, life)
+    if temporaries is not None:
+        yield "after the last op", _before(len(step.ops), plan, step, life) + temporaries
+
+
+def _temporaries_before(op: int, plan: Plan, step: Step, life: list[_Life]) -> Bytes | None:
+    """Temporaries of the largest replay before the op; None if there is no replay."""
+    back = [gap for gap in plan.gaps if gap.end == op and _comes_back(gap, step, life[gap.value])]
+    return max((gap.home.temporaries for gap in back if isinstance(gap.home, Recompute)), default=None)
+
+
+def _before(op: int, plan: Plan, step: Step, life: list[_Life]) -> Bytes:
+    """Bytes before the op, when all that comes back has come back, and nothing that the op creates is there."""
+    exists = {
+        storage.id
+        for storage in step.storages
+        if (storage.present_at_start or storage.alive_from < op) and op < _dies(storage, step)
+    }
+    gaps = [gap for gap in plan.gaps if gap.start <= op <= gap.end]
+    absent = {gap.value for gap in gaps if _gone_before(op, gap, step, life[gap.value])}
+    return _bytes(exists, absent, gaps, step)
+
+
+def _during(op: int, plan: Plan, step: Step) -> Bytes:
+    """Bytes during the op."""
+    exists = {storage.id for storage in step.storages if storage.alive_from <= op < storage.alive_until}
+    gaps = [gap for gap in plan.gaps if gap.start <= op < gap.end]
+    return _bytes(exists, {gap.value for gap in gaps}, gaps, step)
+
+
+def _bytes(exists: set[StorageId], absent: set[ValueId], gaps: list[Gap], step: Step) -> Bytes:
+    """Bytes of what exists and is not absent, of what the open gaps hold beyond its death, and of what they pack."""
+    held = {step.values[value].storage for gap in gaps for value in _held(gap)} - exists
+    present = (exists - {step.values[value].storage for value in absent}) | held
+    packed = sum(gap.home.nbytes for gap in gaps if isinstance(gap.home, Packed))
+    return sum(step.storages[storage].nbytes for storage in present) + packed
+
+
+def _held(gap: Gap) -> tuple[ValueId, ...]:
+    return gap.home.held if isinstance(gap.home, Recompute) else ()

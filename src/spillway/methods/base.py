@@ -1,0 +1,115 @@
+"""What a published method has to answer, and what it may ask.
+
+A *planner* decides before the step, a *policy* decides while it runs. A policy proposes; the controller grants or refuses
+and sends the answer back into the generator, so that a policy can try the next best thing at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from spillway.ir import Plan, Step
+from spillway.units import Bytes, Seconds
+
+
+class Candidate(Protocol):
+    """A storage as a policy sees it: present, and free to leave."""
+
+    @property
+    def number(self) -> int:
+        """The storage's number; stable within a session."""
+
+    @property
+    def nbytes(self) -> Bytes:
+        """Bytes that its leaving frees."""
+
+    @property
+    def touched(self) -> int:
+        """The op that used it last; `view.clock - touched` is its staleness in ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Let the bytes go and recompute them when they are read (home `Recompute`)."""
+
+    storage: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy the bytes to the slower tier (home `Host` or `Disk`)."""
+
+    storage: Candidate
+
+
+Proposal = Drop | Move
+
+
+class MemoryView(Protocol):
+    """What a policy may know when it decides. Reading it never changes anything."""
+
+    @property
+    def allowed(self) -> Bytes:
+        """The budget."""
+
+    @property
+    def resident(self) -> Bytes:
+        """Bytes in device memory now."""
+
+    @property
+    def clock(self) -> int:
+        """The number of the op that is about to run."""
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Storages that may leave now, least recently used first."""
+
+    def chain(self, storage: Candidate) -> int | None:
+        """Ops to run to recompute `storage`, everything absent that it needs included; None if a drop is not legal."""
+
+    def recompute_seconds(self, storage: Candidate) -> Seconds:
+        """Time of that chain, as measured when its ops ran; infinite if a drop is not legal."""
+
+    def transfer_seconds(self, storage: Candidate) -> Seconds:
+        """Time to copy `storage` out and in again, by the bandwidth measured so far."""
+
+    def held_bytes(self, storage: Candidate) -> Bytes:
+        """Bytes of the leaves that a drop would have to hold alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What a planner is given."""
+
+    step: Step
+    """The recorded step."""
+    allowed: Bytes
+    """The budget in bytes."""
+
+
+class AbstractPlanner(ABC):
+    """Decides before the step. Pure: same problem, same plan."""
+
+    @abstractmethod
+    def plan(self, problem: Problem) -> Plan:
+        """A plan that `ir.verify` accepts, or `BudgetInfeasible` with the smallest budget that would work."""
+
+
+class AbstractPolicy(ABC):
+    """Decides while the step runs. Proposes; the controller grants or refuses."""
+
+    name: str
+    """The name by which users choose it."""
+
+    uses_recipes: bool = True
+    """Whether it ever proposes a `Drop`; without recipes an op costs less to track."""
+
+    @abstractmethod
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        """Yield proposals until `needed` bytes are free; each yield receives whether the proposal was granted.
+
+        The controller stops asking as soon as there is room. When the proposals end too early it moves what it can by
+        itself, and refuses the step only when nothing is left that may leave.
+        """

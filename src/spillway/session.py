@@ -1,0 +1,323 @@
+"""`manage()`: a model trained step by step under a budget."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Self, final
+
+import torch
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.interrupts import DeferredInterrupts
+from spillway.engines.tensors.probe import smallest_budget
+from spillway.engines.tensors.system import peak_rss, reset_peak
+from spillway.errors import BudgetInfeasible, ModelError, SessionError
+from spillway.ir import Kind, RunWriter, StepReport, Timeline
+from spillway.methods import AbstractPolicy, resolve
+from spillway.report.html import write_report
+from spillway.report.live import LiveLine
+from spillway.units import Bytes, parse_budget
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def manage(
+    model: Models,
+    optimizer: Optimizers = None,
+    *,
+    budget: int | str | None,
+    method: str | AbstractPolicy = "lru",
+    spill_directory: str | os.PathLike[str] | None = None,
+    run_file: str | os.PathLike[str] | None = None,
+    timeline: bool = False,
+    live: bool = False,
+) -> Session:
+    """Train `model` under a memory budget, bit-identically to plain PyTorch.
+
+    Arguments:
+        model: The module, or several that train together. Nothing about them is changed.
+        optimizer: Theirs, or several; used to know their state's storages.
+        budget: Bytes, "6GiB", or a share of the machine's memory, "80%". It covers every storage that the step touches:
+            parameters, gradients, optimizer state, inputs, activations. None only keeps account.
+        method: How to decide what leaves: a name or a policy object.
+        spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
+            leaves; the file has no name and is gone with the process.
+        run_file: JSON lines with the figures of every step.
+        timeline: Keep the memory timeline of the step with the highest peak, for `Session.report`.
+        live: Show one line in the terminal while training.
+
+    Raises:
+        UsageError: Something given makes no sense; the message says what would.
+        SpillDirectoryError: The spill directory cannot be used.
+    """
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    _check_models(models, optimizers)
+    allowed = UNLIMITED if budget is None else parse_budget(budget, _machine_memory())
+    engine = TensorEngine(resolve(method), allowed, spill_directory)
+    writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
+    return Session(models, optimizers, engine, writer, LiveLine(allowed) if live else None, keep_timeline=timeline)
+
+
+@final
+class Session:
+    """Training under one budget. Made by `manage`; a context manager that gives everything back at its end."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        engine: TensorEngine,
+        writer: RunWriter | None,
+        live: LiveLine | None,
+        *,
+        keep_timeline: bool,
+    ) -> None:
+        self.history: list[StepReport] = []
+        """One report per finished step."""
+        self.timeline: Timeline | None = None
+        """The timeline of the step with the highest peak, if timelines are kept."""
+        self._models = models
+        self._optimizers = optimizers
+        self._engine = engine
+        self._writer = writer
+        self._live = live
+        self._keep_timeline = keep_timeline
+        self._fits: dict[str, Bytes] = {}
+        self._running: _Step | None = None
+        self._closed = False
+        known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
+        self._base_rss = max(engine.resident_set.read() - known, 0)
+
+    @property
+    def allowed(self) -> Bytes:
+        """The budget in bytes."""
+        return self._engine.controller.allowed
+
+    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
+        """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
+
+        Raises:
+            SessionError: The session is closed, or a step is running.
+            BudgetInfeasible: At the op that cannot run under the budget. Model and optimizer are as plain PyTorch leaves
+                them when an op raises.
+        """
+        return _Step(self, batch)
+
+    def log(self, **numbers: Any) -> None:
+        """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
+        if self._running is None:
+            raise SessionError("log() belongs inside a step: with memory.step(batch): ... memory.log(loss=loss).")
+        self._running.logged.update({name: float(value) for name, value in numbers.items()})
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a self-contained HTML page about the run so far."""
+        timelines = [] if self.timeline is None else [self.timeline]
+        write_report(path, _header(self.allowed, self._engine), self.history, timelines)
+
+    def close(self) -> None:
+        """Bring every byte back, give the spill file back to the system. Closing twice is fine."""
+        if self._closed:
+            return
+        if self._running is not None:
+            raise SessionError("The session cannot be closed inside a step; leave the step first.")
+        self._closed = True
+        with ExitStack() as stack:
+            stack.callback(self._engine.close)
+            if self._live is not None:
+                stack.callback(self._live.close)
+            if self._writer is not None:
+                stack.callback(self._writer.close)
+                if self.timeline is not None:
+                    self._writer.append({"timeline": self.timeline.to_json()})
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise SessionError("This session is closed; call spillway.manage() again.")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ for _Step
+
+    def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Every tensor that is known by name, and what it is for."""
+        for module in self._models:
+            yield from ((Kind.PARAMETER, p) for p in module.parameters())
+            yield from ((Kind.BUFFER, b) for b in module.buffers())
+            yield from ((Kind.GRADIENT, p.grad) for p in module.parameters() if p.grad is not None)
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                yield from ((Kind.OPTIMIZER_STATE, value) for value in state.values() if isinstance(value, torch.Tensor))
+        yield from ((Kind.INPUT, tensor) for tensor in _leaves(batch))
+
+    def _state_entries(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def _known_to_fit(self, signature: str) -> bool:
+        """Whether the same inputs ran before, kept everything, and would again from where memory stands now."""
+        growth = self._fits.get(signature)
+        controller = self._engine.controller
+        if growth is None or not signature or self._keep_timeline:
+            return False
+        return not controller.away and controller.resident + growth <= controller.allowed
+
+    def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
+        self.history.append(report)
+        if timeline is not None and (self.timeline is None or timeline.peak() > self.timeline.peak()):
+            self.timeline = timeline
+        if self._writer is not None:
+            self._writer.append({"step": report.to_json()})
+        if self._live is not None:
+            self._live.update(report)
+
+
+@final
+class _Step:
+    """The context of one step."""
+
+    def __init__(self, session: Session, batch: Any) -> None:
+        self._session = session
+        self._batch = batch
+        self.logged: dict[str, float] = {}
+
+    def __enter__(self) -> Session:
+        session = self._session
+        if session._closed:
+            raise SessionError("This session is closed; call spillway.manage() again.")
+        if session._running is not None:
+            raise SessionError("A step is running already; steps do not nest. Leave it before the next begins.")
+        self._signature = signature_of(self._batch)
+        engine = session._engine
+        self._aside = session._known_to_fit(self._signature)
+        self._states = session._state_entries()
+        self._interrupts = DeferredInterrupts(engine.interrupts)
+        session._running = self
+        self._began = time.perf_counter()
+        if not self._aside:
+            reset_peak()
+            self._interrupts.__enter__()
+            try:
+                engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=session._keep_timeline)
+            except BaseException:
+                self._leave()
+                raise
+        return session
+
+    def _leave(self) -> None:
+        self._interrupts.__exit__()
+        self._session._running = None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        session, engine = self._session, self._session._engine
+        try:
+            if not self._aside:
+                engine.end_step()
+        finally:
+            self._leave()
+        if isinstance(error, BudgetInfeasible):
+            raise smallest_budget(error, engine, session._models, session._tensors(()), self._batch) from None
+        engine.raise_interrupt()
+        if error is None:
+            self._conclude(time.perf_counter() - self._began)
+
+    def _conclude(self, seconds: float) -> None:
+        session, engine = self._session, self._session._engine
+        report = self._aside_report(seconds) if self._aside else self._managed_report(seconds)
+        timeline = None
+        if not self._aside:
+            kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
+            if kept_all and self._states == session._state_entries():
+                session._fits[self._signature] = report.peak_bytes - report.start_bytes
+            if engine.history is not None:
+                timeline = engine.history.timeline(len(session.history), session._tensors(self._batch))
+                engine.history = None
+        elif engine.resident_set.read() > engine.machine.trim_above:
+            session._fits.pop(self._signature, None)  # it grew: watch it again
+            engine.resident_set.trim()
+        session._finish(report, timeline)
+
+    def _managed_report(self, seconds: float) -> StepReport:
+        engine, counters = self._session._engine, self._session._engine.controller.counters
+        return StepReport(
+            step=len(self._session.history), signature=self._signature, managed=True, allowed=self._session.allowed,
+            start_bytes=engine.start_bytes, peak_bytes=engine.controller.peak, end_bytes=engine.controller.resident,
+            peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes, seconds=seconds,
+            stall_seconds=counters.stall_seconds, recomputed_ops=counters.recomputed_ops,
+            recomputed_seconds=counters.recomputed_seconds, ops=engine.ops, bytes_out=counters.bytes_out,
+            bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
+            moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
+            unmanaged=engine.unmanaged, logged=self.logged,
+        )  # fmt: skip
+
+    def _aside_report(self, seconds: float) -> StepReport:
+        controller = self._session._engine.controller
+        return StepReport(
+            step=len(self._session.history), signature=self._signature, managed=False, allowed=self._session.allowed,
+            start_bytes=controller.resident, peak_bytes=controller.resident + self._session._fits[self._signature],
+            end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
+            recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
+            refusals={}, escaped=0, unmanaged=0, logged=self.logged,
+        )  # fmt: skip
+
+
+def signature_of(batch: Any) -> str:
+    """Shapes and dtypes of the tensors in a batch, in order; empty without tensors."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _leaves(batch))
+
+
+def _leaves(batch: Any) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict) or hasattr(batch, "values"):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _leaves(value)
+
+
+def _storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors if t.layout is torch.strided}
+    return list(found.values())
+
+
+def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for given, kind, what in ((models, torch.nn.Module, "model"), (optimizers, torch.optim.Optimizer, "optimizer")):
+        for item in given:
+            if not isinstance(item, kind):
+                raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
+    if not models:
+        raise ModelError("manage() needs at least one model.")
+    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+        raise ModelError(f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer.")
+    devices = sorted({str(t.device) for m in models for t in (*m.parameters(), *m.buffers())})
+    if len(devices) > 1:
+        raise ModelError(f"The model lies on {len(devices)} devices ({', '.join(devices)}); move it to one.")
+    if devices and devices != ["cpu"]:
+        raise ModelError(f"The model lies on {devices[0]}; this version manages models on the CPU.")
+    if not any(p.requires_grad for m in models for p in m.parameters()):
+        warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
+
+
+def _machine_memory() -> Bytes:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
+    return {
+        "budget_bytes": None if allowed == UNLIMITED else allowed,
+        "method": engine.controller.policy.name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {_machine_memory()} B",
+        "threads": torch.get_num_threads(),
+    }

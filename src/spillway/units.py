@@ -1,0 +1,116 @@
+"""Bytes and seconds: the only place where they are read from text, or turned into text for people."""
+
+from __future__ import annotations
+
+import operator
+import re
+import reprlib
+from fractions import Fraction
+from typing import SupportsIndex, TypeAlias
+
+from spillway.errors import BudgetError
+
+Bytes: TypeAlias = int
+"""A number of bytes."""
+Seconds: TypeAlias = float
+"""A duration in seconds."""
+
+KiB: Bytes = 1024
+MiB: Bytes = 1024 * KiB
+GiB: Bytes = 1024 * MiB
+TiB: Bytes = 1024 * GiB
+
+# "6G" is left out on purpose: it means 6.00 GiB to some tools and 5.59 GiB to others.
+_BYTES_PER_UNIT: dict[str, Bytes] = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KiB,
+    "mib": MiB,
+    "gib": GiB,
+    "tib": TiB,
+}
+# At most 18 digits: beyond any memory, and below the length at which Python refuses to convert.
+_QUANTITY = re.compile(r"(?P<number>[+-]?[0-9][0-9_]{0,17}(\.[0-9]{1,18})?)\s*(?P<unit>[A-Za-z]*)")
+_SHARE = re.compile(r"(?P<number>[+-]?[0-9]{1,18}(\.[0-9]{1,18})?)\s*%")
+
+
+def parse_bytes(value: int | str) -> Bytes:
+    """Read a number of bytes, `500` or `"500 MB"` or `"1.5GiB"`; a fraction of a byte is cut off.
+
+    Raises BudgetError for anything else, and for less than zero.
+    """
+    nbytes = _whole(value) if not isinstance(value, str) else _quantity(value)
+    if nbytes < 0:
+        raise BudgetError(f"A number of bytes cannot be negative, as {reprlib.repr(value)} is.")
+    return nbytes
+
+
+def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
+    """Read a budget: what `parse_bytes` reads, or a share of the device such as `"80%"`.
+
+    Raises BudgetError if it cannot be read, is not positive, or exceeds `device_bytes`.
+    """
+    share = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
+    budget = parse_bytes(value) if share is None else int(Fraction(share["number"]) * device_bytes / 100)
+    given = reprlib.repr(value)
+    if budget <= 0:
+        raise BudgetError(f"A budget has to be more than 0 bytes, and {given} is not.")
+    if budget > device_bytes:
+        raise BudgetError(f"A budget of {given} is more than the {format_bytes(device_bytes)} that the device has.")
+    return budget
+
+
+def format_bytes(nbytes: Bytes) -> str:
+    """Write bytes for people, with two decimals: `"1.50 GiB"`; below 1 KiB exactly: `"512 B"`."""
+    for unit, size in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
+        # Rounded first, so that a byte less than 1 GiB is "1.00 GiB" and never "1024.00 MiB".
+        if round(abs(nbytes) * 1024 / size, 2) >= 1024:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes} B"
+
+
+def format_seconds(seconds: Seconds) -> str:
+    """Write a duration for people: `"45.6 us"`, `"12.3 ms"`, `"1.50 s"`, `"2 min 03 s"`, `"1 h 02 min"`."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if seconds >= 59.995:
+        return _format_minutes(round(seconds))
+    if seconds >= 0.99995:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 0.99995e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def _format_minutes(seconds: int) -> str:
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _whole(value: SupportsIndex) -> int:
+    """Take integers of any library, and neither booleans nor floats: `0.8` might have meant 80 %."""
+    if isinstance(value, bool):
+        raise _unreadable(value)
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise _unreadable(value) from None
+
+
+def _quantity(text: str) -> int:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None:
+        raise _unreadable(text)
+    number, unit = match["number"].replace("_", ""), match["unit"].lower()
+    if not unit and "." not in number:
+        return int(number)
+    if unit not in _BYTES_PER_UNIT:
+        raise _unreadable(text)
+    return int(Fraction(number) * _BYTES_PER_UNIT[unit])
+
+
+def _unreadable(value: object) -> BudgetError:
+    return BudgetError(f"{reprlib.repr(value)} is not a number of bytes; write for example '6GiB' or '500 MB'.")

@@ -1,0 +1,121 @@
+"""From a name, or `path/to/file.py:function`, to a workload."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+from spillway.errors import WorkloadError
+from spillway.workloads import deep_narrow, resnet, stdlib_lm
+from spillway.workloads.base import Workload
+
+WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
+    {
+        stdlib_lm.NAME: stdlib_lm.build,
+        resnet.NAME: resnet.build,
+        deep_narrow.NAME: deep_narrow.build,
+    }
+)
+"""Every workload that comes with Spillway, by its name."""
+
+
+def get(name_or_file: str, *, seed: int = 0, **options: object) -> Workload:
+    """Builds the workload of that name, or the one that a function of a user's file returns.
+
+    The function is called as `function(seed=seed, **options)`, seeds the random streams (`seed_everything`) and returns
+    a `Workload`. While its file is loaded and while it runs, the file's folder is on the path for imports, as it is for
+    a script.
+
+    Raises:
+        WorkloadError: There is no such name, file or function, or what it gave is not a workload.
+    """
+    if name_or_file in WORKLOADS:
+        return _built(WORKLOADS[name_or_file], name_or_file, seed, options)
+    path, function = _split(name_or_file)
+    with _importable(path.parent):
+        return _built(_function(_loaded(path), function, path), name_or_file, seed, options)
+
+
+def _split(name_or_file: str) -> tuple[Path, str]:
+    file, colon, function = name_or_file.rpartition(":")
+    if not colon:
+        raise _without_colon(name_or_file)
+    if not file or not function.isidentifier():
+        raise WorkloadError(f"{name_or_file!r} is not a workload's file and function; write path/to/file.py:function.")
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise WorkloadError(f"There is no file {file} to load a workload from.")
+    return path, function
+
+
+def _without_colon(text: str) -> WorkloadError:
+    if text.endswith(".py"):
+        return WorkloadError(f"{text!r} names a file but no function in it; write {text}:function.")
+    names = ", ".join(sorted(WORKLOADS))
+    return WorkloadError(f"There is no workload {text!r}; choose one of {names}, or write path/to/file.py:function.")
+
+
+def _loaded(path: Path) -> ModuleType:
+    # A name of its own, so that a user's `resnet.py` is not taken for something that is installed.
+    name = f"spillway_workload_{path.stem}_{zlib.crc32(str(path.resolve()).encode()):x}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path} is not a Python file; its name has to end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    # Pickling and dataclasses look a class's module up by its name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise WorkloadError(f"Loading {path} raised {_described(error)}.") from error
+    return module
+
+
+def _function(module: ModuleType, function: str, path: Path) -> Callable[..., object]:
+    found = getattr(module, function, None)
+    if found is None:
+        raise WorkloadError(f"{path} has no function {function!r}.")
+    if not callable(found):
+        raise WorkloadError(f"{function!r} in {path} is not a function but {_a(found)}.")
+    return found  # type: ignore[no-any-return]
+
+
+def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[str, object]) -> Workload:
+    try:
+        workload = build(seed=seed, **options)
+    except WorkloadError:
+        raise
+    except (Exception, SystemExit) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in {"seed": seed, **options}.items())
+        raise WorkloadError(f"The workload {name} called with {given} raised {_described(error)}.") from error
+    if not isinstance(workload, Workload):
+        raise WorkloadError(f"{name} returned {_a(workload)} where a spillway.workloads.Workload was expected.")
+    return workload
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    entry = str(folder.resolve())
+    sys.path.insert(0, entry)
+    try:
+        yield
+    finally:
+        # The file may have changed the path itself; only what was put there is taken away.
+        if entry in sys.path:
+            sys.path.remove(entry)
+
+
+def _described(error: BaseException) -> str:
+    # One sentence has one line: of a long message the first line says what it is about.
+    message = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message.rstrip('.')}" if message else type(error).__name__
+
+
+def _a(thing: object) -> str:
+    return "None" if thing is None else f"an object of type {type(thing).__name__}"

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from tests.architecture.source import Import, imports, package_sources
+
+# Later may import earlier. A name covers what lies under it unless a longer name does. Names on one line are of one
+# rank and do not import each other, except those that stand TOGETHER.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("errors", "units"),
+    ("ir",),
+    ("costs",),
+    ("methods",),
+    ("engines",),  # the controller and what it is made of: the engines' torch-free part
+    ("engines.simulated",),
+    ("engines.tiers",),
+    ("engines.tensors", "engines.blocks", "engines.arena"),
+    ("recording",),
+    ("session",),
+    ("advisor", "integrations", "report", "workloads"),
+    ("",),  # spillway itself: the public names
+    ("cli",),
+)
+TOGETHER = {"errors", "units"}
+NEED_TORCH = (
+    "recording",
+    "costs.measured",
+    "engines.tiers",
+    "engines.tensors",
+    "engines.blocks",
+    "engines.arena",
+    "session",
+    "advisor",
+    "integrations",
+    "workloads",
+)
+# These do without torch until a name or a verb that needs it is used.
+LAZY = {"", "cli"}
+
+RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
+
+
+def is_ours(module: str) -> bool:
+    return module.partition(".")[0] == "spillway"
+
+
+def inner_name(module: str) -> str:
+    """`spillway.ir.files` -> `ir.files`, `spillway` -> the empty name."""
+    return module.removeprefix("spillway").removeprefix(".")
+
+
+def place(module: str) -> str:
+    """The longest name of ORDER that covers a module of the package. Raises LookupError if none does."""
+    name = inner_name(module)
+    while name not in RANKS:
+        if "." not in name:
+            raise LookupError(f"{module} has no place in ORDER; docs/architecture.md says where it belongs")
+        name = name.rpartition(".")[0]
+    return name
+
+
+def needs_torch(module: str) -> bool:
+    return any(f"{inner_name(module)}.".startswith(f"{folder}.") for folder in NEED_TORCH)
+
+
+def out_of_order(sources: Mapping[str, str]) -> list[str]:
+    """Imports of a later rank or of a neighbour in the same rank, those for the type checker included."""
+    return [str(found) for found in imports(sources) if is_ours(found.imported) and _is_backward(found)]
+
+
+def _is_backward(found: Import) -> bool:
+    importer, imported = place(found.importer), place(found.imported)
+    together = importer == imported or {importer, imported} <= TOGETHER
+    return not together and RANKS[imported] >= RANKS[importer]
+
+
+def torch_where_it_may_not_be(sources: Mapping[str, str]) -> list[str]:
+    """Imports of torch, or of modules that need it, by modules that promise to do without."""
+    return [str(found) for found in imports(sources) if not needs_torch(found.importer) and _brings_torch(found)]
+
+
+def _brings_torch(found: Import) -> bool:
+    if found.imported.partition(".")[0] == "torch":
+        return True
+    late = found.when == "types" or (found.when == "call" and place(found.importer) in LAZY)
+    return is_ours(found.imported) and needs_torch(found.imported) and not late
+
+
+def methods_that_lean_on_each_other(sources: Mapping[str, str]) -> list[str]:
+    """Imports of one method by another; `methods.base` is all that they have in common."""
+    return [str(found) for found in imports(sources) if _method(found.importer) and _is_neighbour(found)]
+
+
+def _is_neighbour(found: Import) -> bool:
+    return _method(found.imported) not in ("", _method(found.importer))
+
+
+def _method(module: str) -> str:
+    """`spillway.methods.lru` -> `lru`; the empty text for what is no method."""
+    inside = inner_name(module).split(".")
+    return inside[1] if inside[0] == "methods" and len(inside) > 1 and inside[1] != "base" else ""
+
+
+def test_the_package_imports_only_in_the_order_of_the_architecture() -> None:
+    assert out_of_order(package_sources()) == []
+
+
+def test_torch_is_imported_only_where_the_architecture_has_it() -> None:
+    assert torch_where_it_may_not_be(package_sources()) == []
+
+
+def test_no_method_imports_another_method() -> None:
+    assert methods_that_lean_on_each_other(package_sources()) == []
+
+
+def test_what_does_without_torch_is_imported_where_torch_is_not_installed() -> None:
+    modules = sorted(module for module in package_sources() if not needs_torch(module))
+    program = "import importlib, sys; sys.modules['torch'] = None; [importlib.import_module(m) for m in sys.argv[1:]]"
+    done = subprocess.run([sys.executable, "-c", program, *modules], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def small_package(module: str, text: str) -> dict[str, str]:
+    """One module with the given text among empty ones."""
+    empty = ("", ".errors", ".ir", ".ir.step", ".methods", ".methods.base", ".methods.lru", ".session", ".cli")
+    return {f"spillway{name}": "" for name in empty} | {module: text}
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("spillway.ir.step", "from spillway import methods"),
+        ("spillway.ir.step", "from spillway.methods.base import AbstractPolicy"),
+        ("spillway.ir.step", "import spillway.session"),
+        ("spillway.errors", "def late():\n    import spillway.ir.step"),
+        ("spillway.engines.controller", "if TYPE_CHECKING:\n    import spillway.session"),
+        ("spillway.engines.tiers.disk", "from spillway.engines.tensors import machine"),
+        ("spillway.report.html", "from spillway.workloads import demo"),
+        ("spillway.session", "from spillway import manage"),
+        ("spillway", "import spillway.cli"),
+    ],
+)
+def test_an_import_against_the_order_is_found(module: str, text: str) -> None:
+    assert len(out_of_order(small_package(module, text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("spillway.units", "from spillway.errors import BudgetError"),
+        ("spillway.errors", "def late():\n    import spillway.units"),
+        ("spillway.methods.lru", "from spillway.ir import step\nfrom spillway.methods import base"),
+        ("spillway.engines.tensors.machine", "from spillway.engines.tiers import disk"),
+        ("spillway.cli", "import spillway, torchless, numpy"),
+    ],
+)
+def test_an_import_along_the_order_is_granted(module: str, text: str) -> None:
+    assert out_of_order(small_package(module, text)) == []
+
+
+def test_a_module_that_the_order_does_not_know_has_to_be_given_a_place() -> None:
+    with pytest.raises(LookupError, match=r"spillway\.helpers has no place in ORDER"):
+        out_of_order(small_package("spillway.helpers", "import spillway.ir"))
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("spillway.ir.step", "import torch"),
+        ("spillway.ir.step", "def late():\n    from torch.nn import Module"),
+        ("spillway.engines.controller", "if TYPE_CHECKING:\n    from torch import Tensor"),
+        ("spillway.costs.roofline", "try:\n    import torch\nexcept ImportError:\n    torch = None"),
+        ("spillway.report.html", "def late():\n    from spillway.session import Session"),
+        ("spillway", "from spillway.session import manage"),
+        ("spillway.cli", "class Verb:\n    import spillway.workloads"),
+        ("spillway.cli", "def demo():\n    import torch"),
+    ],
+)
+def test_torch_in_the_wrong_place_is_found_in_whatever_way_it_comes(module: str, text: str) -> None:
+    assert len(torch_where_it_may_not_be(small_package(module, text))) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("spillway.session", "import torch"),
+        ("spillway.engines.tensors.machine", "from torch import Tensor"),
+        ("spillway.cli", "def train():\n    from spillway.session import manage"),
+        ("spillway", "if TYPE_CHECKING:\n    from spillway.session import manage"),
+        ("spillway.ir.step", "import torchless"),
+    ],
+)
+def test_torch_in_its_place_is_granted(module: str, text: str) -> None:
+    assert torch_where_it_may_not_be(small_package(module, text)) == []
+
+
+def test_a_method_that_leans_on_another_is_found() -> None:
+    leaning = small_package("spillway.methods.dtr", "from spillway.methods import base, lru")
+    assert methods_that_lean_on_each_other(leaning) == ["spillway.methods.dtr, line 1: imports spillway.methods.lru"]
+
+
+def test_the_list_of_methods_imports_every_method() -> None:
+    assert methods_that_lean_on_each_other(small_package("spillway.methods", "import spillway.methods.lru")) == []
+
+
+def test_a_relative_import_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"spillway\.cli, line 1: write the full name"):
+        out_of_order(small_package("spillway.cli", "from . import session"))

@@ -1,0 +1,38 @@
+"""Tiers: `pure` and `architecture` do without torch, `cpu` needs torch, the marker `gpu` needs a CUDA device."""
+
+from __future__ import annotations
+
+import sys
+
+import hypothesis
+import pytest
+
+# The same examples on every run and every machine: a failure seen in CI is the failure seen at home.
+hypothesis.settings.register_profile("spillway", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("spillway")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-torch", action="store_true", help="refuse every import of torch")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--without-torch"):
+        return
+    if "torch" in sys.modules:
+        raise pytest.UsageError("torch was imported before --without-torch could refuse it")
+    # What Python itself offers for this: an import of a name that stands for None is an ImportError.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,279 @@
+"""A run file gives back what was written, or one sentence that names the path and the line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spillway.errors import FileFormatError
+from spillway.ir import Change, Event, Kind, RunFile, RunWriter, StorageLine, Timeline, read_run
+
+TIMELINE = Timeline(
+    step=1,
+    allowed=100,
+    ops=2,
+    storages=(StorageLine(storage=0, kind=Kind.OPTIMIZER_STATE, nbytes=64, present_at_start=True),),
+    events=(Event(op=1, storage=0, change=Change.MOVE),),
+)
+HEADER = {"budget_bytes": 100, "method": "lru"}
+RECORDS: list[dict[str, Any]] = [
+    {"step": {"step": 0, "peak_bytes": 90, "logged": {"loss": 1.5}}},
+    {"step": {"step": 1, "peak_bytes": 95, "logged": {"loss": 1.25}}},
+    {"timeline": TIMELINE.to_json()},
+]
+FULL_HEADER = {"format": "spillway-run", "version": 1, "budget_bytes": 100, "method": "lru"}
+
+
+def written(path: Path) -> bytes:
+    with RunWriter(path, HEADER) as run:
+        for record in RECORDS:
+            run.append(record)
+    return path.read_bytes()
+
+
+def refused(path: Path, content: bytes) -> FileFormatError:
+    path.write_bytes(content)
+    with pytest.raises(FileFormatError) as caught:
+        read_run(path)
+    assert caught.value.path == path
+    return caught.value
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    written(tmp_path / "run.jsonl")
+    assert read_run(tmp_path / "run.jsonl") == RunFile(
+        header=FULL_HEADER, steps=[RECORDS[0]["step"], RECORDS[1]["step"]], timelines=[TIMELINE], damaged_tail=0
+    )
+
+
+def test_every_line_is_json_that_names_what_it_is(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in written(tmp_path / "run.jsonl").splitlines()]
+    assert [set(line) - {"crc32"} for line in lines] == [set(FULL_HEADER), {"step"}, {"step"}, {"timeline"}]
+    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":1,"budget_bytes":100,')
+
+
+def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run.jsonl", {}) as run:
+        run.append({"step": {"loss": math.nan, "norm": math.inf}})
+    step = read_run(tmp_path / "run.jsonl").steps[0]
+    assert math.isnan(step["loss"])
+    assert step["norm"] == math.inf
+
+
+def test_a_record_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        run.append(RECORDS[0])
+        assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"]]
+
+
+def test_a_new_run_replaces_the_file(tmp_path: Path) -> None:
+    written(tmp_path / "run.jsonl")
+    RunWriter(tmp_path / "run.jsonl", HEADER).close()
+    assert read_run(tmp_path / "run.jsonl").steps == []
+
+
+def test_closing_twice_does_no_harm(tmp_path: Path) -> None:
+    run = RunWriter(tmp_path / "run.jsonl", HEADER)
+    run.close()
+    run.close()
+    with pytest.raises(ValueError, match="closed file"):
+        run.append(RECORDS[0])
+
+
+@pytest.mark.parametrize("name", ["format", "version", "crc32"])
+def test_a_header_cannot_take_the_names_of_the_format(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"the header of a run file names its own {name}"):
+        RunWriter(tmp_path / "run.jsonl", {name: 1})
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize("record", [{}, {"note": 1}, {"step": {}, "timeline": {}}])
+def test_a_record_that_could_not_be_read_is_not_written(tmp_path: Path, record: dict[str, Any]) -> None:
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run, pytest.raises(ValueError, match="one step or one timeline"):
+        run.append(record)
+    assert read_run(tmp_path / "run.jsonl").steps == []
+
+
+def test_a_record_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            run.append({"step": {"loss": object()}})
+        run.append(RECORDS[0])
+    assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"]]
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """Let the system refuse to make any file larger, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [0, 1, 100_000])
+def test_a_record_that_met_a_full_disk_is_written_whole_before_the_next(tmp_path: Path, room: int) -> None:
+    large = {"step": {"name": "x" * 300_000}}
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        begun = (tmp_path / "run.jsonl").stat().st_size
+        with largest_file(begun + room), pytest.raises(OSError, match="File too large"):
+            run.append(large)
+        assert read_run(tmp_path / "run.jsonl").damaged_tail == (room > 0)
+        run.append(RECORDS[0])
+    assert read_run(tmp_path / "run.jsonl").steps == [large["step"], RECORDS[0]["step"]]
+
+
+def test_a_record_whose_writing_was_interrupted_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def interrupted(file: int, content: bytes, offset: int) -> int:
+        pwrite(file, content, offset)
+        raise KeyboardInterrupt
+
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(os, "pwrite", interrupted)
+            run.append(RECORDS[0])
+        run.append(RECORDS[1])
+    assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"], RECORDS[1]["step"]]
+
+
+def test_a_file_is_closed_even_if_the_disk_stays_full(tmp_path: Path) -> None:
+    run = RunWriter(tmp_path / "run.jsonl", HEADER)
+    with largest_file((tmp_path / "run.jsonl").stat().st_size):
+        with pytest.raises(OSError, match="File too large"):
+            run.append(RECORDS[0])
+        with pytest.raises(OSError, match="File too large"):
+            run.close()
+    run.close()
+    assert read_run(tmp_path / "run.jsonl").steps == []
+
+
+def test_an_incomplete_last_line_is_dropped_and_counted(tmp_path: Path) -> None:
+    content = written(tmp_path / "run.jsonl")
+    (tmp_path / "run.jsonl").write_bytes(content[:-20])
+    run = read_run(tmp_path / "run.jsonl")
+    assert (len(run.steps), run.timelines, run.damaged_tail) == (2, [], 1)
+
+
+def test_a_changed_digit_is_noticed(tmp_path: Path) -> None:
+    content = written(tmp_path / "run.jsonl")
+    error = refused(tmp_path / "run.jsonl", content.replace(b'"peak_bytes":95', b'"peak_bytes":85'))
+    sentence = "the line is damaged, or lines before it are missing: its checksum does not fit"
+    assert f"{tmp_path / 'run.jsonl'}, line 3: {sentence}" in str(error)
+    assert error.line == 3
+
+
+def test_a_missing_line_is_noticed(tmp_path: Path) -> None:
+    lines = written(tmp_path / "run.jsonl").splitlines(keepends=True)
+    assert refused(tmp_path / "run.jsonl", b"".join([lines[0], *lines[2:]])).line == 2
+
+
+def test_a_line_without_a_checksum_is_noticed(tmp_path: Path) -> None:
+    content = written(tmp_path / "run.jsonl")
+    error = refused(tmp_path / "run.jsonl", content + b'{"step":{"step":2}}\n')
+    assert "line 5: the line is damaged: it does not end in a checksum" in str(error)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n",
+        b'{"format":"spillway-run","ver',
+        b"step,loss\n1,2.5\n",
+        b'{"step": 1}\n',
+        b"[1, 2]\n",
+        b"PK\x03\x04\x00\xff\n\x00",
+        b'{"format":"spillway-step","version":1}\n',
+        b'{"format":"spillway-run"}\n',
+        b'{"format":"spillway-run","version":"1"}\n',
+        b'{"format":["spillway-run"],"version":1}\n',
+        b"[" * 200_000,
+        b"9" * 10_000,
+    ],
+)
+def test_a_foreign_file_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
+    error = refused(tmp_path / "foreign", content)
+    assert "line 1: this is not the first line of a run file: the file is foreign, empty or damaged" in str(error)
+
+
+def test_a_newer_file_is_refused_with_both_versions(tmp_path: Path) -> None:
+    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":2,"sealed":"otherwise"}\n')
+    assert "line 1: written in version 2 of the format, and this Spillway reads up to 1" in str(error)
+
+
+def test_a_record_that_is_whole_but_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        run.append({"timeline": {"step": 1}})
+    error = refused(tmp_path / "run.jsonl", (tmp_path / "run.jsonl").read_bytes())
+    assert "line 2: a timeline has to have step, allowed, ops, storages and events" in str(error)
+    with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
+        run.append({"step": 3})
+    error = refused(tmp_path / "run.jsonl", (tmp_path / "run.jsonl").read_bytes())
+    assert "line 2: the line holds neither a step nor a timeline" in str(error)
+
+
+def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_run(tmp_path / "run.jsonl")
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: bytes) -> bytes:
+    """The content, cut off, or with a few bytes changed, added or taken out, or two lines swapped."""
+    lines = content.splitlines(keepends=True)
+    start = draw(st.integers(0, len(content)))
+    end = draw(st.integers(start, min(start + 40, len(content))))
+    patch = draw(st.binary(max_size=8) | st.sampled_from([b"\n", b"}", b'"', b"0", content[end : end + 9]]))
+    first, second = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
+    swapped = list(lines)
+    swapped[first], swapped[second] = lines[second], lines[first]
+    without = [line for number, line in enumerate(lines) if number != first]
+    patched = content[:start] + patch + content[end:]
+    return draw(st.sampled_from([content[:start], patched, b"".join(swapped), b"".join(without)]))
+
+
+@given(st.data())
+def test_no_damage_is_read_as_something_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.jsonl"
+    content = written(path)
+    path.write_bytes(data.draw(damaged(content)))
+    try:
+        run = read_run(path)
+    except FileFormatError:
+        return
+    read = [{"step": step} for step in run.steps] + [{"timeline": timeline.to_json()} for timeline in run.timelines]
+    assert run.header == FULL_HEADER
+    assert read == RECORDS[: len(read)]
+    # What is missing from a right reading is the end alone, and an end that was cut within a line is counted.
+    assert run.damaged_tail == (not path.read_bytes().endswith(b"\n"))
+
+
+NUMBERS = st.integers() | st.floats(allow_nan=False)
+REPORTS = st.dictionaries(st.text(), NUMBERS | st.text() | st.dictionaries(st.text(), NUMBERS, max_size=3), max_size=4)
+
+
+@given(st.lists(REPORTS, max_size=4))
+def test_every_report_is_read_as_it_was_written(
+    tmp_path_factory: pytest.TempPathFactory, reports: list[dict[str, Any]]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "reports.jsonl"
+    with RunWriter(path, HEADER) as run:
+        for report in reports:
+            run.append({"step": report})
+    assert read_run(path).steps == reports
