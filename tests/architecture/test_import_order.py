@@ -20,8 +20,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tiers",),
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
+    ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
-    ("advisor", "integrations", "report", "workloads"),
+    ("advisor", "integrations", "workloads"),
+    ("runs",),
     ("",),  # spillway itself: the public names
     ("cli",),
 )
@@ -37,6 +39,7 @@ NEED_TORCH = (
     "advisor",
     "integrations",
     "workloads",
+    "runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.
 LAZY = {"", "cli"}
@@ -140,6 +143,7 @@ def small_package(module: str, text: str) -> dict[str, str]:
         ("spillway.engines.controller", "if TYPE_CHECKING:\n    import spillway.session"),
         ("spillway.engines.tiers.disk", "from spillway.engines.tensors import machine"),
         ("spillway.report.html", "from spillway.workloads import demo"),
+        ("spillway.advisor", "from spillway.workloads import demo"),
         ("spillway.session", "from spillway import manage"),
         ("spillway", "import spillway.cli"),
     ],

@@ -145,9 +145,10 @@ def test_a_record_whose_writing_was_interrupted_is_written_once(
         raise KeyboardInterrupt
 
     with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(os, "pwrite", interrupted)
+        monkeypatch.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
             run.append(RECORDS[0])
+        monkeypatch.undo()
         run.append(RECORDS[1])
     assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"], RECORDS[1]["step"]]
 

@@ -1,10 +1,10 @@
-"""What `verify` accepts can run: random steps and plans, carried out by a small machine that knows contents, not rules."""
+"""What `verify` accepts can run: random plans, carried out by a small machine that knows contents and no rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,15 +83,6 @@ def verdict(plan: Plan, step: Step, allowed: int = PLENTY) -> str | None:
     return None
 
 
-def counted_peak(plan: Plan, step: Step) -> int:
-    """The least that `verify` allows, by halving."""
-    low, high = 0, PLENTY
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if verdict(plan, step, middle) is None else (middle + 1, high)
-    return low
-
-
 @given(steps())
 def test_an_empty_plan_verifies_within_the_plain_peak_and_not_a_byte_below(step: Step) -> None:
     assert verdict(plan_of(step), step, step.plain_peak()) is None
@@ -112,7 +103,7 @@ def idle_intervals(step: Step) -> list[tuple[int, int, int]]:
         uses = [op.number for op in step.ops if value.id in (*op.reads, *op.creates)]
         ends = [op.number for op in step.ops if following(step, value) in op.creates] or [storage.alive_until]
         bounds = [*([-1] if value.version == 0 and storage.present_at_start else []), *uses, *ends]
-        found += [(value.id, a + 1, b) for a, b in zip(bounds, bounds[1:], strict=False) if a + 1 < b]
+        found += [(value.id, a + 1, b) for a, b in pairwise(bounds) if a + 1 < b]
     return found
 
 
@@ -190,7 +181,9 @@ def steps_with_plans(draw: st.DrawFn) -> tuple[Step, Plan]:
     """A step and a plan that may or may not be able to run."""
     step = draw(steps().filter(idle_intervals))
     gaps = []
-    for value, first, last in draw(st.lists(st.sampled_from(idle_intervals(step)), max_size=4, unique=True)):
+    for value, first, last in draw(
+        st.lists(st.sampled_from(idle_intervals(step)), min_size=1, max_size=5, unique=True)
+    ):
         start = draw(st.integers(first, last - 1))
         end = draw(st.integers(start + 1, last))
         gaps.append(Gap(value=value, start=start, end=end, home=Disk()))
@@ -199,14 +192,13 @@ def steps_with_plans(draw: st.DrawFn) -> tuple[Step, Plan]:
 
 def homes(step: Step, gap: Gap) -> st.SearchStrategy[Home]:
     whole = recipe(step, gap)
-    numbers = st.lists(st.integers(0, len(step.ops) - 1), max_size=4, unique=True).map(tuple)
+    more = st.lists(st.integers(0, len(step.ops) - 1), max_size=2).map(lambda ops: (*ops, *whole.ops))
     held = st.lists(st.sampled_from(range(len(step.values))), max_size=4, unique=True).map(tuple)
-    few = st.integers(0, 2000)
+    few = st.integers(0, 3000)
     return st.one_of(
-        st.just(whole),
         st.builds(Recompute, ops=st.just(whole.ops), held=st.just(whole.held), temporaries=few),
         st.builds(Recompute, ops=st.just(whole.ops), held=held, temporaries=few),
-        st.builds(Recompute, ops=numbers, held=st.just(whole.held), temporaries=few),
+        st.builds(Recompute, ops=more, held=st.just(whole.held), temporaries=few),
         st.just(Disk()),
         st.builds(Packed, nbytes=few, lossy=st.just(False)),
     )
@@ -223,7 +215,6 @@ class Machine:
     step: Step
     plan: Plan
     content: dict[int, int] = field(default_factory=dict)
-    homes: dict[int, int | None] = field(default_factory=dict)
     held: list[tuple[Gap, int]] = field(default_factory=list)
     peak: int = 0
 
@@ -233,44 +224,54 @@ class Machine:
         for op in self.step.ops:
             self.leave(op.number)
             self.die(op.number)
-            self.come_back(op.number, self.must_come_back(op))
+            self.come_back(op.number, {gap for gap in self.ending(op.number) if self.is_wanted(gap, op)})
             self.execute(op)
         self.die(len(self.step.ops))
-        self.come_back(len(self.step.ops), set())
+        recipes = {gap for gap in self.ending(len(self.step.ops)) if isinstance(gap.home, Recompute)}
+        self.come_back(len(self.step.ops), {gap for gap in recipes if self.info(gap.value).present_at_end})
+
+    def ending(self, op: int) -> list[Gap]:
+        return [gap for gap in self.plan.gaps if gap.end == op]
+
+    def is_wanted(self, gap: Gap, op: Op) -> bool:
+        """Whether the op reads the value, or leaves it for a later one."""
+        lives_on = self.info(gap.value).alive_until > op.number
+        return gap.value in op.reads or (
+            lives_on and following(self.step, self.step.values[gap.value]) not in op.creates
+        )
 
     def info(self, value: int) -> StorageInfo:
         return self.step.storages[self.step.values[value].storage]
 
     def leave(self, op: int) -> None:
-        leaving = [gap for gap in self.plan.gaps if gap.start == op]
-        for gap in leaving:
-            if isinstance(gap.home, Recompute):
-                kept = {self.content.get(self.step.values[v].storage) for v in gap.home.held}
-                kept |= {value for _, value in self.held}
-                self.held += [(gap, value) for value in gap.home.held if value in kept]
-        for gap in leaving:
-            if self.content.pop(self.info(gap.value).id, None) != gap.value:
-                raise CannotRun(f"{gap}: not there to leave")
+        dead = {value for _, value in self.held}
+        for gap in self.plan.gaps:
+            if gap.start == op:
+                self.hold(gap, dead)
+                if self.content.pop(self.info(gap.value).id, None) != gap.value:
+                    raise CannotRun(f"{gap}: not there to leave")
+
+    def hold(self, gap: Gap, dead: set[int]) -> None:
+        if isinstance(gap.home, Recompute):
+            self.held += [(gap, value) for value in dead.intersection(gap.home.held)]
 
     def die(self, op: int) -> None:
         for storage in self.step.storages:
-            if storage.alive_until == op and not storage.present_at_end:
-                self.content.pop(storage.id, None)
+            if storage.alive_until == op and not storage.present_at_end and storage.id in self.content:
+                dead = {self.content.pop(storage.id)}
+                for gap in self.plan.gaps:
+                    if gap.start <= op <= gap.end:
+                        self.hold(gap, dead)
 
-    def must_come_back(self, op: Op) -> set[int]:
-        return set(op.reads)
-
-    def come_back(self, op: int, needed: set[int]) -> None:
-        """Bring back what can be, as often as another may have made it possible; complain if what is needed cannot."""
-        waiting = [gap for gap in self.plan.gaps if gap.end == op]
+    def come_back(self, op: int, waiting: set[Gap]) -> None:
+        """Bring back whatever can be, as often as that may have made another possible."""
         while ready := [gap for gap in waiting if self.can_come_back(gap)]:
             for gap in ready:
-                if isinstance(gap.home, Recompute):
-                    self.note(gap.home.temporaries)
                 self.content[self.info(gap.value).id] = gap.value
+                self.note(gap.home.temporaries if isinstance(gap.home, Recompute) else 0)
                 waiting.remove(gap)
-        if any(gap.value in needed for gap in waiting):
-            raise CannotRun(f"op {op}: {waiting} cannot come back")
+        if waiting:
+            raise CannotRun(f"before op {op}: {waiting} cannot come back")
         self.held = [(gap, value) for gap, value in self.held if gap.end != op]
 
     def can_come_back(self, gap: Gap) -> bool:
@@ -303,4 +304,5 @@ def test_what_verifies_runs_within_the_bytes_that_were_counted(case: tuple[Step,
         return
     machine = Machine(step=step, plan=plan)
     machine.run()
-    assert machine.peak <= counted_peak(plan, step)
+    assert verdict(plan, step, machine.peak) in (None, Rule.OVER_BUDGET)
+    assert machine.peak == 0 or verdict(plan, step, machine.peak - 1) == Rule.OVER_BUDGET

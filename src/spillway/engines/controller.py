@@ -90,7 +90,7 @@ class Controller:
     """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold `lock`."""
 
     __slots__ = (
-        "_drops_allowed", "_graveyard", "_next_number", "allowed", "away", "chain_cap", "clock", "counters", "dropped", "events",
+        "_drops_allowed", "_graveyard", "_next_number", "allowed", "away", "chain_cap", "clock", "counters", "created", "dropped", "events",
         "lock", "machine", "peak", "policy", "recipes", "resident", "view", "young",
     )  # fmt: skip
 
@@ -104,6 +104,7 @@ class Controller:
         self.resident: Bytes = 0
         self.peak: Bytes = 0
         self.clock = 0
+        self.created: Bytes = 0
         self.counters = Counters()
         self.lock = threading.RLock()
         self.dropped: set[Value] = set()
@@ -120,10 +121,9 @@ class Controller:
 
     def adopt(self, key: int, nbytes: Bytes, handle: Any) -> Storage:
         """Take a present storage into account. Its value is a source until somebody gives it a recipe."""
-        number = self._next_number
-        self._next_number = number + 1
+        self._next_number = number = self._next_number + 1
         storage = Storage(number, key, nbytes, handle, self.clock)
-        storage.value = Value(storage, None)
+        self.created += nbytes
         self.resident = resident = self.resident + nbytes
         if resident > self.peak:
             self.peak = resident

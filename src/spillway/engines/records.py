@@ -1,8 +1,8 @@
 """What the controller knows: storages, values, recipes and counters.
 
 A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that created
-a value. These records are written on every op of a step, so they are plain slotted classes with positional constructors
-instead of the frozen dataclasses used elsewhere.
+a value. These records are written on every op of a step, so they are plain classes with positional constructors and defaults on the
+class instead of the frozen dataclasses used elsewhere.
 """
 
 from __future__ import annotations
@@ -38,9 +38,16 @@ class Storage:
     current content, None once the storage is dead. `locks` counts the running ops that use it, `held` the drops that keep it
     alive, `written` says that the running op will write it. An `exposed` storage can be read by code that does not ask the
     controller (it may be moved, not dropped), an `escaped` one is reached by its address (it stays).
+
+    What rarely differs from its default stands on the class, because one of these is made by nearly every op.
     """
 
-    __slots__ = ("escaped", "exposed", "handle", "held", "key", "kind", "locks", "nbytes", "number", "touched", "value", "written")
+    locks = 0
+    held = 0
+    written = False
+    escaped = False
+    exposed = False
+    kind: str | None = None
 
     def __init__(self, number: int, key: int, nbytes: Bytes, handle: Any, touched: int) -> None:
         self.number = number
@@ -48,32 +55,30 @@ class Storage:
         self.nbytes = nbytes
         self.handle = handle
         self.touched = touched
-        self.locks = 0
-        self.held = 0
-        self.written = False
-        self.escaped = False
-        self.exposed = False
-        self.kind: str | None = None
-        self.value: Value | None = None
+        self.value: Value | None = Value(self, None)
 
     def __repr__(self) -> str:
         return f"Storage({self.number}, {self.nbytes} B, {self.value!r})"
 
 
 class Value:
-    """A storage at one version of its content."""
+    """A storage at one version of its content.
 
-    __slots__ = ("absent", "chain", "dependents", "home", "leaves", "recipe", "storage", "wanted")
+    `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped value and
+    `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in, `wanted` counts the
+    pending replays and ops that need it.
+    """
+
+    absent = HERE
+    home: Any = None
+    leaves: tuple[Value, ...] | None = None
+    dependents: set[Value] | None = None
+    wanted = 0
+    chain = 0
 
     def __init__(self, storage: Storage, recipe: Recipe | None) -> None:
         self.storage = storage
         self.recipe = recipe
-        self.absent = HERE
-        self.home: Any = None
-        self.leaves: tuple[Value, ...] | None = None
-        self.dependents: set[Value] | None = None
-        self.wanted = 0
-        self.chain = 0
 
     @property
     def alive(self) -> bool:
@@ -92,7 +97,9 @@ class Recipe:
     the call itself. `nbytes` is what the created storages need.
     """
 
-    __slots__ = ("creates", "exactness", "name", "nbytes", "number", "payload", "reads", "seconds", "writes")
+    creates: Sequence[Value] = ()
+    writes: Sequence[tuple[int, Value]] = ()
+    nbytes: Bytes = 0
 
     def __init__(
         self, number: int, name: str, reads: Sequence[Value], payload: Any, seconds: Seconds, exactness: int
@@ -103,9 +110,6 @@ class Recipe:
         self.payload = payload
         self.seconds = seconds
         self.exactness = exactness
-        self.creates: Sequence[Value] = ()
-        self.writes: Sequence[tuple[int, Value]] = ()
-        self.nbytes: Bytes = 0
 
     def __repr__(self) -> str:
         return f"Recipe({self.number}, {self.name})"

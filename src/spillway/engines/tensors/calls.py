@@ -13,7 +13,9 @@ Place = int | str | tuple[int | str, int]
 """Where a tensor stands in a call: a position, a keyword, or either with an index into a list."""
 
 Geometry = tuple[Any, ...]
-"""Of one operand: place, shape, strides, storage offset, dtype."""
+"""How a tensor lies over its storage: shape, strides, storage offset, dtype."""
+
+Operand = tuple[Place, Geometry]
 
 
 class Environment(NamedTuple):
@@ -72,42 +74,32 @@ def _apply(current: Environment, wanted: Environment) -> None:
         torch._C._set_mkldnn_enabled(wanted.mkldnn)
 
 
-@final
-class Call:
-    """The payload of a recipe. `args` and `kwargs` keep a hole (None) for each tensor; `geometry` says what belongs there.
+class Call(NamedTuple):
+    """The payload of a recipe. `args` and `kwargs` have a hole for each tensor; `operands` say what belongs there.
 
-    The first `len(recipe.reads)` geometries are the operands in the order of the recipe's reads; `scratch` are those that a
-    replay fills with zeros. `random` pairs a generator with its state before the call.
+    The operands stand in the order of the recipe's reads; `scratch` are those that a replay fills with zeros. `random`
+    pairs a generator with its state before the call. `outputs` are the positions, among the tensors that the op returns, of
+    those with a storage of their own.
     """
 
-    __slots__ = ("args", "environment", "func", "geometry", "kwargs", "outputs", "random", "scratch")
-
-    def __init__(
-        self,
-        func: Any,
-        args: list[Any],
-        kwargs: dict[str, Any] | None,
-        geometry: Sequence[Geometry],
-        environment: Environment,
-    ) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.geometry = geometry
-        self.environment = environment
-        self.outputs: tuple[int, ...] = (0,)
-        self.scratch: Sequence[Geometry] = ()
-        self.random: tuple[torch.Generator, torch.Tensor] | None = None
+    func: Any
+    args: list[Any]
+    kwargs: dict[str, Any] | None
+    operands: Sequence[Operand]
+    environment: Environment
+    outputs: tuple[int, ...] = (0,)
+    scratch: Sequence[Operand] = ()
+    random: tuple[torch.Generator, torch.Tensor] | None = None
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""
         args: list[Any] = [list(a) if isinstance(a, list) else a for a in self.args]
         kwargs: dict[str, Any] = {k: list(v) if isinstance(v, list) else v for k, v in (self.kwargs or {}).items()}
         with InEnvironment(self.environment):
-            for geometry, storage in zip(self.geometry, storages, strict=True):
-                fill(args, kwargs, geometry[0], tensor_over(storage, geometry))
-            for geometry in self.scratch:
-                fill(args, kwargs, geometry[0], torch.zeros(geometry[1], dtype=geometry[4]))
+            for (place, geometry), storage in zip(self.operands, storages, strict=True):
+                fill(args, kwargs, place, tensor_over(storage, geometry))
+            for place, geometry in self.scratch:
+                fill(args, kwargs, place, torch.zeros(geometry[0], dtype=geometry[3]))
             if self.random is None:
                 return self.func(*args, **kwargs)
             generator, state = self.random
@@ -119,9 +111,14 @@ class Call:
                 generator.set_state(present)
 
 
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """What `tensor_over` needs."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
 def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:
     """A tensor of the recorded shape, strides, offset and dtype over `storage`."""
-    _, shape, strides, offset, dtype = geometry
+    shape, strides, offset, dtype = geometry
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
     return tensor.set_(storage, offset, shape, strides)  # type: ignore[call-overload, no-any-return]
 

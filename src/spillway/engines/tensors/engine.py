@@ -17,7 +17,7 @@ from spillway.engines.records import DROPPED, Storage, Value
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
-from spillway.engines.tensors.mode import Seen, tracking_mode
+from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
 from spillway.engines.tensors.ops import LAZY_BITS, OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.engines.tensors.system import ResidentSet
@@ -51,12 +51,12 @@ class TensorEngine:
         self.machine = CpuMachine(self.tier, self.resident_set)
         self.controller = Controller(self.machine, policy, allowed)
         self.table: dict[int, Storage] = {}
-        self.infos: dict[Any, OpInfo] = {}
+        self.infos: dict[int, OpInfo] = {}
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
         self.lazy_bits = False
+        self._on_death = self._buried
         self.unmanaged = 0
-        self.created: Bytes = 0
         self.in_step = False
         self.start_bytes: Bytes = 0
         self.ops = 0
@@ -70,8 +70,15 @@ class TensorEngine:
 
     def learn_op(self, func: Any) -> OpInfo:
         """Read the op's schema, once."""
-        info = self.infos[func] = OpInfo(func)
+        info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
+        info.fast = info.fast and not self.lazy_bits
         return info
+
+    def note_lazy_bits(self) -> None:
+        """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is closed."""
+        self.lazy_bits = True
+        for info in self.infos.values():
+            info.fast = False
 
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
@@ -87,7 +94,7 @@ class TensorEngine:
             self.unmanaged += 1
             return None
         if tensor.is_conj() or tensor.is_neg():
-            self.lazy_bits = True
+            self.note_lazy_bits()
         try:
             return self.register(tensor, _address(tensor))
         except (RuntimeError, NotImplementedError):
@@ -106,11 +113,8 @@ class TensorEngine:
     def register(self, tensor: torch.Tensor, key: int) -> Storage:
         """Begin to account for the storage at `key`."""
         real = _storage_of(tensor)
-        nbytes = real.nbytes()
-        watch = Watch(real, self._buried)
-        storage = watch.record = self.controller.adopt(key, nbytes, watch)
-        self.table[key] = storage
-        self.created += nbytes
+        watch = Watch(real, self._on_death)
+        storage = watch.record = self.table[key] = self.controller.adopt(key, real.nbytes(), watch)
         if self.history is not None:
             self.history.note_kind(storage)
         return storage
@@ -135,7 +139,7 @@ class TensorEngine:
 
     # ------------------------------------------------------------------ ops
 
-    def run_short_of_room(self, seen: Seen, complete: Callable[[Seen], Any]) -> Any:
+    def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
         """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
         info, controller, key, needed = seen.info, self.controller, None, 0
         if info.fresh:
@@ -155,11 +159,11 @@ class TensorEngine:
         bound = seen.info.bound
         return bound(seen.args) if bound is not None and seen.args else None
 
-    def _run_and_learn(self, seen: Seen, complete: Callable[[Seen], Any], key: Any) -> Any:
-        before = self.created
-        out = complete(seen)
+    def _run_and_learn(self, seen: Seen, complete: Completion, key: Any) -> Any:
+        before = self.controller.created
+        out = seen.run(complete)
         if key is not None:
-            self.sizes.learn(key, self.created - before)
+            self.sizes.learn(key, self.controller.created - before)
         if self.controller.resident > self.controller.allowed:
             self.controller.make_room(0, seen.info.name)
         return out

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.records import NEVER, Recipe, Storage, Value
-from spillway.engines.tensors.calls import Call, Environment, Geometry, operands, with_holes
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.records import Recipe, Storage, Value
+from spillway.engines.tensors.calls import Call, Environment, Operand, Place, geometry_of, operands, with_holes
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, PLAIN_TENSORS, OpInfo
 
@@ -24,7 +26,12 @@ if TYPE_CHECKING:
 
 _address = torch._C._storage_address
 _storage_of = torch._C.TensorBase.untyped_storage
+Completion = Callable[..., Any]
+"""Runs a ready op: see `build_completion`."""
+
 _now = time.perf_counter
+_grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
+_deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
 
 
 def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
@@ -39,37 +46,49 @@ def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
 
 
 @final
+@dataclass(slots=True)
 class Seen:
-    """One op as the mode found it: the values it reads, where they stand, what it writes."""
+    """One op as the mode found it, on its way through the engine because it is not ready to run."""
 
-    __slots__ = ("args", "geometry", "info", "kwargs", "opaque", "reads", "scratch", "writes")
+    info: OpInfo
+    args: Sequence[Any]
+    kwargs: dict[str, Any] | None
+    reads: list[Value]
+    """The values it reads."""
+    places: Sequence[Place]
+    """Where their tensors stand in the call."""
+    writes: Sequence[Storage]
+    """Storages it writes."""
+    scratch: Sequence[Operand] = ()
+    """Operands that a replay replaces by zeros."""
+    opaque: bool = False
+    """Whether something about the call cannot be recorded, so that it gets no recipe."""
 
-    def __init__(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None) -> None:
-        self.info = info
-        self.args = args
-        self.kwargs = kwargs
-        self.reads: list[Value] = []
-        self.geometry: list[Geometry] = []
-        self.scratch: list[Geometry] = []
-        self.writes: list[Storage] = []
-        self.opaque = False
-        """Whether something about the call cannot be recorded, so that it gets no recipe."""
+    def run(self, complete: Completion) -> Any:
+        """Run the op, now that everything is ready."""
+        return complete(
+            self.info, self.args, self.kwargs, self.reads, self.places, self.writes, self.scratch, self.opaque
+        )
 
 
 def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
     """The function that torch calls for every op; see NOTE [The short way]."""
     controller, table, infos, interrupts = engine.controller, engine.table, engine.infos, engine.interrupts
-    adopt, learn, complete, general, plain = engine.adopt, engine.learn_op, Completion(engine), General(engine), PLAIN_TENSORS
+    adopt, learn, plain = engine.adopt, engine.learn_op, PLAIN_TENSORS
+    complete = build_completion(engine)
+    general = General(engine, complete)
+    limited = controller.allowed < UNLIMITED
 
     def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        info = infos.get(func) or learn(func)
+        info = infos.get(id(func)) or learn(func)
         if info.view:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if not info.fast or interrupts or engine.lazy_bits:
+            return info.call(*args, **kwargs) if kwargs else info.call(*args)
+        if not info.fast or interrupts:
             return general(info, args, kwargs or {})
         controller.clock = clock = controller.clock + 1
-        seen = Seen(info, args, kwargs)
-        reads, geometry, ready = seen.reads, seen.geometry, True
+        reads: list[Value] = []
+        places: list[Place] = []
+        ready = True
         for place in info.tensors:
             if place >= len(args):
                 break
@@ -86,122 +105,154 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
             if value.absent:
                 ready = False
             reads.append(value)
-            geometry.append((place, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype))
-        for place in info.writes:
-            if place < len(args) and args[place] is not None:
-                storage = table[_address(args[place])]
-                seen.writes.append(storage)
+            places.append(place)
+        writes = _written(info.writes, args, table) if info.writes else ()
+        if limited or not ready:
+            for storage in writes:
                 if storage.value.dependents:
                     ready = False
-        if ready:
-            needed = info.bound(args) if info.bound is not None else None
-            if needed is not None and controller.resident + needed <= controller.allowed:
-                return complete(seen)
-        return engine.run_short_of_room(seen, complete)
+            bound = info.bound
+            needed = bound(args) if bound is not None else None
+            if not ready or needed is None or controller.resident + needed > controller.allowed:
+                return engine.run_short_of_room(Seen(info, args, kwargs, reads, places, writes), complete)
+        return complete(info, args, kwargs, reads, places, writes)
 
     return dispatch
 
 
-@final
-class Completion:
-    """Runs an op that is ready to run, and registers what it created and wrote."""
+def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storage]) -> Sequence[Storage]:
+    return [table[_address(args[place])] for place in places if place < len(args) and args[place] is not None]
 
-    __slots__ = ("_engine", "_environment", "_raw", "_recipes_wanted")
 
-    def __init__(self, engine: TensorEngine) -> None:
-        self._engine = engine
-        self._environment = Environment.now()
-        self._raw = tuple(self._environment)
-        self._recipes_wanted = engine.controller.policy.uses_recipes
+def build_completion(engine: TensorEngine) -> Completion:
+    """The function that runs an op that is ready to run, and registers what it created and wrote."""
+    controller, table, register, recorder = engine.controller, engine.table, engine.register, Recorder(engine)
+    recording, recipes, overwrite = controller.policy.uses_recipes, controller.recipes, controller.overwrite
 
-    def __call__(self, seen: Seen) -> Any:
-        info, args, kwargs = seen.info, seen.args, seen.kwargs
-        call = self._record(seen) if self._recipes_wanted and not seen.opaque else None
-        began = _now()
-        try:
-            out = info.func(*args, **kwargs) if kwargs else info.func(*args)
-        except BaseException:
-            for storage in seen.writes:
-                self._engine.controller.overwrite(storage, None)  # whatever it wrote until then
-            raise
+    def complete(
+        info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value], places: Sequence[Place],
+        writes: Sequence[Storage], scratch: Sequence[Operand] = (), opaque: bool = False,
+    ) -> Any:  # fmt: skip
         recipe: Recipe | None = None
-        if call is not None:
-            recipe = Recipe(
-                self._engine.controller.clock, info.name, seen.reads, call, _now() - began, info.exactness
-            )
-        if seen.writes:
-            self._note_writes(seen, recipe)
-        if info.single:
-            self._note_creation(out, recipe, call)
-        elif out is not None:
-            self._note_creations(out, recipe, call)
-        if recipe is not None and (recipe.creates or recipe.writes):
-            self._engine.controller.recipes.append(recipe)
-        return out
-
-    def _record(self, seen: Seen) -> Call | None:
-        if seen.info.exactness == NEVER:
-            return None
-        raw = (
-            torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype(),
-            torch._C._get_deterministic_algorithms(), torch._C._get_mkldnn_enabled(),
-        )  # fmt: skip
-        if raw != self._raw:
-            self._raw, self._environment = raw, Environment(*raw)
-        if seen.info.fast:
-            holes, named = list(seen.args), seen.kwargs
-            for operand in seen.geometry:
-                holes[operand[0]] = None
-        else:
-            holes, named = with_holes(seen.args, seen.kwargs or {})
-        call = Call(seen.info.func, holes, named, seen.geometry, self._environment)
-        if seen.info.seeded:
-            generator = (seen.kwargs or {}).get("generator") or torch.default_generator
-            call.random = (generator, generator.get_state())
-        if seen.scratch:
-            call.scratch = seen.scratch
-        return call
-
-    def _note_writes(self, seen: Seen, recipe: Recipe | None) -> None:
-        """In-place: an edge from one version to the next if the old one can be recomputed, else a new source."""
-        controller = self._engine.controller
-        for storage in seen.writes:
-            old = storage.value
-            replayable = recipe is not None and old is not None and old.recipe is not None
-            value = controller.overwrite(storage, recipe if replayable else None)
-            if replayable and recipe is not None and old is not None:
-                recipe.writes = (*recipe.writes, (seen.reads.index(old), value))
-            if seen.info.resizes:
-                self._engine.check_size(storage)
-
-    def _note_creation(self, out: Any, recipe: Recipe | None, call: Call | None) -> None:
+        if recording and info.exactness and not opaque and (info.fresh or _has_history(writes)):
+            recipe = recorder.recipe(info, args, kwargs, reads, places, scratch)
+            began = _now()
+        try:
+            out = info.call(*args, **kwargs) if kwargs else info.call(*args)
+        except BaseException:
+            for storage in writes:
+                overwrite(storage, None)  # whatever it wrote until then
+            raise
+        if recipe is not None:
+            recipe.seconds = _now() - began
+            recipes.append(recipe)
+        if writes:
+            if recording or info.resizes:
+                recorder.note_writes(info, reads, writes, recipe)
+            else:
+                for storage in writes:
+                    if storage.value.home is not None:
+                        overwrite(storage, None)
+        if not info.fresh or out is None:
+            return out
+        if not info.single:
+            recorder.note_creations(out, recipe)
+            return out
         try:
             key = _address(out)
         except (RuntimeError, NotImplementedError, TypeError):
-            self._engine.unmanaged += 1
-            return
-        if key in self._engine.table:
-            return
-        storage = self._engine.register(out, key)
-        if recipe is not None and storage is not None:
-            recipe.creates = (storage.value,)
-            recipe.nbytes = storage.nbytes
-            storage.value.recipe = recipe
+            engine.unmanaged += 1
+            return out
+        if key not in table:
+            storage = register(out, key)
+            if recipe is not None:
+                storage.value.recipe = recipe
+                recipe.creates = (storage.value,)
+                recipe.nbytes = storage.nbytes
+        return out
 
-    def _note_creations(self, out: Any, recipe: Recipe | None, call: Call | None) -> None:
+    return complete
+
+
+@final
+class Recorder:
+    """Writes recipes, and the less usual things that an op does to storages."""
+
+    __slots__ = ("_controller", "_engine", "_environment")
+
+    def __init__(self, engine: TensorEngine) -> None:
+        self._engine = engine
+        self._controller = engine.controller
+        self._environment = Environment.now()
+
+    def recipe(
+        self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
+        places: Sequence[Any], scratch: Sequence[Operand],
+    ) -> Recipe:  # fmt: skip
+        """The op about to run, in enough detail to run it again."""
+        if not info.fast:
+            call = _record_generally(info, args, kwargs or {}, places, scratch)
+            return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
+        environment = self._environment
+        if environment != (_grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled()):
+            environment = self._environment = Environment.now()
+        holes = list(args)
+        recorded: list[Operand] = []
+        for place in places:
+            tensor = holes[place]
+            recorded.append((place, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)))
+            holes[place] = None
+        payload = (info.func, holes, kwargs, recorded, environment)  # a `Call` once it has to be made again
+        return Recipe(self._controller.clock, info.name, reads, payload, 0.0, info.exactness)
+
+    def note_writes(
+        self, info: OpInfo, reads: Sequence[Value], writes: Sequence[Storage], recipe: Recipe | None
+    ) -> None:
+        """In-place: an edge from one version to the next if the old one can be recomputed, else a new source."""
+        edges: list[tuple[int, Value]] = []
+        for storage in writes:
+            old = storage.value
+            if recipe is not None and old is not None and old.recipe is not None:
+                edges.append((reads.index(old), self._controller.overwrite(storage, recipe)))
+            else:
+                self._controller.overwrite(storage, None)
+            if info.resizes:
+                self._engine.check_size(storage)
+        if edges and recipe is not None:
+            recipe.writes = edges
+
+    def note_creations(self, out: Any, recipe: Recipe | None) -> None:
+        """Register the storages of several results."""
         created: list[Value] = []
         positions: list[int] = []
         for position, tensor in enumerate(tensors_of(out)):
             storage = self._engine.register_new(tensor)
-            if storage is None:
-                continue
-            created.append(storage.value)
-            positions.append(position)
-            storage.value.recipe = recipe
-        if recipe is not None and call is not None:
+            if storage is not None and storage.value is not None:
+                created.append(storage.value)
+                positions.append(position)
+                storage.value.recipe = recipe
+        if recipe is not None:
             recipe.creates = created
             recipe.nbytes = sum(value.storage.nbytes for value in created)
-            call.outputs = tuple(positions)
+            recipe.payload = Call(*recipe.payload)._replace(outputs=tuple(positions))
+
+
+def _record_generally(
+    info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[Place], scratch: Sequence[Operand]
+) -> Call:
+    holes, named = with_holes(args, kwargs)
+    wanted = set(places)
+    recorded = [(place, geometry_of(t)) for place, t, _ in operands(info, args, kwargs) if place in wanted]
+    random = None
+    if info.seeded:
+        generator = kwargs.get("generator") or torch.default_generator
+        random = (generator, generator.get_state())
+    return Call(info.func, holes, named, recorded, Environment.now(), (0,), scratch, random)
+
+
+def _has_history(writes: Sequence[Storage]) -> bool:
+    """Whether the next version of anything written can be recomputed: its present one must have a recipe."""
+    return any(storage.value is not None and storage.value.recipe is not None for storage in writes)
 
 
 @final
@@ -210,32 +261,35 @@ class General:
 
     __slots__ = ("_complete", "_engine")
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: TensorEngine, complete: Completion) -> None:
         self._engine = engine
-        self._complete = Completion(engine)
+        self._complete = complete
 
     def __call__(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         engine = self._engine
         engine.raise_interrupt()
         engine.controller.clock += 1
         if info.name in LAZY_BITS:
-            engine.lazy_bits = True
-        seen = Seen(info, args, kwargs)
+            engine.note_lazy_bits()
+        seen = Seen(info, args, kwargs, [], (), ())
+        places: list[Place] = []
+        scratch: list[Operand] = []
+        writes: list[Storage] = []
         training = bool(info.scratch) and info.trains(args)
         for place, tensor, name in operands(info, args, kwargs):
             storage = engine.lookup(tensor)
             if storage is None:
                 seen.opaque = True
                 continue
-            geometry = (place, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
             seen.opaque |= tensor.is_conj() or tensor.is_neg()
             storage.touched = engine.controller.clock
             running_statistic = training and place in info.scratch
             if running_statistic or name in info.schema_writes:
-                seen.writes.append(storage)
+                writes.append(storage)
             if running_statistic:
-                seen.scratch.append(geometry)
+                scratch.append((place, geometry_of(tensor)))
             else:
                 seen.reads.append(engine.current(storage))
-                seen.geometry.append(geometry)
+                places.append(place)
+        seen.places, seen.scratch, seen.writes = places, scratch, writes
         return engine.run_short_of_room(seen, self._complete)

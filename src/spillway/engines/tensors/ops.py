@@ -120,13 +120,15 @@ class OpInfo:
     """One overload, as the engine sees it."""
 
     __slots__ = (
-        "bound", "composite", "exactness", "fast", "func", "fresh", "name", "schema_writes", "resizes", "scratch", "seeded", "single",
+        "bound", "call", "composite", "exactness", "fast", "func", "fresh", "name", "schema_writes", "resizes", "scratch", "seeded", "single",
         "tensors", "training", "view", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         self.func = func
+        self.call = func._op
+        """What `func` calls after a Python frame of its own."""
         self.name: str = schema.name
         self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
         kinds = [_tensor_kind(argument.type) for argument in schema.arguments]

@@ -1,0 +1,54 @@
+"""The command line: one module per verb.
+
+Results go to standard output and everything else to standard error, so that `--json` prints one JSON document and
+nothing besides. Exit codes: 0; 1 for an expected failure, told in one sentence; 2 for a wrong command line; 130 for
+Ctrl-C. A traceback means a bug. Nothing here imports torch: models live in the processes that `spillway.runs` starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import spillway
+from spillway.cli import demo, report, train
+from spillway.errors import SpillwayError
+
+app = typer.Typer(
+    name="spillway",
+    help="Train PyTorch models under a memory budget that you name, with bit-identical results.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command(name="demo")(demo.demo)
+app.command(name="train")(train.train)
+app.command(name="report")(report.report)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"spillway {spillway.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; the arguments are the process's own by default. Always raises SystemExit."""
+    try:
+        app(arguments)
+    except SpillwayError as error:
+        print(f"spillway: {error}", file=sys.stderr)
+        sys.exit(1)

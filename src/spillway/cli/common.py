@@ -1,0 +1,64 @@
+"""What the verbs share: budgets and paths that are refused early, and where output goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from spillway.errors import SpillwayError
+from spillway.units import Bytes
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Method = Annotated[str, typer.Option(help="How to decide what leaves memory.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of the model, the data and everything that is drawn.")]
+SpillDirectory = Annotated[
+    Path | None,
+    typer.Option(help="Where bytes wait that left memory.", show_default="the system's temporary directory"),
+]
+Steps = Annotated[int, typer.Option(min=1, help="Training steps of every run.")]
+
+
+def to_terminal() -> Console:
+    """For progress and remarks: standard error, whatever it is."""
+    return Console(stderr=True)
+
+
+def print_json(document: Any) -> None:
+    """Print the one document of a verb. Losses that are not numbers are written as Python's `json` writes them."""
+    json.dump(document, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def machine_memory() -> Bytes:
+    """The memory of this machine, of which a budget may be a share."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse now what could not be written after minutes of work. Raises SpillwayError."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir():
+        raise SpillwayError(f"{path} is a directory and cannot be written as a file.")
+    if not folder.is_dir():
+        raise SpillwayError(f"{path} cannot be written: there is no directory {folder}.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise SpillwayError(f"{path} cannot be written: permission denied.")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn what the system says about a file into one sentence. Raises SpillwayError."""
+    try:
+        yield
+    except OSError as error:
+        raise SpillwayError(f"{path}: {error.strerror or error}.") from error

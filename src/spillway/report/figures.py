@@ -1,0 +1,34 @@
+"""Figures about several steps, counted in one way wherever they are shown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from spillway.ir import StepReport
+from spillway.units import Bytes, Seconds
+
+NO_BUDGET: Bytes = 1 << 62
+"""What `allowed` says of a run that only keeps account."""
+
+
+def recomputed_share(steps: Sequence[StepReport]) -> float:
+    """Ops that were run again, as a share of the steps' own ops; 0.0 if no op was watched."""
+    ops = sum(step.ops for step in steps)
+    return sum(step.recomputed_ops for step in steps) / ops if ops else 0.0
+
+
+def highest_peak(steps: Sequence[StepReport]) -> Bytes:
+    """The most bytes that were resident at once, by our account."""
+    return max((step.peak_bytes for step in steps), default=0)
+
+
+def seconds_per_step(seconds: Sequence[Seconds]) -> Seconds:
+    """The median without the first step, which pays for what is done once; 0.0 without steps."""
+    return statistics.median(seconds[1:] or seconds) if seconds else 0.0
+
+
+def format_share(share: float) -> str:
+    """Write a share for people: `"8 %"`, `"0.4 %"`, `"0 %"`."""
+    percent = share * 100
+    return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"

@@ -1,0 +1,156 @@
+"""The process of one run: `python -m spillway.runs.child FILE_DESCRIPTOR REQUEST`, started by `spillway.runs.launch`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy
+import torch
+
+from spillway.engines.tensors.system import ResidentSet, peak_rss, reset_peak
+from spillway.errors import BudgetInfeasible, SpillwayError, WorkloadError
+from spillway.runs.records import RunRequest, StepDone
+from spillway.session import Session, manage
+from spillway.units import Bytes
+from spillway.workloads import Batch, Workload, get
+
+Send = Callable[[dict[str, Any]], None]
+
+
+def main(arguments: list[str]) -> None:
+    """Carry out the request, and tell of it through the file descriptor."""
+    torch.set_num_threads(1)
+    # Whoever listened may be gone; then there is nobody left to run for.
+    with contextlib.suppress(BrokenPipeError), open(int(arguments[0]), "w", encoding="utf-8", closefd=True) as channel:
+
+        def send(message: dict[str, Any]) -> None:
+            print(json.dumps(message), file=channel, flush=True)
+
+        try:
+            _run(RunRequest(**json.loads(arguments[1])), send)
+        except SpillwayError as error:
+            send({"error": {"sentence": str(error), "infeasible": _numbers(error)}})
+
+
+def _numbers(error: SpillwayError) -> dict[str, Any] | None:
+    if not isinstance(error, BudgetInfeasible):
+        return None
+    return {name: getattr(error, name) for name in BudgetInfeasible.__annotations__}
+
+
+def _run(request: RunRequest, send: Send) -> None:
+    batches = _batches(request)
+    _warm_up()
+    start = _resident_now()
+    workload = get(request.workload, seed=request.seed)
+    with _session(request, workload) as session:
+        losses, peak = _train(workload, batches, session, send)
+    result = {"peak_rss_bytes": max(peak - start, 0), "state": _digest(workload), "losses": losses}
+    send({"result": result})
+
+
+def _batches(request: RunRequest) -> list[Batch]:
+    """All input of the run, made before memory is measured; the model that comes with it is given up again."""
+    batches = list(get(request.workload, seed=request.seed).batches(request.steps))
+    if not batches:
+        raise WorkloadError(f"The workload {request.workload} has no batches.")
+    return batches
+
+
+def _warm_up() -> None:
+    """Load what the first op of a process loads: it belongs to torch, not to the model."""
+    x = torch.ones(16, 16, requires_grad=True)
+    (x @ x).relu().sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _resident_now() -> Bytes:
+    gc.collect()
+    memory = ResidentSet()
+    memory.trim()
+    memory.close()
+    reset_peak()
+    return peak_rss()
+
+
+@contextmanager
+def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None]:
+    if request.method is None:
+        yield None
+        return
+    try:
+        session = manage(
+            workload.model,
+            workload.optimizers,
+            budget=request.budget_bytes,
+            method=request.method,
+            spill_directory=request.spill_directory,
+            run_file=request.run_file,
+            timeline=request.timeline,
+        )
+    except OSError as error:
+        raise SpillwayError(f"The run file {request.run_file} cannot be written: {error.strerror}.") from error
+    with session:
+        yield session
+
+
+def _train(workload: Workload, batches: list[Batch], session: Session | None, send: Send) -> tuple[list[str], Bytes]:
+    """Train one step per batch. Returns the exact losses and the process's highest resident set."""
+    losses, peak = [], 0
+    for batch in batches:
+        began = time.perf_counter()
+        with _step(session, batch):
+            loss = float(workload.train_step(batch))
+            if session is not None:
+                session.log(loss=loss)
+        seconds = time.perf_counter() - began
+        losses.append(loss.hex())
+        # The session starts the system's counter anew with every step.
+        peak = max(peak, peak_rss())
+        report = None if session is None else session.history[-1]
+        send({"step": StepDone(seconds=seconds, loss=loss, report=report).to_json()})
+    return losses, peak
+
+
+def _step(session: Session | None, batch: Batch) -> AbstractContextManager[object]:
+    return nullcontext() if session is None else session.step(batch)
+
+
+def _digest(workload: Workload) -> str:
+    """SHA-256 of everything that the steps may have changed."""
+    digest = hashlib.sha256()
+    model = workload.model
+    parameters = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    optimizers = [optimizer.state_dict() for optimizer in workload.optimizers]
+    streams = [torch.get_rng_state(), random.getstate(), numpy.random.get_state()]
+    for part in _flat([parameters, dict(model.named_buffers()), gradients, optimizers, streams]):
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _flat(state: Any) -> Iterator[bytes]:
+    if isinstance(state, dict):
+        yield from _flat([item for pair in state.items() for item in pair])
+    elif isinstance(state, list | tuple):
+        for item in state:
+            yield from _flat(item)
+    elif isinstance(state, torch.Tensor):
+        yield f"{state.dtype} {tuple(state.shape)} {state.stride()}".encode()
+        yield state.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(state, numpy.ndarray):
+        yield state.tobytes()
+    else:
+        yield repr(state).encode()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""Runs of the same steps, plain and under budgets, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from spillway.errors import BudgetInfeasible
+from spillway.report.figures import highest_peak, recomputed_share, seconds_per_step
+from spillway.runs.records import RunResult
+from spillway.units import Bytes, Seconds
+
+FINAL_STATE: Final = "final state"
+"""Where two runs differ whose losses do not."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The figures of one run."""
+
+    budget_bytes: Bytes | None
+    """None for a run without one."""
+    method: str | None
+    """None for the plain run."""
+    steps: int
+    """How many were done."""
+    peak_bytes: Bytes
+    """Highest peak by our account."""
+    peak_rss_bytes: Bytes
+    """Highest resident set above that of the process before it built the model."""
+    seconds_per_step: Seconds
+    """Median without the first step."""
+    ratio: float | None
+    """Seconds per step, as a multiple of the plain run's; None if there was no plain run."""
+    stall_seconds: Seconds
+    """Time that compute waited for copies, in all steps."""
+    bytes_to_disk: Bytes
+    """Copied out in all steps."""
+    bytes_from_disk: Bytes
+    """Copied back in all steps."""
+    recomputed_ops: int
+    """Ops that were run again in all steps."""
+    recomputed_share: float
+    """The same as a share of the steps' own ops."""
+    identical: bool | None
+    """Whether losses and final state are bit for bit those of the plain run; None if that is not known."""
+    first_difference: int | str | None
+    """The first step whose loss differs, or `FINAL_STATE`; None if nothing differs or nothing was compared."""
+    losses: list[float]
+    """Of every step."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON can hold it; what only a refused run has is null."""
+        return {**dict.fromkeys(_names(RefusedRow)), **dataclasses.asdict(self)}
+
+    @property
+    def over_budget(self) -> bool:
+        """Whether the first promise was broken."""
+        return self.budget_bytes is not None and self.peak_bytes > self.budget_bytes
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRow:
+    """Instead of the figures of a run that its budget did not let come to its end."""
+
+    budget_bytes: Bytes
+    """Too small."""
+    method: str
+    """The method's name."""
+    refused: str
+    """What was needed and what was allowed, in a sentence."""
+    smallest_budget_bytes: Bytes
+    """No smaller budget can work."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON can hold it; what only a finished run has is null."""
+        return {**dict.fromkeys(_names(Row)), **dataclasses.asdict(self)}
+
+
+def _names(row: type[Row] | type[RefusedRow]) -> list[str]:
+    return [field.name for field in dataclasses.fields(row)]
+
+
+def row(*, budget_bytes: Bytes | None, method: str | None, result: RunResult, plain: RunResult | None) -> Row:
+    """The figures of a run, compared with those of the plain run if there was one."""
+    reports = result.reports
+    seconds = seconds_per_step(result.seconds)
+    difference = None if plain is None else first_difference(result, plain)
+    return Row(
+        budget_bytes=budget_bytes,
+        method=method,
+        steps=len(result.steps),
+        peak_bytes=highest_peak(reports),
+        peak_rss_bytes=result.peak_rss_bytes,
+        seconds_per_step=seconds,
+        ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
+        stall_seconds=sum(report.stall_seconds for report in reports),
+        bytes_to_disk=sum(report.bytes_out for report in reports),
+        bytes_from_disk=sum(report.bytes_in for report in reports),
+        recomputed_ops=sum(report.recomputed_ops for report in reports),
+        recomputed_share=recomputed_share(reports),
+        identical=None if plain is None else difference is None,
+        first_difference=difference,
+        losses=[step.loss for step in result.steps],
+    )
+
+
+def plain_row(plain: RunResult, account: RunResult) -> Row:
+    """The row of the plain run, whose peak another run knows: one that kept account of the same steps."""
+    measured = row(budget_bytes=None, method=None, result=plain, plain=plain)
+    difference = first_difference(account, plain)
+    return dataclasses.replace(
+        measured,
+        peak_bytes=highest_peak(account.reports),
+        identical=difference is None,
+        first_difference=difference,
+    )
+
+
+def refused_row(*, budget_bytes: Bytes, method: str, error: BudgetInfeasible) -> RefusedRow:
+    """The row of a run whose budget is too small."""
+    return RefusedRow(
+        budget_bytes=budget_bytes, method=method, refused=str(error), smallest_budget_bytes=error.smallest_budget
+    )
+
+
+def first_difference(run: RunResult, plain: RunResult) -> int | str | None:
+    """The first step whose loss differs in any bit, `FINAL_STATE` if only that does, None if nothing does."""
+    if len(run.losses) != len(plain.losses):
+        return min(len(run.losses), len(plain.losses))
+    for step, (loss, expected) in enumerate(zip(run.losses, plain.losses, strict=True)):
+        if loss != expected:
+            return step
+    return None if run.state == plain.state else FINAL_STATE
