@@ -1,4 +1,4 @@
-"""Every op of torch's own op database, called on a few small samples."""
+"""Every op of torch's own op database, and a few that training uses and the database leaves out, on small samples."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-LARGEST_SAMPLE = 1 << 18
+LARGEST_SAMPLE = 1 << 17
 """Samples with more elements than this are left out: the audit looks at bits, not at speed."""
 
-DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
+DTYPES = (torch.float32, torch.int64, torch.complex128, torch.bool)
 """Tried in this order; ops with none of them get any dtype that they have."""
 
 
 class Case(NamedTuple):
-    """One way to call one op on one sample."""
+    """One way to call one op."""
 
     name: str
-    call: Callable[[], Any]
+    call: Callable[[], object]
 
 
 @functools.cache
@@ -41,32 +42,36 @@ def database() -> tuple[Any, ...]:
     return tuple(op for name in lists for op in getattr(invocations, name))
 
 
-def dtypes_of(op: Any, most: int) -> list[torch.dtype]:
+def cases(op: Any, *, dtypes: int, samples: int) -> Iterator[Case]:
+    """The op, its gradient, its in-place form and its form with `out=`: as many dtypes and samples as asked for."""
     supported = op.supported_dtypes("cpu")
     usual = [dtype for dtype in DTYPES if dtype in supported]
-    return (usual or sorted(supported, key=str))[:most]
+    for dtype in (usual or sorted(supported, key=str))[:dtypes]:
+        name = ".".join(filter(None, (op.name, op.variant_test_name))) + f"[{str(dtype)[6:]}]"
+        for sample in _largest(op, dtype, samples):
+            yield Case(name, functools.partial(_forward_and_backward, op, sample))
+            inplace = op.get_inplace() if hasattr(op, "get_inplace") else None
+            if inplace is not None:
+                yield Case(f"{name} in place", functools.partial(_in_place, inplace, sample))
+            if getattr(op, "supports_out", False) and not op.name.startswith("_foreach"):
+                yield Case(f"{name} out=", functools.partial(_with_out, op, sample))
 
 
-def cases(op: Any, dtype: torch.dtype, samples: int) -> Iterator[Case]:
-    """The op, its gradient, its in-place form and its form with `out=`, on the first few samples."""
+def _largest(op: Any, dtype: torch.dtype, count: int) -> list[Any]:
+    """The samples with most elements among the first few: the smallest are often empty."""
     differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
-    drawn = op.sample_inputs("cpu", dtype, requires_grad=differentiable)
-    for sample in itertools.islice(filter(_small, drawn), samples):
-        name = f"{op.name}{'.' if op.variant_test_name else ''}{op.variant_test_name}[{str(dtype)[6:]}]"
-        yield Case(name, functools.partial(_forward_and_backward, op, sample))
-        inplace = op.get_inplace() if hasattr(op, "get_inplace") else None
-        if inplace is not None:
-            yield Case(name + " in place", functools.partial(_in_place, inplace, sample))
-        if getattr(op, "supports_out", False):
-            yield Case(name + " out=", functools.partial(_with_out, op, sample))
+    # Not `op.sample_inputs`, which looks at the whole stack for each sample.
+    first = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, differentiable), 8)
+    fitting = [sample for sample in first if _elements(sample) <= LARGEST_SAMPLE]
+    return sorted(fitting, key=_elements, reverse=True)[:count]
 
 
-def _small(sample: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves((sample.input, sample.args, sample.kwargs)) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() for tensor in tensors) <= LARGEST_SAMPLE
+def _elements(sample: Any) -> int:
+    leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
+    return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def managed_copy(tensor: torch.Tensor) -> torch.Tensor:
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor over a storage that an op created, so that in-place ops on it have something to replay from."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return tensor
@@ -74,33 +79,85 @@ def managed_copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(whole.clone(), tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def _copied(sample: Any) -> tuple[Any, Any, Any]:
-    copied: tuple[Any, Any, Any] = tree_map_only(
-        torch.Tensor, managed_copy, (sample.input, list(sample.args), dict(sample.kwargs))
+def _operands(sample: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    operands: tuple[Any, list[Any], dict[str, Any]] = tree_map_only(
+        torch.Tensor, _fresh, (sample.input, list(sample.args), dict(sample.kwargs))
     )
-    return copied
+    return operands
 
 
 def _forward_and_backward(op: Any, sample: Any) -> None:
-    first, args, kwargs = _copied(sample)
-    result = op.op(first, *args, **kwargs)
-    outputs = [
-        leaf for leaf in tree_leaves(result)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.layout is torch.strided
-    ]  # fmt: skip
+    first, args, kwargs = _operands(sample)
+    _backward(op.op(first, *args, **kwargs))
+
+
+def _backward(result: Any) -> None:
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    outputs = [tensor for tensor in tensors if tensor.requires_grad and tensor.layout is torch.strided]
     if outputs:
         torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
 def _in_place(inplace: Any, sample: Any) -> None:
-    first, args, kwargs = _copied(sample)
     with torch.no_grad():
+        first, args, kwargs = _operands(sample)
         inplace(first, *args, **kwargs)
 
 
 def _with_out(op: Any, sample: Any) -> None:
+    """Into tensors of the right size, and into empty ones that the op has to make larger."""
     with torch.no_grad():
-        first, args, kwargs = _copied(sample)
+        first, args, kwargs = _operands(sample)
         expected = op.op(first, *args, **kwargs)
-        out = tree_map_only(torch.Tensor, lambda tensor: managed_copy(torch.zeros_like(tensor)), expected)
-        op.op(first, *args, **kwargs, out=out)
+        for prepare in (lambda t: _fresh(torch.zeros_like(t)), lambda t: torch.empty(0, dtype=t.dtype)):
+            op.op(first, *args, **kwargs, out=tree_map_only(torch.Tensor, prepare, expected))
+
+
+# ---------------------------------------------------------------------- what the database leaves out
+
+
+def _optimized(kind: type[torch.optim.Optimizer], **options: Any) -> None:
+    parameters = [nn.Parameter(torch.randn(4 + number, 3).clone()) for number in range(3)]
+    optimizer = kind(parameters, lr=1e-2, **options)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+
+
+def _scaled() -> None:
+    parameter = nn.Parameter(torch.randn(6, 3).clone())
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1e-2), torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.square().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def _recurrent(kind: str) -> None:
+    network = getattr(nn, kind)(8, 16, num_layers=2, dropout=0.2)
+    _backward(network(torch.randn(5, 3, 8, requires_grad=True)))
+
+
+def _views_in_one_list() -> None:
+    halves = torch.randn(4, 6).clone().chunk(2)
+    torch._foreach_add_(halves, 1.0)
+    torch._foreach_mul_(halves, halves)
+
+
+MORE = (
+    *(
+        Case(f"{kind.__name__} {options}", functools.partial(_optimized, kind, **options))
+        for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD)
+        for options in ({"fused": True}, {"foreach": True}, {"foreach": False})
+    ),
+    Case("SGD with momentum", lambda: _optimized(torch.optim.SGD, momentum=0.9, nesterov=True, fused=True)),
+    Case("GradScaler", _scaled),
+    Case("LSTM", lambda: _recurrent("LSTM")),
+    Case("GRU", lambda: _recurrent("GRU")),
+    Case("RNN", lambda: _recurrent("RNN")),
+    Case("views in one list", _views_in_one_list),
+    Case("unsafe_split", lambda: torch.unsafe_split(torch.randn(6, 4).clone(), 2)),
+    Case("rrelu", lambda: _backward(nn.functional.rrelu(torch.randn(8, 8, requires_grad=True), training=True))),
+    Case("repeat_interleave", lambda: torch.repeat_interleave(torch.arange(9))),
+)
+"""Ops of training that the database does not have."""

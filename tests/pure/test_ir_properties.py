@@ -32,8 +32,8 @@ PLENTY = 10**9
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Any valid step of at most a dozen ops, made by running random ops on random storages."""
-    ops = draw(st.integers(0, 12))
+    """Any valid step of a few ops, made by running random ops on random storages."""
+    ops = draw(st.integers(0, 8))
     storages = [new_storage(draw, number, 0, source=True) for number in range(draw(st.integers(0, 3)))]
     values = [Value(id=storage.id, storage=storage.id, version=0) for storage in storages]
     current = {value.storage: value for value in values}
@@ -88,11 +88,6 @@ def test_an_empty_plan_verifies_within_the_plain_peak_and_not_a_byte_below(step:
     assert verdict(plan_of(step), step, step.plain_peak()) is None
     expected = Rule.OVER_BUDGET if step.plain_peak() else None
     assert verdict(plan_of(step), step, max(0, step.plain_peak() - 1)) == expected
-
-
-@given(steps())
-def test_every_step_is_listed_op_by_op(step: Step) -> None:
-    assert len(str(step).splitlines()) == 1 + len(step.storages) + len(step.ops)
 
 
 def idle_intervals(step: Step) -> list[tuple[int, int, int]]:
@@ -161,19 +156,14 @@ def test_every_op_of_a_smallest_recipe_is_needed(step: Step) -> None:
     for value, start, end in idle_intervals(step):
         gap = Gap(value=value, start=start, end=end, home=Disk())
         home = recipe(step, gap)
-        if verdict(plan_of(step, [replace(gap, home=home)]), step) is not None or not home.ops:
+        is_read = value in [number for op in step.ops[end : end + 1] for number in op.reads]
+        if not is_read or verdict(plan_of(step, [replace(gap, home=home)]), step) is not None:
             continue
         for place, op in enumerate(home.ops):
             damaged = replace(gap, home=recipe(step, gap, keep=place))
             creates_it = value in step.ops[op].creates
             expected = Rule.RECIPE_WITHOUT_VALUE if creates_it else Rule.MISSING_LEAF
-            assert verdict(plan_of(step, [damaged]), step) in (expected, *unread(step, gap))
-
-
-def unread(step: Step, gap: Gap) -> list[None]:
-    """A gap that does not come back accepts any recipe."""
-    used = gap.end < len(step.ops) and gap.value in step.ops[gap.end].reads
-    return [] if used else [None]
+            assert verdict(plan_of(step, [damaged]), step) == expected
 
 
 @st.composite
@@ -296,7 +286,7 @@ class Machine:
         self.peak = max(self.peak, sum(self.step.storages[storage].nbytes for storage in storages) + temporaries)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(steps_with_plans())
 def test_what_verifies_runs_within_the_bytes_that_were_counted(case: tuple[Step, Plan]) -> None:
     step, plan = case

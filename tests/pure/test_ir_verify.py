@@ -83,6 +83,7 @@ def counted_peak(given: Plan, *, step: Step = STEP) -> int:
 
 
 LATE_INPUT = replace(STEP, storages=(WEIGHT, replace(INPUT, alive_until=4), *STEP.storages[2:]))
+LATER_INPUT = replace(STEP, storages=(WEIGHT, replace(INPUT, alive_until=5), *STEP.storages[2:]))
 
 # A step that fills what outlives it without reading it. Values by name:
 M, T, M1, U = range(4)
@@ -103,6 +104,13 @@ FILL = Step(
         Op(number=1, name="copy_", phase=Phase.FORWARD, reads=(T,), creates=(M1,)),
         Op(number=2, name="mul", phase=Phase.BACKWARD, reads=(T,), creates=(U,)),
     ),
+)
+
+# The same, but that T outlives it, and that nothing reads T after op 1.
+KEPT_FILL = replace(
+    FILL,
+    storages=(FILL.storages[0], replace(FILL.storages[1], present_at_end=True), FILL.storages[2]),
+    ops=(*FILL.ops[:2], replace(FILL.ops[2], reads=())),
 )
 
 # A step in which two values are read together twice. Values by name:
@@ -167,6 +175,12 @@ def test_bytes_are_counted_op_by_op(gaps: list[Gap], peak: int) -> None:
     assert counted_peak(plan(*gaps)) == peak
 
 
+def test_what_waits_elsewhere_counts_not_even_if_it_is_held() -> None:
+    held = gap(A, 3, 6, Recompute(ops=(0,), held=(X,)))
+    counted = plan(held, gap(X, 3, 4, Disk()), gap(W, 3, 4, Packed(nbytes=1000, lossy=False)), step=LATER_INPUT)
+    assert counted_peak(counted, step=LATER_INPUT) == 1024  # During op 3: B, C, and what is packed.
+
+
 def test_what_waits_elsewhere_at_the_end_may_stay_there() -> None:
     assert counted_peak(plan(gap(M1, 2, 3, Disk()), step=FILL), step=FILL) == 6
 
@@ -193,6 +207,11 @@ def test_a_recipe_that_ends_with_the_step_is_replayed_after_the_last_op() -> Non
         # What is dead or written over, unread, when the gap ends does not come back, and needs no recipe.
         ([gap(X, 3, 4, Recompute(ops=()))], LATE_INPUT),
         ([gap(M, 0, 1, Recompute(ops=()))], FILL),
+        ([gap(R, 3, 5, Recompute(ops=()))], TWINS),
+        # What outlives the step does come back.
+        ([gap(M1, 2, 3, Recompute(ops=(1,)))], KEPT_FILL),
+        # Of the recipe's outputs P and Q are there at once.
+        ([gap(R, 3, 4, Recompute(ops=(0, 1, 2), temporaries=6))], TWINS),
         # A source may wait elsewhere since before the step.
         ([gap(M, 0, 1, Host())], FILL),
         # Each needs the other's storage, and neither waits for the other.
@@ -247,8 +266,10 @@ def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
         ([gap(A, 2, 6, Recompute(ops=(0,), held=(X,))), gap(W, 1, 7, Disk())], STEP, "missing-leaf"),
         ([gap(A, 3, 6, Recompute(ops=(0,), held=(X,))), gap(X, 3, 4, Disk())], LATE_INPUT, "missing-leaf"),
         ([gap(P, 3, 4, Recompute(ops=(0,))), gap(V, 2, 4, Disk())], FILLED_TWINS, "missing-leaf"),
+        ([gap(M1, 2, 3, Recompute(ops=(1,))), gap(T, 2, 3, Disk())], KEPT_FILL, "missing-leaf"),
         # The leaf is dead: not held, held by another gap only, or by this one too late.
         ([gap(A, 2, 6, Recompute(ops=(0,)))], STEP, "missing-leaf"),
+        ([gap(A, 2, 3, Recompute(ops=(0,)))], STEP, "missing-leaf"),
         ([gap(C, 3, 4, Recompute(ops=(1, 2), temporaries=8))], STEP, "missing-leaf"),
         ([gap(A, 4, 6, Recompute(ops=(0,), held=(X,)))], STEP, "missing-leaf"),
         (
@@ -262,6 +283,7 @@ def test_a_plan_that_could_run_is_accepted(gaps: list[Gap], step: Step) -> None:
         # B is a temporary of the recipe.
         ([gap(C, 3, 4, Recompute(ops=(1, 2), held=(X,), temporaries=7))], STEP, "understated-replay"),
         ([gap(P, 3, 4, Recompute(ops=(0, 2), temporaries=7)), gap(Q, 3, 4, Disk())], TWINS, "understated-replay"),
+        ([gap(R, 3, 4, Recompute(ops=(0, 1, 2), temporaries=5))], TWINS, "understated-replay"),
     ],
 )
 def test_a_plan_that_could_not_run_is_rejected_by_the_rule_it_breaks(gaps: list[Gap], step: Step, rule: str) -> None:

@@ -8,10 +8,12 @@ from typing import Self, final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from spillway.cli.common import say
+from spillway.errors import SpillwayError
 from spillway.report.figures import seconds_per_step
 from spillway.runs.launch import Listener, run
 from spillway.runs.records import RunRequest, RunResult, StepDone
-from spillway.units import format_seconds
+from spillway.units import Seconds, format_seconds
 
 
 @final
@@ -46,22 +48,31 @@ class Board:
         """Show a run that is still to come."""
         return self._progress.add_task(title, total=steps, start=False, note="")
 
-    def run(self, title: str, request: RunRequest, *, announced: TaskID | None = None) -> RunResult:
-        """Run it and show it. Raises what `spillway.runs.launch.run` raises."""
-        task = self.announce(title, request.steps) if announced is None else announced
+    def run(self, task: TaskID, request: RunRequest) -> RunResult:
+        """Do what was announced, and show how far it is. Raises what `spillway.runs.launch.run` raises."""
         self._progress.start_task(task)
         self._progress.update(task, note="starting")
-        seconds: list[float] = []
+        seconds: list[Seconds] = []
 
         def step(done: StepDone) -> None:
             seconds.append(done.seconds)
             self._progress.update(task, advance=1, note=f"{format_seconds(seconds_per_step(seconds))} a step")
 
-        result = run(request, Listener(step=step, output=self.say))
-        if not self._console.is_terminal:
-            self.say(f"{title}: {len(seconds)} steps, {format_seconds(seconds_per_step(seconds))} a step")
+        try:
+            result = run(request, Listener(step=step, output=self.say))
+        except SpillwayError:
+            self._finish(task, "ended early")
+            raise
+        self._finish(task, f"{format_seconds(seconds_per_step(seconds))} a step")
         return result
+
+    def _finish(self, task: TaskID, note: str) -> None:
+        self._progress.update(task, note=note)
+        self._progress.stop_task(task)
+        if not self._console.is_terminal:
+            done = self._progress.tasks[task]
+            self.say(f"{done.description}: {done.completed:.0f} of {done.total:.0f} steps, {note}")
 
     def say(self, text: str) -> None:
         """Print a line above the bars."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        say(self._console, text)

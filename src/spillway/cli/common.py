@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +13,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from spillway.errors import SpillwayError
+from spillway.errors import FileFormatError, SpillwayError
+from spillway.ir import RunFile, StepReport, read_run
+from spillway.report.html import write_report
 from spillway.units import Bytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -29,6 +31,11 @@ Steps = Annotated[int, typer.Option(min=1, help="Training steps of every run.")]
 def to_terminal() -> Console:
     """For progress and remarks: standard error, whatever it is."""
     return Console(stderr=True)
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is, above whatever the console keeps at its bottom."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
@@ -55,9 +62,36 @@ def check_writable(path: Path | None) -> None:
         raise SpillwayError(f"{path} cannot be written: permission denied.")
 
 
+def read_steps(path: Path) -> tuple[RunFile, list[StepReport]]:
+    """Read a run file. Raises FileFormatError for what is none, SpillwayError if the system refuses."""
+    with _naming(path):
+        run = read_run(path)
+    steps = []
+    for number, step in enumerate(run.steps, start=2):
+        try:
+            steps.append(StepReport.from_json(step))
+        except ValueError as error:
+            raise FileFormatError(str(error), path=path, line=number) from error
+    return run, steps
+
+
+def write_page(path: Path, run_file: Path, facts: Mapping[str, Any]) -> list[StepReport]:
+    """Write a page about the run in `run_file`, and return its steps. Raises what `read_steps` raises.
+
+    Arguments:
+        facts: What the page says at its top besides the header of the run file.
+    """
+    run, steps = read_steps(run_file)
+    with _naming(path):
+        write_report(path, {**run.header, **facts}, steps, run.timelines)
+    if run.damaged_tail:
+        say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
+    return steps
+
+
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn what the system says about a file into one sentence. Raises SpillwayError."""
+def _naming(path: Path) -> Iterator[None]:
+    """Turn what the system says about a file into one sentence."""
     try:
         yield
     except OSError as error:

@@ -22,18 +22,20 @@ NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and no
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
+from spillway.engines.machine import Machine
 from spillway.engines.records import AWAY, DROPPED, EXACT, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Replay, ancestry
+from spillway.engines.replay import Replay, ancestry, chain_fits, grow_chains
 from spillway.engines.view import View
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.ir.timeline import Change
 from spillway.methods.base import AbstractPolicy, Drop, Proposal
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 
 SMALLEST_MOVABLE: Bytes = 4096
 """Storages below one page stay: moving them costs more than it frees."""
@@ -41,48 +43,11 @@ SMALLEST_MOVABLE: Bytes = 4096
 CHAIN_CAP = 32
 """The longest chain of replays, in ops, that a drop may lead to (rule 4)."""
 
+PATIENCE = 1 << 16
+"""Refusals after which a policy that still has no room is not asked any further."""
+
 UNLIMITED: Bytes = 1 << 62
 """The budget of a session that only keeps account."""
-
-
-class Machine(Protocol):
-    """What the controller drives: real tensors, or a model of them."""
-
-    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[Any]:
-        """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule 6)."""
-
-    def page_out(self, storage: Storage) -> Any:
-        """Copy the bytes to the slower tier and free them; the home. Raises `SpillFullError`, then nothing has changed."""
-
-    def page_in(self, storage: Storage, home: Any) -> bool:
-        """Bring the bytes back; whether `home` still holds the same content (it does not if somebody wrote in between)."""
-
-    def leave(self, storage: Storage, home: Any) -> None:
-        """Free the bytes again: `home` still holds the same content."""
-
-    def release(self, storage: Storage) -> None:
-        """Free the bytes; nothing is kept."""
-
-    def give(self, source: Storage, target: Storage) -> None:
-        """Move the bytes of a temporary into `target`, whose bytes are absent."""
-
-    def hold(self, storage: Storage) -> None:
-        """Keep the storage alive even if nobody else does."""
-
-    def unhold(self, storage: Storage) -> None:
-        """Stop keeping it alive."""
-
-    def discard(self, home: Any) -> None:
-        """The home is not needed any more."""
-
-    def escaped(self, storage: Storage) -> bool:
-        """Whether something that the machine cannot see may hold the storage's address (rule 10)."""
-
-    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        """Seconds to copy `nbytes` out and in again."""
-
-    def settle(self) -> None:
-        """Called after room was made: return freed memory to the system if need be."""
 
 
 @final
@@ -90,7 +55,7 @@ class Controller:
     """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold `lock`."""
 
     __slots__ = (
-        "_drops_allowed", "_graveyard", "_next_number", "allowed", "away", "chain_cap", "clock", "counters", "created", "dropped", "events",
+        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away", "chain_cap", "clock", "counters", "created", "dropped", "events",
         "lock", "machine", "peak", "policy", "recipes", "resident", "view", "young",
     )  # fmt: skip
 
@@ -113,6 +78,8 @@ class Controller:
         self.young: list[Storage] = []
         self.events: list[tuple[int, Storage, Change]] | None = None
         self._graveyard: list[Value] = []
+        self._copied: list[Value] = []  # present values whose home is still valid, and some that left again
+        self._tier_full = ""  # what the slower tier said when room was last made
         self._next_number = 0
         self._drops_allowed = True
         self.view = View(self)
@@ -172,9 +139,19 @@ class Controller:
             if value.leaves is not None:
                 self.dropped.discard(value)
                 self.cut_loose(value)
-            if value.home is not None:
-                home, value.home = value.home, None
-                self.machine.discard(home)
+            self._discard_home(value)
+
+    def _discard_home(self, value: Value) -> None:
+        if value.home is not None:
+            home, value.home = value.home, None
+            self.machine.discard(home)
+
+    def _distrust_copies(self) -> None:
+        """Rule 7. Between steps a present storage may be written unseen, so that its home is good for nothing afterwards."""
+        for value in self._copied:
+            if value.absent == HERE:
+                self._discard_home(value)
+        self._copied.clear()
 
     # ------------------------------------------------------------------ around one op
 
@@ -192,8 +169,8 @@ class Controller:
             for storage in writes:
                 storage.written = True
                 self._restore_dependents(storage)
-            for value in reads:
-                if value.absent == DROPPED:
+            for value in (*reads, *(storage.value for storage in writes)):
+                if value is not None and value.absent == DROPPED:
                     self.restore(value)
         except BaseException:
             self._unlock(reads, (), writes)
@@ -224,8 +201,10 @@ class Controller:
     def _restore_dependents(self, storage: Storage) -> None:
         """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not dropped."""
         value = storage.value
+        self._empty_graveyard()
         while value is not None and value.dependents:
             self.restore(next(iter(value.dependents)))
+            self._empty_graveyard()
 
     # ------------------------------------------------------------------ room
 
@@ -234,11 +213,13 @@ class Controller:
 
         Raises:
             BudgetInfeasible: Everything that may leave has left, and it is not enough.
+            SpillFullError: It would have been enough if the slower tier had room.
         """
         if self._graveyard:
             self._empty_graveyard()
         if self.resident + needed <= self.allowed:
             return
+        self._tier_full = ""
         self._ask_policy(needed)
         if self.resident + needed > self.allowed:
             self._last_resort(needed)
@@ -247,17 +228,17 @@ class Controller:
             self._refuse_step(needed, name)
 
     def _ask_policy(self, needed: Bytes) -> None:
-        proposals = self.policy.relieve(self.view, self.resident + needed - self.allowed)
-        granted: bool | None = None
-        while self.resident + needed > self.allowed:
-            try:
-                proposal = next(proposals) if granted is None else proposals.send(granted)
-            except StopIteration:
-                return
-            granted = self.grant(proposal)
-            if self._graveyard:
-                self._empty_graveyard()
-        proposals.close()
+        granted, refused = None, 0
+        with contextlib.closing(self.policy.relieve(self.view, self.resident + needed - self.allowed)) as proposals:
+            while self.resident + needed > self.allowed and refused < PATIENCE:
+                try:
+                    proposal = next(proposals) if granted is None else proposals.send(granted)
+                except StopIteration:
+                    return
+                granted = self.grant(proposal)
+                refused += not granted
+                if self._graveyard:
+                    self._empty_graveyard()
 
     def grant(self, proposal: Proposal) -> bool:
         """Carry a proposal out, or refuse and count it (rule 9)."""
@@ -276,9 +257,11 @@ class Controller:
                 self._empty_graveyard()
 
     def _refuse_step(self, needed: Bytes, name: str) -> None:
+        if self._tier_full and self.counters.floor_bytes <= self.allowed:
+            raise SpillFullError(self._tier_full)
         smallest = max(self.resident + needed, self.counters.floor_bytes)
         raise BudgetInfeasible(
-            needed=self.resident + needed, allowed=self.allowed, op=name, op_index=self.clock,
+            needed=smallest, allowed=self.allowed, op=name, op_index=self.clock,
             smallest_budget=smallest, exact=False,
         )  # fmt: skip
 
@@ -300,7 +283,8 @@ class Controller:
         if value.home is None:
             try:
                 value.home = self.machine.page_out(storage)
-            except SpillFullError:
+            except SpillFullError as error:
+                self._tier_full = str(error)
                 self.counters.refuse("slower tier full")
                 return False
             self.counters.bytes_out += storage.nbytes
@@ -324,11 +308,11 @@ class Controller:
         if any(leaf.storage.written for leaf in leaves):
             self.counters.refuse("would depend on what is being written")
             return False
-        value.chain = len(found.recipes) + sum(leaf.chain for leaf in leaves if leaf.absent == DROPPED)
-        if not self._chain_fits(value, value.chain):
+        chain = len(found.recipes) + sum(leaf.chain for leaf in leaves if leaf.absent == DROPPED)
+        if not chain_fits(value, chain, self.chain_cap):
             self.counters.refuse("chain too long")
             return False
-        self._cut(value, leaves)
+        self._cut(value, leaves, chain)
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes
@@ -340,8 +324,10 @@ class Controller:
             return "the step is ending"
         if value is None or value.absent or not self.may_leave(storage):
             return "not free to leave"
-        if value.wanted or storage.exposed:
-            return "wanted by a replay" if value.wanted else "reached from outside"
+        if value.wanted or storage.written:
+            return "wanted by an op or a replay"
+        if storage.exposed:
+            return "reached from outside"
         if value.recipe is None or value.recipe.exactness != EXACT:
             return "no recipe within the cap"
         return None
@@ -361,56 +347,51 @@ class Controller:
 
     # ------------------------------------------------------------------ cuts and chains
 
-    def _chain_fits(self, value: Value, growth: int) -> bool:
-        """Whether `value` and everything that hangs on it stay within the cap when its chain grows by `growth`."""
-        if growth > self.chain_cap:
-            return False
-        return all(
-            dependent.chain + growth <= self.chain_cap and self._chain_fits(dependent, growth)
-            for dependent in value.dependents or ()
-        )
-
-    def _grow_chains(self, value: Value, growth: int) -> None:
-        for dependent in value.dependents or ():
-            dependent.chain += growth
-            self._grow_chains(dependent, growth)
-
-    def _cut(self, value: Value, leaves: tuple[Value, ...]) -> None:
+    def _cut(self, value: Value, leaves: tuple[Value, ...], chain: int) -> None:
         """Rule 2: register the drop with every leaf and hold it alive."""
         for leaf in leaves:
             if leaf.dependents is None:
                 leaf.dependents = set()
             leaf.dependents.add(value)
-            leaf.storage.held += 1
-            if leaf.storage.held == 1:
-                self.machine.hold(leaf.storage)
+            self._hold(leaf.storage)
         value.leaves = leaves
         value.absent = DROPPED
         self.dropped.add(value)
-        self._grow_chains(value, value.chain)
+        grow_chains(value, chain)
 
     def cut_loose(self, value: Value) -> None:
         """Undo `_cut`: the value is back, or nobody needs it any more."""
-        self._grow_chains(value, -value.chain)
-        value.chain = 0
+        grow_chains(value, -value.chain)
         leaves, value.leaves = value.leaves or (), None
         for leaf in leaves:
             if leaf.dependents is not None:
                 leaf.dependents.discard(value)
-            leaf.storage.held -= 1
-            if leaf.storage.held == 0:
-                self.machine.unhold(leaf.storage)
+            self._unhold(leaf.storage)
+
+    def _hold(self, storage: Storage) -> None:
+        storage.held += 1
+        if storage.held == 1:
+            self.machine.hold(storage)
+
+    def _unhold(self, storage: Storage) -> None:
+        storage.held -= 1
+        if storage.held == 0:
+            self.machine.unhold(storage)
 
     # ------------------------------------------------------------------ coming back
 
     def restore(self, value: Value) -> None:
         """Bring an absent value back, whatever its home. Nothing but the caller's locks keeps it there afterwards."""
-        if value.absent == DROPPED:
-            Replay(self, value).run()
-        elif value.absent == AWAY:
-            self.page_in(value, "page in")
-        elif value.absent == GONE:
+        if value.absent == GONE:
             raise EngineError(f"{value!r} is gone and cannot come back.")
+        self._hold(value.storage)  # a collection of garbage must not take it away half-way
+        try:
+            if value.absent == DROPPED:
+                Replay(self, value).run()
+            elif value.absent == AWAY:
+                self.page_in(value, "page in")
+        finally:
+            self._unhold(value.storage)
 
     def page_in(self, value: Value, name: str) -> None:
         """Bring a moved value back. Its home stays valid until the next write (rule 7)."""
@@ -424,48 +405,61 @@ class Controller:
             unchanged = self.machine.page_in(storage, value.home)
         finally:
             storage.locks -= 1
-        if not unchanged:
-            home, value.home = value.home, None
-            self.machine.discard(home)
+        if unchanged:
+            self._copied.append(value)
+        else:
+            self._discard_home(value)
         self.counters.stall_seconds += time.perf_counter() - began
         self.counters.bytes_in += storage.nbytes
         value.absent = HERE
         self.away -= 1
         self.came_back(storage, Change.PAGE_IN)
 
-    def restore_dropped(self, *, within_budget: bool) -> None:
-        """Rule 11: nothing stays dropped. Outside the budget only where the slower tier cannot take what must leave."""
+    def _restore_dropped(self) -> None:
+        """Rule 11: nothing stays dropped; what has to make room for it is moved."""
         self._empty_graveyard()
-        allowed = self.allowed
         self._drops_allowed = False
         try:
-            if not within_budget:
-                self.allowed = UNLIMITED
             while self.dropped:
                 self.restore(next(iter(self.dropped)))
                 self._empty_graveyard()
         finally:
-            self.allowed = allowed
             self._drops_allowed = True
+
+    def _bring_back(self, values: Iterable[Value]) -> None:
+        """Rule 12: right before small, so without a budget; one value that cannot come back does not keep others away."""
+        allowed, self.allowed = self.allowed, UNLIMITED
+        errors: list[BaseException] = []
+        for value in values:
+            try:
+                if value.absent in (DROPPED, AWAY):
+                    self.restore(value)
+            except BaseException as error:
+                errors.append(error)
+        self.allowed = allowed
+        if errors:
+            raise errors[0]
 
     # ------------------------------------------------------------------ steps
 
     def begin_step(self) -> None:
         """Start counting anew."""
         self._empty_graveyard()
+        self._distrust_copies()
         self.counters = Counters()
         self.peak = self.resident
 
-    def end_step(self, *, within_budget: bool = True) -> None:
+    def end_step(self) -> None:
         """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""
         try:
-            self.restore_dropped(within_budget=within_budget)
-        except (BudgetInfeasible, SpillFullError):
-            self.restore_dropped(within_budget=False)  # rule 12: right before small
+            self._restore_dropped()
+        except BaseException:
+            self._bring_back(list(self.dropped))
             raise
         finally:
             self.forget_recipes()
             self._empty_graveyard()
+            self._distrust_copies()
 
     def forget_recipes(self) -> None:
         """Make every value that is not dropped a source, and free the graph of recipes."""
@@ -480,12 +474,5 @@ class Controller:
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
-        self.restore_dropped(within_budget=False)
-        allowed, self.allowed = self.allowed, UNLIMITED
-        try:
-            for storage in storages:
-                value = storage.value
-                if value is not None and value.absent == AWAY:
-                    self.page_in(value, "close")
-        finally:
-            self.allowed = allowed
+        self._empty_graveyard()
+        self._bring_back([*self.dropped, *(storage.value for storage in storages if storage.value is not None)])

@@ -55,6 +55,31 @@ def ancestry(value: Value, cap: int) -> Ancestry | None:
     return Ancestry(recipes, leaves)
 
 
+def chain_fits(value: Value, chain: int, cap: int) -> bool:
+    """Whether `value` may be dropped with that chain: neither it nor anything that hangs on it passes the cap (rule 4).
+
+    A dependent grows by `chain` along each path that leads to it.
+    """
+    grown = {value: chain}
+    stack = [value] if chain <= cap else []
+    while stack:
+        for dependent in stack.pop().dependents or ():
+            grown[dependent] = grown.get(dependent, dependent.chain) + chain
+            if grown[dependent] > cap:
+                return False
+            stack.append(dependent)
+    return chain <= cap
+
+
+def grow_chains(value: Value, chain: int) -> None:
+    """`value` is dropped with that chain, or comes back with minus its chain: it and all that hangs on it change."""
+    stack = [value]
+    while stack:
+        grown = stack.pop()
+        grown.chain += chain
+        stack.extend(grown.dependents or ())
+
+
 @final
 class Replay:
     """Recomputes one dropped value, op by op, within the budget."""

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 class View:
     """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is short."""
 
-    __slots__ = ("_controller", "_heap")
+    __slots__ = ("_controller", "_heap", "_walked")
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._heap: list[tuple[int, int, Storage]] = []
+        self._walked: list[tuple[int, int, Storage]] = []
 
     @property
     def allowed(self) -> Bytes:
@@ -43,7 +44,8 @@ class View:
 
     def candidates(self) -> Iterator[Storage]:
         """Storages that may leave now, least recently used first."""
-        heap, seen = self._heap, []
+        heap = self._heap
+        self._put_back()  # what a walk took that was left unfinished
         young, self._controller.young = self._controller.young, []
         for storage in young:
             heapq.heappush(heap, (storage.touched, storage.number, storage))
@@ -57,13 +59,16 @@ class View:
                 if storage.touched != touched:
                     heapq.heappush(heap, (storage.touched, number, storage))
                     continue
-                seen.append((touched, number, storage))
+                self._walked.append((touched, number, storage))
                 last = storage
                 if self._controller.may_leave(storage):
                     yield storage
         finally:
-            for entry in seen:
-                heapq.heappush(heap, entry)
+            self._put_back()
+
+    def _put_back(self) -> None:
+        while self._walked:
+            heapq.heappush(self._heap, self._walked.pop())
 
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`; None if a drop is not legal."""

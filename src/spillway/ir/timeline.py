@@ -169,7 +169,7 @@ class Timeline:
         level = dict.fromkeys(Kind, 0)
         for line in self.storages:
             level[line.kind] += line.nbytes if line.present_at_start else 0
-        moments = [dict(level)]
+        moments: list[dict[Kind, Bytes]] = []
         for op, kind, nbytes in self._changes():
             moments.extend(dict(level) for _ in range(len(moments), op + 1))
             level[kind] += nbytes

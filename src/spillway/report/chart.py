@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Final, final
 
 from spillway.ir import Change, Kind, Timeline
@@ -116,8 +117,8 @@ def columns_of(timeline: Timeline, most: int = COLUMNS) -> list[Column]:
     """The ops of a timeline, gathered into at most `most` columns."""
     totals = [nbytes for _, nbytes in timeline.resident()]
     kinds = timeline.by_kind()
-    count = min(len(totals), most)
-    edges = [column * len(totals) // count for column in range(count + 1)]
+    number = min(len(totals), most)
+    edges = [column * len(totals) // number for column in range(number + 1)]
     changed = _changed(timeline, edges)
     columns = []
     for first, end, changes in zip(edges, edges[1:], changed, strict=False):
@@ -143,9 +144,12 @@ def _changed(timeline: Timeline, edges: Sequence[int]) -> list[dict[Change, Byte
 def round_bytes(top: float, ticks: int = 5) -> list[Bytes]:
     """About `ticks` round numbers of bytes from 0 up to `top`."""
     unit = max((unit for unit in _UNITS if unit <= top / 2), default=1)
-    steps = (unit * factor for factor in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000))
-    step = next((step for step in steps if top / step <= ticks + 1), unit * 20_000)
+    step = next(unit * step for step in _round_numbers() if top / (unit * step) <= ticks + 1)
     return list(range(0, int(top) + 1, step))
+
+
+def _round_numbers() -> Iterator[int]:
+    return (factor * 10**zeros for zeros in count() for factor in (1, 2, 5))
 
 
 def _areas(columns: Sequence[Column], top: float) -> list[Area]:
@@ -202,7 +206,7 @@ def _stairs(stairs: Iterator[tuple[float, float, float]]) -> str:
 
 def _op_ticks(columns: int, ops: int) -> list[Tick]:
     """Round numbers of ops. There is one moment more than ops: what came after the last one."""
-    step = next((s * 10**e for e in range(12) for s in (1, 2, 5) if ops / (s * 10**e) <= 8), ops)
+    step = next(step for step in _round_numbers() if ops / step <= 8)
     return [Tick(at=WIDTH * op / (ops + 1), text=str(op)) for op in range(0, ops + 1, step)]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from spillway.ir import StepReport, Timeline
 from spillway.report import chart
@@ -52,7 +52,7 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
     )
 
 
-def _template() -> Any:
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("spillway.report", ""),
         autoescape=True,

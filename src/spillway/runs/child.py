@@ -1,4 +1,4 @@
-"""The process of one run: `python -m spillway.runs.child FILE_DESCRIPTOR REQUEST`, started by `spillway.runs.launch`."""
+"""The process of one run: `python -m spillway.runs.child FILE_DESCRIPTOR REQUEST`, started by `launch`."""
 
 from __future__ import annotations
 
@@ -67,9 +67,11 @@ def _batches(request: RunRequest) -> list[Batch]:
 
 
 def _warm_up() -> None:
-    """Load what the first op of a process loads: it belongs to torch, not to the model."""
-    x = torch.ones(16, 16, requires_grad=True)
-    (x @ x).relu().sum().backward()  # type: ignore[no-untyped-call]
+    """A small step of a small model loads what the first step of a process loads: it is torch's, not the workload's."""
+    model = torch.nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8, 64)).sum().backward()
+    optimizer.step()
 
 
 def _resident_now() -> Bytes:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share, seconds_per_step
-from spillway.runs.records import RunResult
+from spillway.runs.records import RunRequest, RunResult
 from spillway.units import Bytes, Seconds
 
 FINAL_STATE: Final = "final state"
@@ -26,8 +26,8 @@ class Row:
     """None for the plain run."""
     steps: int
     """How many were done."""
-    peak_bytes: Bytes
-    """Highest peak by our account."""
+    peak_bytes: Bytes | None
+    """Highest peak by our account; None if nobody kept account."""
     peak_rss_bytes: Bytes
     """Highest resident set above that of the process before it built the model."""
     seconds_per_step: Seconds
@@ -58,7 +58,7 @@ class Row:
     @property
     def over_budget(self) -> bool:
         """Whether the first promise was broken."""
-        return self.budget_bytes is not None and self.peak_bytes > self.budget_bytes
+        return self.budget_bytes is not None and self.peak_bytes is not None and self.peak_bytes > self.budget_bytes
 
 
 @final
@@ -84,16 +84,16 @@ def _names(row: type[Row] | type[RefusedRow]) -> list[str]:
     return [field.name for field in dataclasses.fields(row)]
 
 
-def row(*, budget_bytes: Bytes | None, method: str | None, result: RunResult, plain: RunResult | None) -> Row:
+def row(request: RunRequest, result: RunResult, plain: RunResult | None) -> Row:
     """The figures of a run, compared with those of the plain run if there was one."""
     reports = result.reports
     seconds = seconds_per_step(result.seconds)
     difference = None if plain is None else first_difference(result, plain)
     return Row(
-        budget_bytes=budget_bytes,
-        method=method,
+        budget_bytes=request.budget_bytes,
+        method=request.method,
         steps=len(result.steps),
-        peak_bytes=highest_peak(reports),
+        peak_bytes=highest_peak(reports) if reports else None,
         peak_rss_bytes=result.peak_rss_bytes,
         seconds_per_step=seconds,
         ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
@@ -108,15 +108,17 @@ def row(*, budget_bytes: Bytes | None, method: str | None, result: RunResult, pl
     )
 
 
-def plain_row(plain: RunResult, account: RunResult) -> Row:
-    """The row of the plain run, whose peak another run knows: one that kept account of the same steps."""
-    measured = row(budget_bytes=None, method=None, result=plain, plain=plain)
-    difference = first_difference(account, plain)
+def plain_row(request: RunRequest, plain: RunResult, account: RunResult) -> Row:
+    """The row of a plain run whose peak another run knows: one that kept account of the same steps.
+
+    `identical` tells of that other run.
+    """
+    kept = row(request, account, plain)
     return dataclasses.replace(
-        measured,
-        peak_bytes=highest_peak(account.reports),
-        identical=difference is None,
-        first_difference=difference,
+        row(request, plain, plain),
+        peak_bytes=kept.peak_bytes,
+        identical=kept.identical,
+        first_difference=kept.first_difference,
     )
 
 

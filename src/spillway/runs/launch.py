@@ -69,8 +69,8 @@ def _process(
         finally:
             os.close(writing)
         passing_on = Thread(target=_pass_on, args=(process.stdout, listener.output), daemon=True)
+        passing_on.start()
         try:
-            passing_on.start()
             yield process, map(json.loads, messages)
         finally:
             _end(process)
@@ -79,8 +79,8 @@ def _process(
 
 
 def _start(request: RunRequest, writing: int) -> subprocess.Popen[str]:
-    # -P: what lies in the current directory must not stand for a module of the same name.
-    command = [sys.executable, "-P", "-X", "faulthandler", "-m", "spillway.runs.child"]
+    # -P: what lies in the current directory must not stand for a module of the same name. -u: nothing printed is lost.
+    command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", "spillway.runs.child"]
     return subprocess.Popen(
         [*command, str(writing), json.dumps(request.to_json())],
         stdin=subprocess.DEVNULL,
@@ -96,8 +96,9 @@ def _start(request: RunRequest, writing: int) -> subprocess.Popen[str]:
 
 
 def _pass_on(printed: IO[str] | None, output: Callable[[str], None]) -> None:
-    for line in printed or ():
-        output(line.rstrip("\n"))
+    with printed or contextlib.nullcontext(()) as lines:
+        for line in lines:
+            output(line.rstrip("\n"))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -117,7 +118,7 @@ def _as_raised(error: dict[str, Any]) -> SpillwayError:
 
 
 def _ended(code: int, steps: int) -> SpillwayError:
-    after = f"The process of the run ended in step {steps}"
+    after = f"The process of the run ended after {steps} step{'s' * (steps != 1)}"
     if code == -signal.SIGKILL:
         return SpillwayError(f"{after}: it was killed, as the system does when memory runs out.")
     if code < 0:

@@ -69,7 +69,8 @@ def _apply(current: Environment, wanted: Environment) -> None:
     if current.dtype != wanted.dtype:
         torch.set_default_dtype(wanted.dtype)
     if current.deterministic != wanted.deterministic:
-        torch.use_deterministic_algorithms(wanted.deterministic)
+        warn_only = torch._C._get_deterministic_algorithms_warn_only()
+        torch._C._set_deterministic_algorithms(wanted.deterministic, warn_only=warn_only)
     if current.mkldnn != wanted.mkldnn:
         torch._C._set_mkldnn_enabled(wanted.mkldnn)
 

@@ -19,7 +19,7 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
 from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
 from spillway.engines.tensors.ops import LAZY_BITS, OpInfo
-from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import EngineError
@@ -29,8 +29,14 @@ from spillway.units import Bytes
 _address = torch._C._storage_address
 _storage_of = torch._C.TensorBase.untyped_storage
 
-RSS_SLACK = 0.08
+RSS_SLACK = float(__import__("os").environ.get("SLACK","0.08"))
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
+
+LARGE: Bytes = 256 << 10
+"""Storages from this size on count towards the next look at the resident set."""
+
+CHECK_EVERY: Bytes = 8 << 20
+"""Bytes created between two looks at the resident set: it can outgrow the account by what was freed and not returned."""
 
 
 @final
@@ -62,6 +68,7 @@ class TensorEngine:
         self.ops = 0
         self.history: StepHistory | None = None
         self._first_op = 0
+        self._created_since_check: Bytes = 0
         self._escapes = Escapes(self)
         self._closed = False
         self._mode = tracking_mode(self)
@@ -93,6 +100,9 @@ class TensorEngine:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
             self.unmanaged += 1
             return None
+        if tensor._is_zerotensor():  # its storage has a size and no memory
+            self.unmanaged += 1
+            return None
         if tensor.is_conj() or tensor.is_neg():
             self.note_lazy_bits()
         try:
@@ -108,13 +118,22 @@ class TensorEngine:
         except (RuntimeError, NotImplementedError, TypeError):
             self.unmanaged += 1
             return None
+        if tensor.device.type != "cpu":
+            self.unmanaged += 1
+            return None
         return None if key in self.table else self.register(tensor, key)
 
     def register(self, tensor: torch.Tensor, key: int) -> Storage:
         """Begin to account for the storage at `key`."""
         real = _storage_of(tensor)
+        nbytes = real.nbytes()
         watch = Watch(real, self._on_death)
-        storage = watch.record = self.table[key] = self.controller.adopt(key, real.nbytes(), watch)
+        storage = watch.record = self.table[key] = self.controller.adopt(key, nbytes, watch)
+        if nbytes >= LARGE:
+            self._created_since_check += nbytes
+            if self._created_since_check > CHECK_EVERY:
+                self._created_since_check = 0
+                self.machine.settle()
         if self.history is not None:
             self.history.note_kind(storage)
         return storage
@@ -142,9 +161,10 @@ class TensorEngine:
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
         """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
         info, controller, key, needed = seen.info, self.controller, None, 0
-        if info.fresh:
+        if info.fresh or info.resizes:
             needed = self._cheap_bound(seen)
             if needed is None or controller.resident + needed > controller.allowed:
+                self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
         if controller.resident + needed <= controller.allowed and _ready(seen):
             return self._run_and_learn(seen, complete, key)
@@ -155,6 +175,11 @@ class TensorEngine:
             finally:
                 controller.finish(seen.reads, seen.writes)
 
+    def _restore_what_sizes_read(self, seen: Seen) -> None:
+        if seen.info.name in READS_CONTENT:
+            with self.controller.lock:
+                self.controller.restore(seen.reads[0])
+
     def _cheap_bound(self, seen: Seen) -> Bytes | None:
         bound = seen.info.bound
         return bound(seen.args) if bound is not None and seen.args else None
@@ -162,7 +187,7 @@ class TensorEngine:
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any) -> Any:
         before = self.controller.created
         out = seen.run(complete)
-        if key is not None:
+        if key is not None and not seen.info.resizes:
             self.sizes.learn(key, self.controller.created - before)
         if self.controller.resident > self.controller.allowed:
             self.controller.make_room(0, seen.info.name)

@@ -13,6 +13,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
+import torch.utils.dlpack
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -26,6 +27,9 @@ READING: Final = (
     "tolist", "__repr__", "__format__", "__reduce_ex__", "__deepcopy__", "untyped_storage", "_typed_storage", "storage",
 )  # fmt: skip
 """They read the bytes, or hand out a storage object that reads them later."""
+
+MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
+"""Where `to_dlpack` stands as a function; it hands out the address."""
 
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -52,11 +56,18 @@ class Escapes:
 
 def _install() -> None:
     for name in (*BY_ADDRESS, *READING):
-        original = getattr(torch.Tensor, name)
-        setattr(torch.Tensor, name, _telling(original, by_address=name in BY_ADDRESS))
+        _replace(torch.Tensor, name, by_address=name in BY_ADDRESS)
+    for module in MODULES:
+        _replace(module, "to_dlpack", by_address=True)
+
+
+def _replace(owner: Any, name: str, *, by_address: bool) -> None:
+    setattr(owner, name, _telling(getattr(owner, name), by_address=by_address))
 
 
 def _uninstall() -> None:
+    for module in MODULES:
+        module.to_dlpack = module.to_dlpack.__wrapped__
     for name in (*BY_ADDRESS, *READING):
         wrapper = torch.Tensor.__dict__.get(name)
         original = getattr(wrapper, "__wrapped__", None)

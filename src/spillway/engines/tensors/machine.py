@@ -19,7 +19,7 @@ import torch
 
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.system import ResidentSet
+from spillway.engines.tensors.system import ResidentSet, give_pages_back, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError
 from spillway.units import Bytes, Seconds
@@ -63,16 +63,17 @@ class CpuMachine:
         """Write the bytes to a slot and point the storage at its mapping."""
         real = _real(storage)
         slot = self.tier.write(real.data_ptr(), storage.nbytes)
-        real._swap_data_ptr_(self._mapping(slot))
+        _exchange(real, self._mapping(slot))
         return slot
 
     def leave(self, storage: Storage, home: Slot) -> None:
         """The slot still holds the same content: point the storage at it again."""
-        _real(storage)._swap_data_ptr_(self._mapping(home))
+        _exchange(_real(storage), self._mapping(home))
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
         fresh = torch.UntypedStorage(storage.nbytes)
+        prefer_huge_pages(fresh.data_ptr(), storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())
         _real(storage)._swap_data_ptr_(fresh)
         return unchanged
@@ -82,7 +83,7 @@ class CpuMachine:
         if storage.nbytes > _UNREADABLE_RANGE:
             raise EngineError(f"A storage of {storage.nbytes} bytes is larger than the range for dropped storages.")
         nowhere = torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes)
-        _real(storage)._swap_data_ptr_(nowhere)
+        _exchange(_real(storage), nowhere)
 
     def give(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
@@ -108,7 +109,7 @@ class CpuMachine:
         """A storage that NumPy, dlpack or another process shares has lost the right to be resized for good."""
         watch = storage.handle
         real = watch() if isinstance(watch, Watch) else watch
-        return real is None or not real.resizable()
+        return real is None or not real.resizable() or bool(real.is_shared())
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""
@@ -143,6 +144,12 @@ def tensors_of(results: object) -> list[torch.Tensor]:
         for result in results:
             found.extend(tensors_of(result))
     return found
+
+
+def _exchange(real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
+    """Point a storage elsewhere and free the bytes it had, pages and all."""
+    real._swap_data_ptr_(instead)
+    give_pages_back(instead.data_ptr(), instead.nbytes())
 
 
 @functools.cache

@@ -97,7 +97,10 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
                 if isinstance(tensor, torch.Tensor):
                     return general(info, args, kwargs or {})
                 continue
-            storage = table.get(_address(tensor)) or adopt(tensor)
+            try:
+                storage = table.get(_address(tensor)) or adopt(tensor)
+            except RuntimeError:  # sparse and oneDNN tensors have no storage
+                storage = None
             if storage is None:
                 return general(info, args, kwargs or {})
             storage.touched = clock
@@ -164,6 +167,9 @@ def build_completion(engine: TensorEngine) -> Completion:
             engine.unmanaged += 1
             return out
         if key not in table:
+            if (kwargs or opaque) and out.device.type != "cpu":
+                engine.unmanaged += 1
+                return out
             storage = register(out, key)
             if recipe is not None:
                 storage.value.recipe = recipe
@@ -210,9 +216,9 @@ class Recorder:
     ) -> None:
         """In-place: an edge from one version to the next if the old one can be recomputed, else a new source."""
         edges: list[tuple[int, Value]] = []
-        for storage in writes:
+        for storage in dict.fromkeys(writes):  # a list may hold several views of one
             old = storage.value
-            if recipe is not None and old is not None and old.recipe is not None:
+            if recipe is not None and old is not None and old.recipe is not None and old in reads:
                 edges.append((reads.index(old), self._controller.overwrite(storage, recipe)))
             else:
                 self._controller.overwrite(storage, None)

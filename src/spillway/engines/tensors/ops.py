@@ -30,7 +30,7 @@ UNINITIALISED: Final = frozenset(
     f"aten::{name}"
     for name in (
         "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
-        "_empty_affine_quantized", "_efficientzerotensor", "resize",
+        "_empty_affine_quantized", "resize",
     )
 )  # fmt: skip
 """Ops whose result has no content yet: replayed only on the way to a later version."""
@@ -40,6 +40,12 @@ UNDECLARED_ALIASES: Final = frozenset({"aten::_unsafe_view", "aten::unsafe_split
 
 LAZY_BITS: Final = frozenset({"aten::_conj", "aten::_neg_view"})
 """Views that only set a bit on the tensor; recorded geometry does not tell it, so ops on such tensors have no recipe."""
+
+NO_BYTES: Final = frozenset({"aten::_efficientzerotensor"})
+"""Their result has a storage without memory; it is passed by like a view."""
+
+RESIZES: Final = frozenset({"aten::resize_", "aten::resize_as_", "aten::set_", "aten::addbmm_"})
+"""In-place ops that may change the size of what they write, besides everything with `out=`."""
 
 SCRATCH: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
     {
@@ -88,7 +94,9 @@ def _like_pair(args: Sequence[Any]) -> int | None:
 
 def _matrix_product(args: Sequence[Any]) -> int | None:
     left, right = args[-2], args[-1]
-    return int(left.numel() // left.shape[-1] * right.shape[-1]) * 8 + 256 if left.shape[-1] else None
+    if not isinstance(right, torch.Tensor) or not left.shape[-1]:
+        return None
+    return int(left.numel() // left.shape[-1] * right.shape[-1]) * int(left.element_size()) + 256
 
 
 def _nothing(args: Sequence[Any]) -> int | None:
@@ -141,7 +149,10 @@ class OpInfo:
         self.writes = tuple(p for p, argument in enumerate(schema.arguments) if argument.name in self.schema_writes)
         self.view = self._is_view(schema)
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
-        self.resizes = "out" in func._overloadname or self.name in ("aten::resize_", "aten::resize_as_", "aten::set_")
+        self.resizes = self.name in RESIZES or any(
+            argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
+            for argument in schema.arguments
+        )
         self.scratch = SCRATCH.get(self.name, ())
         self.training = TRAINING_FLAG.get(self.name)
         self.exactness = NEVER if self.name in NEVER_REPLAYED else SCAFFOLD if self.name in UNINITIALISED else EXACT
@@ -161,12 +172,12 @@ class OpInfo:
             and all(place in self.tensors for place in self.writes)
         )
         """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its own."""
-        self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh else _nothing
+        self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh or self.resizes else _nothing
 
     def _is_view(self, schema: Any) -> bool:
         """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""
-        if self.name in UNDECLARED_ALIASES or self.name in LAZY_BITS:
-            return self.name in UNDECLARED_ALIASES
+        if self.name in UNDECLARED_ALIASES or self.name in LAZY_BITS or self.name in NO_BYTES:
+            return self.name not in LAZY_BITS
         aliases = [result.alias_info for result in schema.returns]
         return bool(aliases) and not self.composite and all(a is not None and not a.is_write for a in aliases)
 

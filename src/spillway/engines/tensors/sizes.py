@@ -6,6 +6,7 @@ where those do not exist because the size depends on the content, an upper bound
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -19,6 +20,8 @@ from spillway.units import Bytes
 _SLACK: Bytes = 64
 """Per created tensor: meta functions forget the odd scalar (`total_weight` of a loss)."""
 
+_PAGE: Bytes = 4096
+
 Formula = Callable[[Sequence[Any]], Bytes]
 
 
@@ -27,7 +30,35 @@ def _nonzero(args: Sequence[Any]) -> Bytes:
 
 
 def _selected(args: Sequence[Any]) -> Bytes:
-    return int(args[0].numel()) * args[0].element_size() + _SLACK
+    return _broadcast(args) * int(args[0].element_size()) + _SLACK
+
+
+def _dense(args: Sequence[Any]) -> Bytes:
+    return int(args[0].numel()) * int(args[0].element_size()) + _SLACK
+
+
+def _broadcast(args: Sequence[Any]) -> int:
+    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+
+
+def _loss(args: Sequence[Any]) -> Bytes:
+    """A loss is computed element by element into the storage that its mean then keeps, at full size."""
+    return _broadcast(args) * max(int(args[0].element_size()), int(args[1].element_size())) + _SLACK
+
+
+def _bins(args: Sequence[Any]) -> list[int]:
+    """Bins per dimension, given as numbers or as tensors of edges, one for all dimensions or one for each."""
+    given = args[1] if len(args) > 1 else 100
+    each = given if isinstance(given, list | tuple) else [given]
+    return [int(bins.numel()) if isinstance(bins, torch.Tensor) else int(bins) for bins in each]
+
+
+def _edges(args: Sequence[Any]) -> Bytes:
+    return sum((bins + 1) * int(args[0].element_size()) + _SLACK for bins in _bins(args))
+
+
+def _histogram(args: Sequence[Any]) -> Bytes:
+    return _edges(args) + math.prod(_bins(args)) * int(args[0].element_size()) + _SLACK
 
 
 def _unique(args: Sequence[Any]) -> Bytes:
@@ -60,16 +91,36 @@ def _packed(args: Sequence[Any]) -> Bytes:
 
 
 def _rnn_layer(args: Sequence[Any]) -> Bytes:
-    """Output, states and the workspace of a oneDNN recurrent layer: gates, states and cell per step, in and out."""
-    steps_by_batch = int(args[0].shape[0] * args[0].shape[1])
-    hidden = int(args[1].shape[0])
-    return 16 * (steps_by_batch + int(args[0].shape[1])) * hidden + (1 << 20)
+    """Output, states and workspace of a oneDNN LSTM layer.
+
+    The workspace holds, each on pages of its own, the gates of every step, five states of every step for both sides of the
+    layer, three of them as wide as the wider side, and one more state.
+    """
+    (steps, batch, width), hidden = args[0].shape, int(args[10])
+    made = 4 * (steps + 2) * batch * hidden + 4 * _SLACK
+    if not torch.is_grad_enabled():
+        return made
+    state = [_pages((steps + 1) * batch * _rnn_row(size)) for size in (max(width, hidden), hidden)]
+    return made + _pages(16 * steps * batch * hidden) + 6 * state[0] + 5 * state[1] + 8 * _PAGE
+
+
+def _rnn_row(size: int) -> Bytes:
+    """Rows are rounded up to 64 bytes, and made longer where their length would be a multiple of 1 KiB."""
+    nbytes = -(-4 * size // 64) * 64
+    return nbytes if nbytes % 1024 else nbytes + 64
+
+
+def _pages(nbytes: int) -> Bytes:
+    return -(-nbytes // _PAGE) * _PAGE
 
 
 def _rnn_layer_backward(args: Sequence[Any]) -> Bytes:
-    tensors = [argument for argument in args if isinstance(argument, torch.Tensor)]
-    return 2 * sum(int(t.numel()) * t.element_size() for t in tensors) + (1 << 20)
+    """A gradient for each of the first seven arguments."""
+    return sum(int(t.numel()) * t.element_size() + _SLACK for t in args[:7])
 
+
+_FROM_SHAPES: Final = frozenset({_dense, _loss, _edges, _histogram, _rnn_layer, _rnn_layer_backward})
+"""Formulas that look at nothing but shapes and numbers."""
 
 FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
     {
@@ -87,14 +138,26 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::bincount": _counted,
         "aten::_ctc_loss": _ctc,
         "aten::_pack_padded_sequence": _packed,
+        "aten::histogram": _histogram,
+        "aten::_histogramdd_bin_edges": _edges,
+        "aten::_histogramdd_from_bin_cts": _histogram,
+        "aten::_histogramdd_from_bin_tensors": _histogram,
+        "aten::_to_dense": _dense,
+        "aten::mse_loss": _loss,
+        "aten::smooth_l1_loss": _loss,
+        "aten::soft_margin_loss": _loss,
+        "aten::binary_cross_entropy": _loss,
         "aten::mkldnn_rnn_layer": _rnn_layer,
         "aten::mkldnn_rnn_layer_backward": _rnn_layer_backward,
     }
 )
 """Upper bounds for ops that have no meta function, or one that is too low."""
 
-DEPENDS_ON_CONTENT: Final = frozenset(FORMULAS) - {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"}
+DEPENDS_ON_CONTENT: Final = frozenset(name for name, formula in FORMULAS.items() if formula not in _FROM_SHAPES)
 """Ops whose size is not a function of their arguments' shapes: never remembered."""
+
+READS_CONTENT: Final = frozenset({"aten::repeat_interleave", "aten::bincount"})
+"""Ops whose formula reads the bytes of their first operand, which have to be there before it is asked."""
 
 
 @final
@@ -103,6 +166,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._known: dict[Any, Bytes] = {}
+        self._guessed: set[Any] = set()
         self.surprises = 0
         """How often a call created more than was expected of it."""
 
@@ -110,10 +174,10 @@ class Sizes:
         """A key for `learn`, and the bytes that the call will create at most."""
         if info.name in DEPENDS_ON_CONTENT and _needs_formula(info, args):
             return None, FORMULAS[info.name](args)
-        key = (info.func, _key(args), _key(kwargs) if kwargs else None)
+        key = (info.func, torch.is_grad_enabled(), _key(args), _key(kwargs) if kwargs else None)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._estimate(info, args, kwargs)
+            known = self._known[key] = self._estimate(key, info, args, kwargs)
         return key, known
 
     def learn(self, key: Any, created: Bytes) -> None:
@@ -122,16 +186,18 @@ class Sizes:
             return
         if created > self._known[key]:
             self.surprises += 1
-        self._known[key] = created
+        self._known[key] = max(created, self._known[key]) if key in self._guessed else created
 
-    def _estimate(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
+    def _estimate(self, key: Any, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
         formula = FORMULAS.get(info.name)
         if formula is not None and info.name not in DEPENDS_ON_CONTENT:
             return formula(args)
         try:
             return _meta_bytes(info, args, kwargs)
         except Exception:  # a custom op without a meta function fails in whatever way it likes
-            return 2 * sum(tensor.nbytes for _, tensor, _ in operands(info, args, kwargs)) + _SLACK
+            self._guessed.add(key)  # and its next result may be larger
+            given = [tensor for _, tensor, _ in operands(info, args, kwargs) if tensor.layout is torch.strided]
+            return 2 * sum(tensor.nbytes for tensor in given) + _SLACK
 
 
 def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
@@ -142,7 +208,7 @@ def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
 
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride() if value.layout is torch.strided else value.layout, value.dtype
     if isinstance(value, list | tuple):
         return tuple(_key(element) for element in value)
     if isinstance(value, dict):

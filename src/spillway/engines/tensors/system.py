@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from typing import final
+import sys
+from collections.abc import Callable
+from typing import cast, final
 
 from spillway.units import Bytes
 
 _PAGE: Bytes = os.sysconf("SC_PAGE_SIZE")
+_HUGE_PAGE: Bytes = 2 << 20
+_MADV_DONTNEED = 4
+_MADV_HUGEPAGE = 14
 
 
 @final
@@ -49,6 +54,39 @@ class ResidentSet:
         if self._statm >= 0:
             os.close(self._statm)
             self._statm = -1
+
+
+def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
+    """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages (Linux)."""
+    start, length = _whole_pages(address, nbytes)
+    if _madvise is not None and length >= _HUGE_PAGE:
+        _madvise(start, length, _MADV_HUGEPAGE)
+
+
+def give_pages_back(address: int, nbytes: Bytes) -> None:
+    """Return the pages of heap memory that is about to be freed: `free` alone keeps them resident as a hole (Linux).
+
+    Its content reads as zeros from then on. Only for memory that this process alone can see.
+    """
+    start, length = _whole_pages(address, nbytes)
+    if _madvise is not None and length > 0:
+        _madvise(start, length, _MADV_DONTNEED)
+
+
+def _whole_pages(address: int, nbytes: Bytes) -> tuple[int, Bytes]:
+    start = -(-address // _PAGE) * _PAGE
+    return start, (address + nbytes - start) // _PAGE * _PAGE
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return cast("Callable[[int, int, int], int]", function)
+
+
+_madvise = _find_madvise()
 
 
 def reset_peak() -> None:

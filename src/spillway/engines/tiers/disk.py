@@ -189,6 +189,7 @@ class DiskTier:
         source = np.frombuffer(mapped.buffer, np.uint8, slot.nbytes, mapped.start)
         ctypes.memmove(address, source.ctypes.data, slot.nbytes)
         if checksum(address, slot.nbytes) == slot.checksum:
+            self._forget_pages(slot)  # they count as resident for as long as they are mapped
             return True
         original = np.empty(slot.nbytes, np.uint8)
         self._read_file(slot, original.ctypes.data)

@@ -1,0 +1,49 @@
+"""What the controller drives: a machine moves, frees and recomputes bytes, and decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from spillway.engines.records import Recipe, Storage
+from spillway.units import Bytes, Seconds
+
+
+class Machine(Protocol):
+    """What the controller drives: real tensors, or a model of them."""
+
+    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[Any]:
+        """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule 6)."""
+
+    def page_out(self, storage: Storage) -> Any:
+        """Copy the bytes to the slower tier and free them; the home. Raises `SpillFullError`, then nothing has changed."""
+
+    def page_in(self, storage: Storage, home: Any) -> bool:
+        """Bring the bytes back; whether `home` still holds the same content (it does not if somebody wrote in between)."""
+
+    def leave(self, storage: Storage, home: Any) -> None:
+        """Free the bytes again: `home` still holds the same content."""
+
+    def release(self, storage: Storage) -> None:
+        """Free the bytes; nothing is kept."""
+
+    def give(self, source: Storage, target: Storage) -> None:
+        """Move the bytes of a temporary into `target`, whose bytes are absent."""
+
+    def hold(self, storage: Storage) -> None:
+        """Keep the storage alive even if nobody else does."""
+
+    def unhold(self, storage: Storage) -> None:
+        """Stop keeping it alive."""
+
+    def discard(self, home: Any) -> None:
+        """The home is not needed any more."""
+
+    def escaped(self, storage: Storage) -> bool:
+        """Whether something that the machine cannot see may hold the storage's address (rule 10)."""
+
+    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
+        """Seconds to copy `nbytes` out and in again."""
+
+    def settle(self) -> None:
+        """Called after room was made: return freed memory to the system if need be."""

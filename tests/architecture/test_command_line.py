@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import typer.main
+from typer import Typer
+
+from spillway.cli import app
+
+# What can be left out stands in brackets. Scripts rely on every word here: a change is a decision, and goes into
+# CHANGELOG.md.
+COMMAND_LINE = {
+    "": ["[--version]"],
+    "demo": [
+        "[--steps]",
+        "[--budgets]",
+        "[--method]",
+        "[--spill-directory]",
+        "[--seed]",
+        "[--output]",
+        "[--json]",
+    ],
+    "train": [
+        "WORKLOAD",
+        "--budget",
+        "[--method]",
+        "[--steps]",
+        "[--spill-directory]",
+        "[--run-file]",
+        "[--output]",
+        "[--plain-check/--no-plain-check]",
+        "[--seed]",
+        "[--json]",
+    ],
+    "report": ["RUN", "[--output]", "[--json]"],
+}
+
+
+def command_line(application: Typer) -> dict[str, list[str]]:
+    """Every verb with its arguments and options; what stands before a verb is under the empty name."""
+    # Read from the commands and not from their help, which is wrapped to the width of a terminal.
+    group = typer.main.get_command(application)
+    verbs = {"": group, **getattr(group, "commands", {})}
+    return {name: [_written(parameter) for parameter in verb.params] for name, verb in verbs.items()}
+
+
+def _written(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        spelled = parameter.name.upper()
+    else:
+        spelled = "/".join([*parameter.opts, *parameter.secondary_opts])
+    return spelled if parameter.required else f"[{spelled}]"
+
+
+def test_the_verbs_and_their_options_are_these() -> None:
+    assert command_line(app) == COMMAND_LINE
+
+
+def test_every_verb_can_answer_a_program() -> None:
+    # `--json` on every verb is a promise of the command line, for the verbs to come as well.
+    assert [verb for verb, words in command_line(app).items() if verb and "[--json]" not in words] == []

@@ -1,0 +1,349 @@
+"""The command line: one sentence for what cannot be, one JSON document for programs, no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spillway import __version__
+from spillway.cli import demo, main
+from spillway.ir import RunWriter, read_run
+
+WORKLOADS = """
+import os, signal, time
+import torch
+from torch.nn import functional as F
+from spillway.workloads import Workload, seed_everything
+
+
+def small(seed, loss=None):
+    print("built")
+    seed_everything(seed)
+    layers = [torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.Dropout(0.1)) for _ in range(8)]
+    model = torch.nn.Sequential(*layers)
+    return Workload(
+        name="small",
+        model=model,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),),
+        batches=batches,
+        loss=loss or (lambda model, batch: model(batch[0]).square().mean()),
+    )
+
+
+def batches(steps):
+    for step in range(steps):
+        yield (torch.full((200 + 8 * (step % 3), 128), 0.01 * (step + 1)),)
+
+
+def changing(seed):
+    # Not twice the same: the sentence of --plain-check is for this.
+    return small(seed, lambda model, batch: model(batch[0]).square().mean() * (os.getpid() % 1000003))
+
+
+def crashing(seed):
+    return small(seed, lambda model, batch: model(batch[0]).no_such_name)
+
+
+def killed(seed):
+    return small(seed, lambda model, batch: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def endless(seed):
+    def loss(model, batch):
+        with open("pid", "w") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(600)
+
+    return small(seed, loss)
+
+
+def slow(seed):
+    def loss(model, batch):
+        with open("pid", "w") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(0.02)
+        return model(batch[0]).square().mean()
+
+    return small(seed, loss)
+
+
+def without_batches(seed):
+    import dataclasses
+    return dataclasses.replace(small(seed), batches=lambda steps: iter(()))
+
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What a command left behind."""
+
+    code: object
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def spillway(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Runs a command in an empty folder that holds the workloads above."""
+    (tmp_path / "workloads.py").write_text(WORKLOADS)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        written = capsys.readouterr()
+        return Ended(code=ended.value.code, out=written.out, err=written.err)
+
+    return run
+
+
+def sentence(ended: Ended) -> str:
+    """The one line of an expected failure."""
+    assert (ended.code, ended.out) == (1, "")
+    assert "Traceback" not in ended.err
+    last = ended.err.splitlines()[-1]
+    assert re.fullmatch(r"spillway: .+\.", last)
+    return last.removeprefix("spillway: ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("12 apples", "'12 apples' is not a number of bytes; write for example '6GiB' or '500 MB'."),
+        ("0", "A budget has to be more than 0 bytes, and '0' is not."),
+        ("-5MiB", "A number of bytes cannot be negative, as '-5MiB' is."),
+        ("5000 TiB", "A budget of '5000 TiB' is more than the "),
+        ("101%", "A budget of '101%' is more than the "),
+    ],
+)
+def test_a_budget_that_makes_no_sense_is_refused_before_anything_runs(
+    spillway: Command, budget: str, expected: str
+) -> None:
+    assert sentence(spillway("train", "small", "--budget", budget)).startswith(expected)
+    assert sentence(spillway("demo", "--budgets", f"70%,{budget}")).startswith(expected)
+
+
+@pytest.mark.parametrize("command", [("train", "small", "--budget", "1MiB"), ("demo",)])
+def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
+    spillway: Command, command: tuple[str, ...]
+) -> None:
+    assert sentence(spillway(*command, "--method", "nope")) == (
+        "There is no method 'nope'; choose one of keep-all, lru."
+    )
+
+
+@pytest.mark.parametrize(
+    ("workload", "expected"),
+    [
+        ("nope", "There is no workload 'nope'; choose one of deep-narrow, resnet, stdlib-lm, or write"),
+        ("workloads.py:nope", "workloads.py has no function 'nope'."),
+        ("workloads.py:without_batches", "The workload workloads.py:without_batches has no batches."),
+    ],
+)
+def test_a_workload_that_is_none_is_refused(spillway: Command, workload: str, expected: str) -> None:
+    assert sentence(spillway("train", workload, "--budget", "1MiB", "--steps", 1)).startswith(expected)
+
+
+def test_a_spill_directory_that_cannot_be_used_is_refused(spillway: Command) -> None:
+    command = ("train", "workloads.py:small", "--budget", "1MiB", "--spill-directory", "workloads.py/inside")
+    assert "The spill directory workloads.py/inside cannot be used" in sentence(spillway(*command))
+
+
+@pytest.mark.parametrize("option", ["--output", "--run-file"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("missing/page.html", "missing/page.html cannot be written: there is no directory missing."),
+        (".", ". is a directory and cannot be written as a file."),
+    ],
+)
+def test_a_file_that_could_not_be_written_is_refused_before_anything_runs(
+    spillway: Command, option: str, path: str, reason: str
+) -> None:
+    assert sentence(spillway("train", "small", "--budget", "1MiB", option, path)) == reason
+
+
+def test_a_budget_too_small_is_refused_with_a_larger_one(spillway: Command) -> None:
+    refusal = sentence(spillway("train", "workloads.py:small", "--budget", "100 kB", "--steps", 2))
+    assert re.search(r"needs .* in memory at once and 97\.66 KiB are allowed: .* \d+ bytes", refusal)
+
+
+def test_a_workload_that_raises_shows_its_traceback_and_a_sentence(spillway: Command) -> None:
+    ended = spillway("train", "workloads.py:crashing", "--budget", "1MiB")
+    assert (ended.code, ended.out) == (1, "")
+    assert "AttributeError: 'Tensor' object has no attribute 'no_such_name'" in ended.err
+    assert ended.err.splitlines()[-1] == (
+        "spillway: The process of the run ended after 0 steps with exit code 1; what it printed stands above."
+    )
+
+
+def test_a_run_that_the_system_kills_is_told_in_a_sentence(spillway: Command) -> None:
+    assert sentence(spillway("train", "workloads.py:killed", "--budget", "1MiB")) == (
+        "The process of the run ended after 0 steps: it was killed, as the system does when memory runs out."
+    )
+
+
+@pytest.mark.parametrize("command", [("nope",), ("train",), ("demo", "--steps", "0"), ("report", "a", "b"), ()])
+def test_a_wrong_command_line_exits_with_2(spillway: Command, command: tuple[str, ...]) -> None:
+    ended = spillway(*command)
+    assert (ended.code, "Traceback" in ended.err) == (2, False)
+
+
+def test_the_version_is_printed(spillway: Command) -> None:
+    assert spillway("--version") == Ended(code=0, out=f"spillway {__version__}\n", err="")
+
+
+def trained(spillway: Command, *options: object) -> dict[str, Any]:
+    ended = spillway("train", "workloads.py:small", "--steps", 4, "--json", *options)
+    assert ended.code == 0, ended.err
+    assert "built" in ended.err.splitlines()
+    document: dict[str, Any] = json.loads(ended.out)
+    return document
+
+
+def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway: Command) -> None:
+    document = trained(
+        spillway, "--budget", "1MiB", "--plain-check", "--run-file", "run.jsonl", "--output", "page.html"
+    )
+    assert document["identical"] is True
+    assert document["first_difference"] is None
+    assert 0 < document["peak_bytes"] <= document["budget_bytes"] == 2**20
+    assert document["bytes_to_disk"] + document["recomputed_ops"] > 0
+    assert (document["steps"], len(document["losses"])) == (4, 4)
+    assert (document["run_file"], document["report"]) == ("run.jsonl", "page.html")
+    run = read_run("run.jsonl")
+    assert [step["logged"]["loss"] for step in run.steps] == document["losses"]
+    assert "Memory over the ops of step" in Path("page.html").read_text("utf-8")
+
+
+def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
+    document = trained(spillway, "--budget", "none")
+    assert (document["budget_bytes"], document["bytes_to_disk"], document["recomputed_ops"]) == (None, 0, 0)
+    assert document["peak_bytes"] > 2**20
+    assert (document["identical"], document["ratio"], document["run_file"]) == (None, None, None)
+
+
+def test_the_seed_decides_the_run(spillway: Command) -> None:
+    losses = [trained(spillway, "--budget", "2MiB", "--seed", seed)["losses"] for seed in (1, 2)]
+    assert losses[0] != losses[1]
+
+
+def test_a_workload_that_is_not_twice_the_same_is_reported_and_fails(spillway: Command) -> None:
+    ended = spillway("train", "workloads.py:changing", "--budget", "2MiB", "--steps", 2, "--plain-check", "--json")
+    assert ended.code == 1
+    assert (json.loads(ended.out)["identical"], json.loads(ended.out)["first_difference"]) == (False, 0)
+    assert ended.err.splitlines()[-1] == (
+        "spillway: The run under 2.00 MiB is not the plain one: it differs from the loss of step 0 on. "
+        "Either the workload is not twice the same, or this is a bug in Spillway."
+    )
+
+
+def test_the_demo_has_a_row_for_every_run_and_writes_its_page(
+    spillway: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "WORKLOAD", "workloads.py:small")
+    ended = spillway("demo", "--steps", 3, "--budgets", "70%, 50% ,1%", "--output", "page.html", "--json")
+    assert ended.code == 0, ended.err
+    plain, most, half, refused = json.loads(ended.out)
+    assert plain["budget_bytes"] is None
+    assert [row["budget_bytes"] for row in (most, half)] == [plain["peak_bytes"] * share // 100 for share in (70, 50)]
+    assert [row["identical"] for row in (plain, most, half, refused)] == [True, True, True, None]
+    assert all(row["peak_bytes"] <= row["budget_bytes"] and row["ratio"] > 0 for row in (most, half))
+    assert refused["smallest_budget_bytes"] > refused["budget_bytes"]
+    assert "under a budget of" in Path("page.html").read_text("utf-8")
+
+
+def test_a_run_file_becomes_a_page_beside_it(spillway: Command) -> None:
+    RunWriter("run.jsonl", {"budget_bytes": 100, "method": "lru"}).close()
+    ended = spillway("report", "run.jsonl", "--json")
+    assert json.loads(ended.out) == {"report": "run.html", "steps": 0, "peak_bytes": 0}
+    assert "under a budget of 100 B" in Path("run.html").read_text("utf-8")
+
+
+def test_a_run_file_cut_short_is_shown_up_to_its_last_whole_line(spillway: Command) -> None:
+    with RunWriter("run.jsonl", {}) as run:
+        run.append({"step": {}})
+    Path("run.jsonl").write_bytes(Path("run.jsonl").read_bytes()[:-4])
+    ended = spillway("report", "run.jsonl")
+    assert (ended.code, ended.out) == (0, "0 steps: run.html\n")
+    assert ended.err == "The last line of run.jsonl is incomplete, as a killed run leaves it, and was left out.\n"
+
+
+def test_what_is_no_run_file_is_refused_in_a_sentence(spillway: Command) -> None:
+    Path("other.txt").write_text("step,loss\n")
+    assert sentence(spillway("report", "other.txt")).startswith("other.txt, line 1: this is not the first line")
+    assert sentence(spillway("report", "missing.jsonl")) == "missing.jsonl: No such file or directory."
+    with RunWriter("strange.jsonl", {}) as run:
+        run.append({"step": {"colour": "red"}})
+    assert sentence(spillway("report", "strange.jsonl")).startswith("strange.jsonl, line 2: a step report has")
+    assert not Path("strange.html").exists()
+
+
+def test_a_page_never_replaces_its_run_file(spillway: Command) -> None:
+    RunWriter("run.html", {}).close()
+    assert "would replace the run file run.html" in sentence(spillway("report", "run.html"))
+    assert read_run("run.html").steps == []
+
+
+def begun(folder: Path, workload: str, *, steps: int) -> tuple[subprocess.Popen[str], int]:
+    """Start to train in a process of its own; returns it and, when the first step runs, the number of its child."""
+    (folder / "workloads.py").write_text(WORKLOADS)
+    program = "import sys; from spillway.cli import main; main(sys.argv[1:])"
+    arguments = ["train", f"workloads.py:{workload}", "--budget", "1MiB", "--steps", str(steps)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    told = folder / "pid"
+    wait_until(lambda: process.poll() is not None or (told.exists() and told.stat().st_size > 0))
+    assert process.poll() is None, process.communicate()[1]
+    return process, int(told.read_text())
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def runs(pid: int) -> bool:
+    """Whether the process exists and is not waiting to be forgotten."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ctrl_c_ends_the_run_and_its_process_without_a_traceback(tmp_path: Path) -> None:
+    process, child = begun(tmp_path, "endless", steps=1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, "Traceback" in err) == (130, "", False)
+    assert not runs(child)
+
+
+def test_a_run_ends_when_whoever_started_it_is_gone(tmp_path: Path) -> None:
+    process, child = begun(tmp_path, "slow", steps=3000)
+    process.kill()
+    process.communicate(timeout=60)
+    wait_until(lambda: not runs(child))

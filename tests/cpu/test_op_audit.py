@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.ops import NEVER_REPLAYED
+from spillway.methods import LRU
+from tests.cpu.op_audit import Audit
+from tests.cpu.op_samples import MORE, Case, cases, database
+
+FULL = os.environ.get("SPILLWAY_FULL_AUDIT") == "1"
+"""Four dtypes and three samples of each op, instead of two and one."""
+
+
+def everything() -> Iterator[Case]:
+    yield from MORE
+    for op in database():
+        yield from cases(op, dtypes=4 if FULL else 2, samples=3 if FULL else 1)
+
+
+def audited(found: Iterable[Case]) -> Audit:
+    """The cases, each in a step of its own; what fails without the engine too is left out."""
+    engine = TensorEngine(LRU(short_chain=32, worth=float("inf")), UNLIMITED)
+    audit = Audit(engine)
+    try:
+        for case in found:
+            run_one(audit, case)
+    finally:
+        engine.close()
+    return audit
+
+
+def run_one(audit: Audit, case: Case) -> None:
+    audit.case, audit.cases = case.name, audit.cases + 1
+    torch.default_generator.manual_seed(0)
+    audit.engine.begin_step([])
+    try:
+        with audit:
+            case.call()
+    except Exception as error:
+        failure = error
+    else:
+        failure = None
+    audit.engine.end_step()
+    if failure is not None and not fails_alone(case, type(failure)):
+        audit.found["failures"][f"{type(failure).__name__}: {failure}"].add(case.name)
+
+
+def fails_alone(case: Case, kind: type[Exception]) -> bool:
+    try:
+        case.call()
+    except kind:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def audit(request: pytest.FixtureRequest) -> Iterator[Audit]:
+    with warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # the database tries what is deprecated too
+        audit = audited(everything())
+    yield audit
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    reporter.write_line(
+        f"\nop audit: {audit.cases} cases, {len(audit.seen)} overloads seen, {len(audit.replayed)} replayed, "
+        f"{len(audit.restored)} dropped and restored"
+    )
+
+
+def complaints(audit: Audit, topic: str) -> dict[str, list[str]]:
+    return {what: sorted(where)[:3] for what, where in sorted(audit.found[topic].items())}
+
+
+def test_every_op_is_replayed_bit_for_bit_or_stands_in_the_table_of_those_that_are_not(audit: Audit) -> None:
+    assert complaints(audit, "replays") == {}
+
+
+def test_no_op_creates_more_bytes_than_were_expected_of_it(audit: Audit) -> None:
+    assert complaints(audit, "sizes") == {}
+
+
+def test_no_op_writes_what_neither_its_schema_nor_the_tables_name(audit: Audit) -> None:
+    assert complaints(audit, "writes") == {}
+
+
+def test_the_account_knows_every_storage_that_an_op_leaves_behind(audit: Audit) -> None:
+    assert complaints(audit, "account") == {}
+
+
+def test_no_op_fails_under_the_engine_that_runs_without_it(audit: Audit) -> None:
+    assert complaints(audit, "failures") == {}
+
+
+def test_the_audit_covers_what_it_is_said_to_cover(audit: Audit) -> None:
+    assert len(audit.seen) >= 1000
+    assert len(audit.replayed) >= 950
+    assert len(audit.restored) >= 920
+
+
+def test_every_op_that_is_never_replayed_has_a_reason_and_exists() -> None:
+    for name, reason in NEVER_REPLAYED.items():
+        assert hasattr(torch.ops.aten, name.removeprefix("aten::")), name
+        assert len(reason.split()) > 3, name

@@ -1,0 +1,220 @@
+"""The page stands alone, says what was measured, and survives whatever a run holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from spillway.ir import Change, Event, Kind, StepReport, StorageLine, Timeline
+from spillway.report.figures import NO_BUDGET
+from spillway.report.html import ROWS, render, write_report
+from spillway.units import MiB
+
+STEP = StepReport(
+    step=0,
+    signature="int64[4, 112]",
+    managed=True,
+    allowed=40 * MiB,
+    start_bytes=10 * MiB,
+    peak_bytes=39 * MiB,
+    end_bytes=12 * MiB,
+    peak_rss_bytes=300 * MiB,
+    working_bytes=5 * MiB,
+    seconds=1.25,
+    stall_seconds=0.125,
+    recomputed_ops=30,
+    recomputed_seconds=0.0625,
+    ops=600,
+    bytes_out=7 * MiB,
+    bytes_in=6 * MiB,
+    dropped_bytes=5 * MiB,
+    drops=3,
+    moves=2,
+    refusals={"chain too long": 4},
+    escaped=1,
+    unmanaged=0,
+    logged={"loss": 5.5625},
+)
+TIMELINE = Timeline(
+    step=3,
+    allowed=40 * MiB,
+    ops=4,
+    storages=(
+        StorageLine(storage=0, kind=Kind.OPTIMIZER_STATE, nbytes=10 * MiB, present_at_start=True),
+        StorageLine(storage=1, kind=Kind.ACTIVATION, nbytes=29 * MiB, present_at_start=False),
+    ),
+    events=(
+        Event(op=0, storage=1, change=Change.CREATE),
+        Event(op=1, storage=1, change=Change.DROP),
+        Event(op=2, storage=0, change=Change.MOVE),
+        Event(op=3, storage=1, change=Change.RECOMPUTE),
+        Event(op=4, storage=0, change=Change.PAGE_IN),
+    ),
+)
+HEADER = {"budget_bytes": 40 * MiB, "method": "lru", "torch": "2.13.0", "workload": "stdlib-lm"}
+EMPTY = {"area", "base", "br", "col", "hr", "img", "input", "link", "meta", "line", "path", "source"}
+
+
+class Page(HTMLParser):
+    """Reads a page; an end tag without its start tag fails."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.rows = 0
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        self.rows += tag == "tr"
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text = " ".join([*self.text.split(), *data.split()])
+
+
+def page(
+    header: dict[str, Any] = HEADER, steps: tuple[StepReport, ...] = (STEP,), timelines: tuple[Timeline, ...] = ()
+) -> Page:
+    return Page(render(header, steps, timelines))
+
+
+def test_a_page_is_well_formed_and_asks_for_nothing_from_outside() -> None:
+    text = render(HEADER, [STEP], [TIMELINE])
+    read = Page(text)
+    assert read.open == []
+    assert {name for name, _ in read.attributes} & {"src", "href", "srcset", "data", "action"} == set()
+    assert re.findall(r"https?:|url\(|@import|fetch\(|import\(", text) == []
+
+
+def test_a_page_says_what_the_run_was_and_what_it_measured() -> None:
+    text = page().text
+    for said in ("stdlib-lm under a budget of 40.00 MiB", "lru", "2.13.0", "39.00 MiB"):
+        assert said in text
+    assert "measured, by our account; 98 % of the budget" in text
+    assert "measured; 30 ops ran again, for 5.00 MiB dropped" in text
+    assert "4 chain too long" in text
+
+
+def test_the_pictures_are_xml_with_an_area_for_every_kind_and_a_bar_for_every_change() -> None:
+    pictures = re.findall(r"<svg.*?</svg>", render(HEADER, [STEP], [TIMELINE]), flags=re.DOTALL)
+    memory, changes = (ElementTree.fromstring(picture) for picture in pictures)
+    assert [path.get("class") for path in memory.iter("path")] == ["optimizer-state", "activation"]
+    assert [path.get("class") for path in changes.iter("path")] == ["recompute", "page-in", "drop", "move"]
+    assert [line.get("class") for line in memory.iter("line")].count("budget") == 1
+    assert "budget 40.00 MiB" in [text.text for text in memory.iter("text")]
+
+
+def test_the_key_names_kinds_and_changes_with_their_bytes() -> None:
+    text = page(timelines=(TIMELINE,)).text
+    for said in ("activation, at most 29.00 MiB", "optimizer state, at most 10.00 MiB", "↓ dropped, 29.00 MiB"):
+        assert said in text
+    for said in ("↓ moved, 10.00 MiB", "↑ recomputed, 29.00 MiB", "↑ paged in, 10.00 MiB", "Measured."):
+        assert said in text
+
+
+def test_pointing_at_a_column_tells_what_was_resident_and_what_changed() -> None:
+    held = re.search(r'<script type="application/json">(.*?)</script>', render(HEADER, [STEP], [TIMELINE]))
+    assert held is not None
+    told = json.loads(held[1])
+    assert told[1] == [
+        "op 1: 39.00 MiB resident",
+        "activation: 29.00 MiB",
+        "optimizer state: 10.00 MiB",
+        "drop: 29.00 MiB",
+    ]
+    assert len(told) == TIMELINE.ops + 1
+
+
+def test_a_page_without_a_timeline_says_how_to_get_one() -> None:
+    text = page().text
+    assert "spillway.manage(..., timeline=True)" in text
+    assert "spillway train WORKLOAD --budget BUDGET --run-file run.jsonl --output report.html" in text
+
+
+def test_a_step_in_which_nothing_left_says_so() -> None:
+    quiet = dataclasses.replace(TIMELINE, events=TIMELINE.events[:1])
+    assert "Nothing left memory in this step" in page(timelines=(quiet,)).text
+
+
+def test_every_timeline_is_drawn() -> None:
+    text = page(timelines=(TIMELINE, dataclasses.replace(TIMELINE, step=9))).text
+    assert "Memory over the ops of step 3" in text
+    assert "Memory over the ops of step 9" in text
+
+
+def test_a_peak_that_was_not_measured_is_called_projected() -> None:
+    aside = dataclasses.replace(STEP, step=1, managed=False, ops=0, peak_bytes=40 * MiB)
+    read = page(steps=(STEP, aside))
+    assert "40.00 MiB projected" in read.text
+    assert "except peaks marked “projected”: 1 step was known to fit" in read.text
+    assert "39.00 MiB measured, by our account" in read.text
+    assert "projected" not in page().text
+
+
+def test_a_run_without_a_budget_has_no_budget_line() -> None:
+    step = dataclasses.replace(STEP, allowed=NO_BUDGET)
+    timeline = dataclasses.replace(TIMELINE, allowed=NO_BUDGET)
+    text = render({"budget_bytes": None}, [step], [timeline])
+    assert "A run under no budget" in text
+    assert 'class="budget"' not in text
+    assert "of the budget" not in text
+
+
+def test_a_run_without_steps_says_so() -> None:
+    assert "This run has no finished step" in page(steps=()).text
+    assert Page(render({}, [], [])).open == []
+
+
+def test_what_a_run_file_holds_is_shown_as_text_and_never_as_a_tag() -> None:
+    nasty = "</script><script>alert(1)</script>"
+    step = dataclasses.replace(STEP, signature=nasty, logged={nasty: 1.0}, refusals={nasty: 1})
+    read = page({"workload": nasty, nasty: nasty}, (step,), (TIMELINE,))
+    assert "alert(1)" in read.text
+    assert "<script>alert" not in render({"workload": nasty, nasty: nasty}, [step], [TIMELINE])
+
+
+def test_a_loss_that_is_not_a_number_is_shown() -> None:
+    step = dataclasses.replace(STEP, logged={"loss": math.nan, "norm": math.inf})
+    text = page(steps=(step, STEP)).text
+    assert "nan" in text
+    assert "inf" in text
+
+
+def test_of_very_many_steps_the_first_and_the_last_are_listed_and_the_rest_counted() -> None:
+    steps = tuple(dataclasses.replace(STEP, step=number, signature=f"number {number}") for number in range(ROWS + 7))
+    read = page(steps=steps)
+    assert read.rows == 1 + ROWS + 1
+    assert "7 steps are not shown." in read.text
+    for number, shown in ((0, True), (ROWS // 2 - 1, True), (ROWS // 2, False), (ROWS + 6, True)):
+        assert (f"number {number} " in read.text) is shown
+
+
+def test_a_page_replaces_the_file_that_stood_there(tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text("old" * 10_000)
+    write_report(tmp_path / "page.html", HEADER, [STEP], [TIMELINE])
+    assert (tmp_path / "page.html").read_text("utf-8") == render(HEADER, [STEP], [TIMELINE])
+
+
+def test_a_place_that_cannot_be_written_is_the_systems_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_report(tmp_path / "missing" / "page.html", HEADER, [], [])
