@@ -15,6 +15,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.interrupts import DeferredInterrupts
+from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
 from spillway.errors import BudgetInfeasible, ModelError, SessionError
@@ -22,7 +23,7 @@ from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.methods import AbstractPolicy, resolve
 from spillway.report.html import write_report
 from spillway.report.live import LiveLine
-from spillway.units import Bytes, parse_budget
+from spillway.units import Bytes, format_bytes, parse_budget
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -297,7 +298,7 @@ def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.
                 raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
     if not models:
         raise ModelError("manage() needs at least one model.")
-    if not hasattr(torch.UntypedStorage, "_swap_data_ptr_"):
+    if not CAN_SWAP:
         raise ModelError(f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer.")
     devices = sorted({str(t.device) for m in models for t in (*m.parameters(), *m.buffers())})
     if len(devices) > 1:
@@ -318,6 +319,6 @@ def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
         "method": engine.controller.policy.name,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {_machine_memory()} B",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(_machine_memory())}",
         "threads": torch.get_num_threads(),
     }

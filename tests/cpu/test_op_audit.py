@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import itertools
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
@@ -66,11 +69,11 @@ def audit(request: pytest.FixtureRequest) -> Iterator[Audit]:
         warnings.simplefilter("ignore")  # the database tries what is deprecated too
         audit = audited(everything())
     yield audit
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    reporter.write_line(
-        f"\nop audit: {audit.cases} cases, {len(audit.seen)} overloads seen, {len(audit.replayed)} replayed, "
-        f"{len(audit.restored)} dropped and restored"
-    )
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(
+            f"\nop audit: {audit.cases} cases, {len(audit.seen)} overloads seen, {len(audit.replayed)} replayed, "
+            f"{len(audit.restored)} dropped and restored"
+        )
 
 
 def complaints(audit: Audit, topic: str) -> dict[str, list[str]]:
@@ -107,3 +110,62 @@ def test_every_op_that_is_never_replayed_has_a_reason_and_exists() -> None:
     for name, reason in NEVER_REPLAYED.items():
         assert hasattr(torch.ops.aten, name.removeprefix("aten::")), name
         assert len(reason.split()) > 3, name
+
+
+@pytest.fixture(scope="module")
+def liars() -> Iterator[Any]:
+    """Ops that do each what the audit is there to find."""
+    library = torch.library.Library("spillway_liars", "DEF")
+    calls, attempts = itertools.count(), itertools.count()
+
+    def drifts(x: Tensor) -> Tensor:
+        return x + next(calls)
+
+    def scribbles(x: Tensor) -> Tensor:
+        x.add_(1.0)
+        return x.clone()
+
+    def understates(x: Tensor) -> Tensor:
+        return torch.cat([x, x, x])
+
+    def gives_up(x: Tensor) -> Tensor:
+        if next(attempts) % 2:
+            raise RuntimeError("once is enough")
+        return x.clone()
+
+    def aliases(x: Tensor) -> Tensor:
+        return x.clone()
+
+    for implementation in (drifts, scribbles, understates, gives_up):
+        library.define(f"{implementation.__name__}(Tensor x) -> Tensor")
+    library.define("aliases(Tensor(a) x) -> Tensor(a)")
+    for implementation in (drifts, scribbles, understates, gives_up, aliases):
+        library.impl(implementation.__name__, implementation, "CPU")
+        library.impl(implementation.__name__, torch.empty_like, "Meta")
+    yield torch.ops.spillway_liars
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("liar", "topic"),
+    [
+        ("drifts", "replays"),
+        ("scribbles", "writes"),
+        ("understates", "sizes"),
+        ("gives_up", "replays"),
+        ("aliases", "account"),
+    ],
+)
+def test_an_op_that_lies_is_found_out(liars: Any, liar: str, topic: str) -> None:
+    audit = audited([Case(liar, lambda: getattr(liars, liar)(torch.ones(64, 64)))])
+    assert any(liar in what for what in audit.found[topic])
+
+
+def test_an_op_that_fails_only_under_the_engine_is_found_out() -> None:
+    attempts = itertools.count()
+
+    def fails_first() -> None:
+        if next(attempts) == 0:
+            raise RuntimeError("not this time")
+
+    assert list(audited([Case("first", fails_first)]).found["failures"]) == ["RuntimeError: not this time"]

@@ -169,9 +169,9 @@ class Controller:
             for storage in writes:
                 storage.written = True
                 self._restore_dependents(storage)
-            for value in (*reads, *(storage.value for storage in writes)):
-                if value is not None and value.absent == DROPPED:
-                    self.restore(value)
+            for needed_value in (*reads, *(storage.value for storage in writes)):
+                if needed_value is not None and needed_value.absent == DROPPED:
+                    self.restore(needed_value)
         except BaseException:
             self._unlock(reads, (), writes)
             raise

@@ -121,7 +121,7 @@ def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tens
     """A tensor of the recorded shape, strides, offset and dtype over `storage`."""
     shape, strides, offset, dtype = geometry
     tensor = torch.empty(0, dtype=dtype, device=storage.device)
-    return tensor.set_(storage, offset, shape, strides)  # type: ignore[call-overload, no-any-return]
+    return tensor.set_(storage, offset, shape, strides)
 
 
 def fill(args: list[Any], kwargs: dict[str, Any], place: Place, value: Any) -> None:

@@ -19,6 +19,8 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
 from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
 from spillway.engines.tensors.ops import LAZY_BITS, OpInfo
+from spillway.engines.tensors.private import storage_address as _address
+from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import ResidentSet
 from spillway.engines.tiers.disk import DiskTier
@@ -26,10 +28,7 @@ from spillway.errors import EngineError
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes
 
-_address = torch._C._storage_address
-_storage_of = torch._C.TensorBase.untyped_storage
-
-RSS_SLACK = float(__import__("os").environ.get("SLACK","0.08"))
+RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
 
 LARGE: Bytes = 256 << 10
@@ -71,7 +70,7 @@ class TensorEngine:
         self._created_since_check: Bytes = 0
         self._escapes = Escapes(self)
         self._closed = False
-        self._mode = tracking_mode(self)
+        self._mode: Any = tracking_mode(self)
 
     # ------------------------------------------------------------------ storages
 
@@ -162,8 +161,9 @@ class TensorEngine:
         """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
         info, controller, key, needed = seen.info, self.controller, None, 0
         if info.fresh or info.resizes:
-            needed = self._cheap_bound(seen)
-            if needed is None or controller.resident + needed > controller.allowed:
+            bound = info.bound(seen.args) if info.bound is not None and seen.args else None
+            needed = bound or 0
+            if bound is None or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
         if controller.resident + needed <= controller.allowed and _ready(seen):
@@ -179,10 +179,6 @@ class TensorEngine:
         if seen.info.name in READS_CONTENT:
             with self.controller.lock:
                 self.controller.restore(seen.reads[0])
-
-    def _cheap_bound(self, seen: Seen) -> Bytes | None:
-        bound = seen.info.bound
-        return bound(seen.args) if bound is not None and seen.args else None
 
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any) -> Any:
         before = self.controller.created

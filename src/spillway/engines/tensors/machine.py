@@ -13,12 +13,13 @@ import functools
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, cast, final
 
 import torch
 
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.private import fresh_storage, swap_bytes
 from spillway.engines.tensors.system import ResidentSet, give_pages_back, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError
@@ -72,22 +73,25 @@ class CpuMachine:
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
-        fresh = torch.UntypedStorage(storage.nbytes)
+        fresh = fresh_storage(storage.nbytes)
         prefer_huge_pages(fresh.data_ptr(), storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())
-        _real(storage)._swap_data_ptr_(fresh)
+        swap_bytes(_real(storage), fresh)
         return unchanged
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; the storage points at memory that cannot be read."""
         if storage.nbytes > _UNREADABLE_RANGE:
             raise EngineError(f"A storage of {storage.nbytes} bytes is larger than the range for dropped storages.")
-        nowhere = torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes)
+        nowhere = cast(
+            torch.UntypedStorage,
+            torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes),
+        )
         _exchange(_real(storage), nowhere)
 
     def give(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
-        _real(target)._swap_data_ptr_(_real(source))
+        swap_bytes(_real(target), _real(source))
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
@@ -148,7 +152,7 @@ def tensors_of(results: object) -> list[torch.Tensor]:
 
 def _exchange(real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
     """Point a storage elsewhere and free the bytes it had, pages and all."""
-    real._swap_data_ptr_(instead)
+    swap_bytes(real, instead)
     give_pages_back(instead.data_ptr(), instead.nbytes())
 
 

@@ -20,12 +20,11 @@ from spillway.engines.records import Recipe, Storage, Value
 from spillway.engines.tensors.calls import Call, Environment, Operand, Place, geometry_of, operands, with_holes
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
-_address = torch._C._storage_address
-_storage_of = torch._C.TensorBase.untyped_storage
 Completion = Callable[..., Any]
 """Runs a ready op: see `build_completion`."""
 
@@ -98,7 +97,7 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
                     return general(info, args, kwargs or {})
                 continue
             try:
-                storage = table.get(_address(tensor)) or adopt(tensor)
+                storage: Any = table.get(_address(tensor)) or adopt(tensor)
             except RuntimeError:  # sparse and oneDNN tensors have no storage
                 storage = None
             if storage is None:
@@ -123,7 +122,7 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
     return dispatch
 
 
-def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storage]) -> Sequence[Storage]:
+def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storage]) -> Sequence[Any]:
     return [table[_address(args[place])] for place in places if place < len(args) and args[place] is not None]
 
 
@@ -134,7 +133,7 @@ def build_completion(engine: TensorEngine) -> Completion:
 
     def complete(
         info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value], places: Sequence[Place],
-        writes: Sequence[Storage], scratch: Sequence[Operand] = (), opaque: bool = False,
+        writes: Sequence[Any], scratch: Sequence[Operand] = (), opaque: bool = False,
     ) -> Any:  # fmt: skip
         recipe: Recipe | None = None
         if recording and info.exactness and not opaque and (info.fresh or _has_history(writes)):
@@ -171,9 +170,9 @@ def build_completion(engine: TensorEngine) -> Completion:
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
-            if recipe is not None:
-                storage.value.recipe = recipe
-                recipe.creates = (storage.value,)
+            if recipe is not None and (value := storage.value) is not None:
+                value.recipe = recipe
+                recipe.creates = (value,)
                 recipe.nbytes = storage.nbytes
         return out
 

@@ -6,8 +6,11 @@ model and the batch of the refused step: shapes are computed, nothing is allocat
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, final
+import functools
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -25,7 +28,7 @@ MARGIN = 1.02
 
 
 @final
-class _WorkingSets(TorchDispatchMode):
+class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
     """Notes the most bytes that one op reads and creates."""
 
     def __init__(self) -> None:
@@ -55,7 +58,7 @@ def smallest_budget(
     """The same error with the smallest budget that works, where that can be told.
 
     It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
-    `model(batch)`), a bound from below otherwise.
+    `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
     """
     parameters = [t for kind, t in tensors if kind == "parameter"]
     stuck = sum(s.nbytes for s in engine.table.values() if s.escaped or s.nbytes < 4096)
@@ -71,23 +74,43 @@ def smallest_budget(
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any) -> Bytes | None:
     """Most bytes that one op of a forward and backward of the first model needs; None if it does not run on fakes."""
+    states = random.getstate(), torch.get_rng_state()
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake, _WorkingSets() as sets:
-            inputs = tree_map_only(torch.Tensor, fake.from_tensor, batch)
-            call = models[0]
-            out = call(**inputs) if isinstance(inputs, dict) else call(*inputs) if _many(inputs) else call(inputs)
-            results: list[torch.Tensor] = []
-            tree_map_only(FakeTensor, results.append, dict(out) if hasattr(out, "items") else out)
-            sum(result.float().sum() for result in results if result.requires_grad).backward()
-    except Exception:  # whatever the model does with tensors that have no content
+        for call in _ways_to_call(models[0], batch):
+            try:
+                return _largest_working_set(models[0], call)
+            except Exception:  # whatever the model does with tensors that have no content
+                continue
         return None
     finally:
-        for model in models:
-            for parameter in model.parameters():
-                if isinstance(parameter.grad, FakeTensor):
-                    parameter.grad = None
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+
+
+def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any]) -> Bytes:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        sets = _WorkingSets()
+        with sets:
+            out = call(lambda tree: tree_map_only(torch.Tensor, fake.from_tensor, tree))
+            results: list[torch.Tensor] = []
+            tree_map_only(FakeTensor, results.append, dict(out) if hasattr(out, "items") else out)
+            total = torch.stack([result.float().sum() for result in results if result.requires_grad]).sum()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(total, trained, allow_unused=True)
     return sets.largest
 
 
-def _many(inputs: Any) -> bool:
-    return isinstance(inputs, list | tuple)
+def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[Callable[[Any], Any]]:
+    """Each takes the function that makes the batch fake: everything the batch has first, then less of it."""
+    if isinstance(batch, dict):
+        accepted = inspect.signature(model.forward).parameters
+        known = {name: value for name, value in batch.items() if name in accepted}
+        yield lambda fake: model(**fake(batch))
+        yield lambda fake: model(**fake(known))
+    items = list(batch.values()) if isinstance(batch, dict) else list(batch) if _many(batch) else [batch]
+    for count in range(len(items), 0, -1):
+        yield functools.partial(lambda fake, taken: model(*fake(taken)), taken=items[:count])
+
+
+def _many(batch: Any) -> bool:
+    return isinstance(batch, list | tuple)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 
@@ -26,7 +26,7 @@ Formula = Callable[[Sequence[Any]], Bytes]
 
 
 def _nonzero(args: Sequence[Any]) -> Bytes:
-    return int(args[0].numel()) * max(args[0].dim(), 1) * 8
+    return int(args[0].numel() * max(args[0].dim(), 1) * 8)
 
 
 def _selected(args: Sequence[Any]) -> Bytes:
@@ -38,7 +38,7 @@ def _dense(args: Sequence[Any]) -> Bytes:
 
 
 def _broadcast(args: Sequence[Any]) -> int:
-    return math.prod(torch.broadcast_shapes(args[0].shape, args[1].shape))
+    return math.prod(cast(Any, torch.broadcast_shapes)(args[0].shape, args[1].shape))
 
 
 def _loss(args: Sequence[Any]) -> Bytes:
@@ -62,14 +62,14 @@ def _histogram(args: Sequence[Any]) -> Bytes:
 
 
 def _unique(args: Sequence[Any]) -> Bytes:
-    return int(args[0].numel()) * (args[0].element_size() + 16) + _SLACK
+    return int(int(args[0].numel()) * (args[0].element_size() + 16) + _SLACK)
 
 
 def _indexed(args: Sequence[Any]) -> Bytes:
     """A boolean index selects at most everything; whole-number indices broadcast to one shape."""
     source, indices = args[0], [index for index in args[1] if index is not None]
     picks = max((index.numel() for index in indices if index.dtype not in (torch.bool, torch.uint8)), default=1)
-    return int(source.numel()) * source.element_size() * max(int(picks), 1)
+    return int(int(source.numel()) * source.element_size() * max(int(picks), 1))
 
 
 def _repeated(args: Sequence[Any]) -> Bytes:
@@ -87,7 +87,7 @@ def _ctc(args: Sequence[Any]) -> Bytes:
 
 
 def _packed(args: Sequence[Any]) -> Bytes:
-    return int(args[0].numel()) * args[0].element_size() + int(args[1].numel()) * int(args[0].shape[0]) * 8
+    return int(int(args[0].numel()) * args[0].element_size() + int(args[1].numel()) * int(args[0].shape[0]) * 8)
 
 
 def _rnn_layer(args: Sequence[Any]) -> Bytes:
@@ -99,9 +99,9 @@ def _rnn_layer(args: Sequence[Any]) -> Bytes:
     (steps, batch, width), hidden = args[0].shape, int(args[10])
     made = 4 * (steps + 2) * batch * hidden + 4 * _SLACK
     if not torch.is_grad_enabled():
-        return made
+        return int(made)
     state = [_pages((steps + 1) * batch * _rnn_row(size)) for size in (max(width, hidden), hidden)]
-    return made + _pages(16 * steps * batch * hidden) + 6 * state[0] + 5 * state[1] + 8 * _PAGE
+    return int(made + _pages(16 * steps * batch * hidden) + 6 * state[0] + 5 * state[1] + 8 * _PAGE)
 
 
 def _rnn_row(size: int) -> Bytes:
@@ -197,7 +197,7 @@ class Sizes:
         except Exception:  # a custom op without a meta function fails in whatever way it likes
             self._guessed.add(key)  # and its next result may be larger
             given = [tensor for _, tensor, _ in operands(info, args, kwargs) if tensor.layout is torch.strided]
-            return 2 * sum(tensor.nbytes for tensor in given) + _SLACK
+            return int(2 * sum(tensor.nbytes for tensor in given) + _SLACK)
 
 
 def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
@@ -234,7 +234,7 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
         elif isinstance(result, list | tuple):
             stack.extend(result)
     grown = {storage._cdata: storage.nbytes() - given[storage._cdata] for storage in operand_storages}
-    return sum(created.values()) + sum(max(growth, 0) for growth in grown.values())
+    return int(sum(created.values()) + sum(max(growth, 0) for growth in grown.values()))
 
 
 def _to_meta(value: Any) -> Any:

@@ -1,0 +1,27 @@
+"""The private names of torch that the engine stands on, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final, cast
+
+import torch
+
+storage_address: Final = cast("Callable[[torch.Tensor], int]", vars(torch._C)["_storage_address"])
+"""Address of a tensor's storage object: the cheapest key there is, the same from its birth to its death."""
+
+storage_of: Final = cast("Callable[[torch.Tensor], torch.UntypedStorage]", torch._C.TensorBase.untyped_storage)
+"""`Tensor.untyped_storage` as torch defines it, whatever was put in its place on `Tensor`."""
+
+CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+"""Whether this torch can exchange the bytes under a storage (2.13 can, 2.11 cannot)."""
+
+
+def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    """Exchange the bytes of two storages of one size; tensors, views and version counters do not notice."""
+    cast(Any, one)._swap_data_ptr_(other)
+
+
+def fresh_storage(nbytes: int) -> torch.UntypedStorage:
+    """A storage of uninitialised bytes."""
+    return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes))
