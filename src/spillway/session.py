@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -18,7 +19,7 @@ from spillway.engines.tensors.interrupts import DeferredInterrupts
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
-from spillway.errors import BudgetInfeasible, ModelError, SessionError
+from spillway.errors import BudgetInfeasible, ModelError, SessionError, SpillFullError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.methods import AbstractPolicy, resolve
 from spillway.report.html import write_report
@@ -51,7 +52,7 @@ def manage(
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
         run_file: JSON lines with the figures of every step.
-        timeline: Keep the memory timeline of the step with the highest peak, for `Session.report`.
+        timeline: Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`.
         live: Show one line in the terminal while training.
 
     Raises:
@@ -84,7 +85,7 @@ class Session:
         self.history: list[StepReport] = []
         """One report per finished step."""
         self.timeline: Timeline | None = None
-        """The timeline of the step with the highest peak, if timelines are kept."""
+        """The timeline of the step in which most bytes left and came back, if timelines are kept."""
         self._models = models
         self._optimizers = optimizers
         self._engine = engine
@@ -94,6 +95,7 @@ class Session:
         self._fits: dict[str, Bytes] = {}
         self._running: _Step | None = None
         self._closed = False
+        self._most_pressure = (-1, 0)
         known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
         self._base_rss = max(engine.resident_set.read() - known, 0)
 
@@ -173,8 +175,9 @@ class Session:
 
     def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
         self.history.append(report)
-        if timeline is not None and (self.timeline is None or timeline.peak() > self.timeline.peak()):
-            self.timeline = timeline
+        pressure = (report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes)
+        if timeline is not None and pressure > self._most_pressure:
+            self.timeline, self._most_pressure = timeline, pressure
         if self._writer is not None:
             self._writer.append({"step": report.to_json()})
         if self._live is not None:
@@ -207,7 +210,8 @@ class _Step:
             reset_peak()
             self._interrupts.__enter__()
             try:
-                engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=session._keep_timeline)
+                record = functools.partial(session._tensors, self._batch) if session._keep_timeline else None
+                engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=record)
             except BaseException:
                 self._leave()
                 raise
@@ -219,14 +223,19 @@ class _Step:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         session, engine = self._session, self._session._engine
+        late: BaseException | None = None
         try:
             if not self._aside:
                 engine.end_step()
+        except (BudgetInfeasible, SpillFullError) as at_the_end:
+            late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
         finally:
             self._leave()
-        if isinstance(error, BudgetInfeasible):
-            raise smallest_budget(error, engine, session._models, session._tensors(()), self._batch) from None
+        if isinstance(error or late, BudgetInfeasible):
+            raise smallest_budget(error or late, engine, session._models, session._tensors(()), self._batch) from None
         engine.raise_interrupt()
+        if error is None and late is not None:
+            raise late
         if error is None:
             self._conclude(time.perf_counter() - self._began)
 
@@ -239,7 +248,7 @@ class _Step:
             if kept_all and self._states == session._state_entries():
                 session._fits[self._signature] = report.peak_bytes - report.start_bytes
             if engine.history is not None:
-                timeline = engine.history.timeline(len(session.history), session._tensors(self._batch))
+                timeline = engine.history.timeline(len(session.history))
                 engine.history = None
         elif engine.resident_set.read() > engine.machine.trim_above:
             session._fits.pop(self._signature, None)  # it grew: watch it again

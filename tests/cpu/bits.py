@@ -33,9 +33,13 @@ def bytes_of(storage: torch.UntypedStorage) -> bytes:
 
 def storage_with(content: bytes) -> torch.UntypedStorage:
     storage = torch.UntypedStorage(len(content))
+    overwrite(storage, content)
+    return storage
+
+
+def overwrite(storage: torch.UntypedStorage, content: bytes) -> None:
     if content:
         ctypes.memmove(storage.data_ptr(), content, len(content))
-    return storage
 
 
 def fill(storage: torch.UntypedStorage, pattern: int) -> None:

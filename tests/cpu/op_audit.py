@@ -22,6 +22,7 @@ from tests.cpu.bits import (
     bytes_of,
     dirty_the_heap,
     fill,
+    overwrite,
     reached,
     same,
     storage_of,
@@ -232,6 +233,7 @@ class Audit(TorchDispatchMode):
             self.restored.add(str(watched.info.func))
             if not watched.agree(value.storage.key, bytes_of(value.storage.handle()), original):
                 self.blame("replays", watched.info, "came back with other bytes after a drop")
+            overwrite(value.storage.handle(), original)  # what nobody wrote is known by its pattern also the next time
 
 
 def _words(error: Exception) -> str:

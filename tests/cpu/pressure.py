@@ -11,11 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.records import AWAY, DROPPED
 from spillway.methods import LRU, AbstractPolicy, Drop, Move
 from spillway.session import Session
 
 Image: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], bytes]
+
+PLENTY = 1 << 30
+"""A budget under which nothing has to leave, but may."""
 
 Way: TypeAlias = type[Drop] | type[Move]
 
@@ -33,7 +37,8 @@ def put_away(memory: Session, tensor: torch.Tensor, way: Way) -> bool:
     engine = memory._engine
     with engine.controller.lock, torch._C._DisableTorchDispatch():
         storage = engine.lookup(tensor)
-        return storage is not None and engine.controller.grant(way(storage))
+        large = storage is not None and storage.nbytes >= SMALLEST_MOVABLE
+        return storage is not None and large and engine.controller.grant(way(storage))
 
 
 def is_dropped(memory: Session, tensor: torch.Tensor) -> bool:

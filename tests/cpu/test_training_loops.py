@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -278,15 +277,11 @@ def test_an_optimizer_that_steps_inside_backward() -> None:
 
 def test_saved_tensor_hooks_of_the_users_own() -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> None:
-        def pack(tensor: Tensor) -> bytes | Tensor:
-            if isinstance(tensor, nn.Parameter):
-                return tensor
-            file = io.BytesIO()
-            torch.save(tensor.detach(), file)
-            return file.getvalue()
+        def pack(tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+            return tensor.dtype, tensor if isinstance(tensor, nn.Parameter) else tensor.to(torch.float64, copy=True)
 
-        def unpack(packed: Any) -> Tensor:
-            return packed if isinstance(packed, Tensor) else torch.load(io.BytesIO(packed))
+        def unpack(packed: tuple[torch.dtype, Tensor]) -> Tensor:
+            return packed[1].to(packed[0])
 
         for number in range(2):
             with trainer.step(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -19,7 +19,7 @@ from spillway.engines.controller import CHAIN_CAP
 from spillway.engines.records import HERE
 from spillway.methods import Drop, Move
 from spillway.session import Session
-from tests.cpu.pressure import ORDERS, Image, InputsLeave, image, is_dropped, is_moved, put_away
+from tests.cpu.pressure import ORDERS, PLENTY, Image, InputsLeave, image, is_dropped, is_moved, put_away
 
 SIDE = 64
 """Square matrices of this side take four pages, so that they may leave."""
@@ -28,7 +28,7 @@ SIDE = 64
 @pytest.fixture
 def memory() -> Iterator[Session]:
     """A session that lets tests decide what leaves."""
-    with spillway.manage(nn.Linear(SIDE, SIDE), budget=None, method=ORDERS["recompute first"]()) as session:
+    with spillway.manage(nn.Linear(SIDE, SIDE), budget=PLENTY, method=ORDERS["recompute first"]()) as session:
         yield session
 
 
@@ -149,7 +149,7 @@ def test_a_recurrent_layer_writes_its_workspace_in_backward() -> None:
                 loss.backward()
         return [image(p.grad) for p in (x, *lstm.parameters()) if p.grad is not None]
 
-    with spillway.manage(nn.Linear(1, 1), budget=None, method=ORDERS["recompute first"]()) as memory:
+    with spillway.manage(nn.Linear(1, 1), budget=PLENTY, method=ORDERS["recompute first"]()) as memory:
         assert gradients(memory) == gradients(None)
 
 

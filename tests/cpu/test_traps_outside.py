@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import spillway
 from spillway.methods import Drop, Move
 from spillway.session import Session
-from tests.cpu.pressure import ORDERS, InputsLeave, Way, image, is_dropped, is_moved, put_away
+from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way, image, is_moved, put_away
 
 SIDE = 64
 
@@ -27,7 +27,7 @@ SIDE = 64
 @pytest.fixture
 def memory() -> Iterator[Session]:
     """A session that lets tests decide what leaves."""
-    with spillway.manage(nn.Linear(SIDE, SIDE), budget=None, method=ORDERS["recompute first"]()) as session:
+    with spillway.manage(nn.Linear(SIDE, SIDE), budget=PLENTY, method=ORDERS["recompute first"]()) as session:
         yield session
 
 
@@ -358,10 +358,12 @@ def test_memory_that_is_not_torchs_own_is_left_alone(memory: Session, make: Call
     assert memory.history[-1].escaped == 1
 
 
-def test_storages_below_a_page_stay(memory: Session) -> None:
+def test_storages_below_a_page_are_not_offered_to_leave(memory: Session) -> None:
     with memory.step():
-        small = [torch.ones(100) * n for n in range(50)]
-        assert not any(put_away(memory, tensor, Move) and is_dropped(memory, tensor) for tensor in small)
+        small, large = [torch.ones(100) * n for n in range(50)], matrix() * 2
+        offered = [storage.nbytes for storage in memory._engine.controller.view.candidates()]
+        assert large.nbytes in offered
+        assert small[0].nbytes not in offered
 
 
 @pytest.mark.parametrize("rows", [SIDE // 2, 2 * SIDE])

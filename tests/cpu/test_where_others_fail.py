@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import spillway
 from spillway.methods import Drop, Move
 from tests.cpu.families import State, difference, state_of
-from tests.cpu.pressure import ORDERS, InputsLeave, Way, image, put_away
+from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way, image, put_away
 
 SIDE = 64
 
@@ -38,7 +38,7 @@ def trained(model: nn.Module, ways: tuple[Way, ...], loss_of: Loss = square, ste
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     states = []
-    with spillway.manage(model, optimizer, budget=None, method=ORDERS["recompute first"]()) as memory:
+    with spillway.manage(model, optimizer, budget=PLENTY, method=ORDERS["recompute first"]()) as memory:
         for number in range(steps):
             batch = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(number))
             step: AbstractContextManager[object] = memory.step(batch) if ways else nullcontext()
@@ -121,7 +121,7 @@ def test_noise_that_is_filled_in_after_it_was_saved_is_right_in_backward(
 @pytest.mark.parametrize("absent_first", [False, True])
 def test_a_saved_tensor_that_was_written_is_still_refused_by_autograd(way: Way, absent_first: bool) -> None:
     with (
-        spillway.manage(nn.Linear(1, 1), budget=None, method=ORDERS["recompute first"]()) as memory,
+        spillway.manage(nn.Linear(1, 1), budget=PLENTY, method=ORDERS["recompute first"]()) as memory,
         memory.step(),
     ):
         x = torch.ones(SIDE, SIDE, requires_grad=True) * 1

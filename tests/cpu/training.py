@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 import spillway
 from spillway.methods import Drop, Move
 from tests.cpu.families import State, difference, state_of
-from tests.cpu.pressure import ORDERS, InputsLeave, Way, image, put_away
+from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way, image, put_away
 
 WIDTH = 64
 
@@ -109,24 +109,38 @@ def managed(
     return Outcome(seen, state, max((report.peak_bytes for report in reports), default=0), left)
 
 
-def assert_trains_as_plainly(program: Program, optimizer_of: Callable[[nn.Module], Optimizer] = adam) -> None:
-    """Without a budget, at 55 % of the peak in both orders, and with the inputs of every op absent, in both ways."""
+def assert_trains_as_plainly(
+    program: Program, optimizer_of: Callable[[nn.Module], Optimizer] = adam, *, share: int = 55
+) -> None:
+    """Without a budget, at a share of the peak in both orders, and with the inputs of every op absent, in both ways."""
     plain = plainly(program, optimizer_of)
     tracked = managed(program, optimizer_of)
     assert_equal(plain, tracked)
     for order in ORDERS:
-        limited = _at_about_half(program, optimizer_of, tracked.peak, order)
+        limited = _at_a_share(program, optimizer_of, tracked.peak, share, order)
         assert_equal(plain, limited)
         assert limited.moved_or_dropped > 0
     for ways in ((Drop, Move), (Move,)):
-        absent = managed(program, optimizer_of, ways=ways)
+        absent = managed(program, optimizer_of, budget=PLENTY, ways=ways)
         assert_equal(plain, absent)
         assert absent.moved_or_dropped > 0
 
 
-def _at_about_half(program: Program, optimizer_of: Callable[[nn.Module], Optimizer], peak: int, order: str) -> Outcome:
+def assert_stays_right(program: Program, *, share: int = 55) -> None:
+    """For programs that make things absent by themselves: with room for everything, and at a share of the peak."""
+    plain = plainly(program)
+    roomy = managed(program, budget=PLENTY)
+    assert_equal(plain, roomy)
+    limited = _at_a_share(program, adam, roomy.peak, share, "recompute first")
+    assert_equal(plain, limited)
+    assert limited.moved_or_dropped > 0
+
+
+def _at_a_share(
+    program: Program, optimizer_of: Callable[[nn.Module], Optimizer], peak: int, share: int, order: str
+) -> Outcome:
     try:
-        return managed(program, optimizer_of, budget=peak * 55 // 100, order=order)
+        return managed(program, optimizer_of, budget=peak * share // 100, order=order)
     except spillway.BudgetInfeasible as refusal:
         assert refusal.smallest_budget <= peak
         return managed(program, optimizer_of, budget=refusal.smallest_budget, order=order)

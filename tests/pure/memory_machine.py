@@ -302,7 +302,7 @@ class Program:
     def begin_step(self) -> None:
         self.controller.begin_step()
         self.controller.make_room(0, "begin step")
-        self.machine.peak = self.machine.present()
+        self.controller.peak = self.machine.peak = self.machine.present()
 
     def end_step(self) -> None:
         self.controller.end_step()

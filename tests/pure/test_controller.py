@@ -112,6 +112,19 @@ def test_rule_1_a_storage_that_is_only_written_comes_back_too() -> None:
         audit(program)
 
 
+def test_rule_1_storages_that_are_only_written_are_not_dropped_for_each_other() -> None:
+    # Only three of four fit: bringing b back has to push something out, and a must not be what is dropped for it.
+    program = Program(4 * ITEM, Eager())
+    program.source("x", [3])
+    for name in "ab":
+        program.run(MAKE, "x", name)
+        assert program.drop(name)
+    program.source("y", [4, 5])
+    program.run(Op(name="norm"), "x", statistics="a b")
+    assert program.machine.replayed == ["make", "make"]
+    audit(program)
+
+
 def test_rule_1_inputs_that_left_while_others_came_back_are_fetched_again() -> None:
     program = Program(3 * ITEM)
     program.source("x", [3])
@@ -237,6 +250,18 @@ def test_rule_2_several_versions_of_one_storage_are_replayed_on_a_copy() -> None
     audit(program)
 
 
+def test_rule_2_a_storage_that_was_never_filled_is_moved_and_not_dropped() -> None:
+    program = Program()
+    program.run(EMPTY, "", "a")
+    before = program.look("a")
+    assert not program.drop("a")
+    assert program.move("a")
+    assert program.read("a") == before
+    program.source("x", [3])
+    program.run(FILL, "a x")
+    assert program.drop("a")
+
+
 def test_rule_2_siblings_that_are_dropped_together_come_back_in_one_replay() -> None:
     program = Program()
     program.source("x", [3])
@@ -353,6 +378,15 @@ def test_rule_4_the_temporaries_of_a_replay_are_spilled_when_they_are_in_the_way
     assert program.read("d") == plain.read("d")
     assert program.machine.peak <= 3 * ITEM
     audit(program)
+
+
+def test_rule_4_a_temporary_is_freed_as_soon_as_no_later_op_of_the_replay_reads_it() -> None:
+    program = Program()
+    chain_of_ops(program, 5)
+    assert program.drop("a5")
+    program.controller.allowed, program.machine.peak = 3 * ITEM, 0
+    program.read("a5")
+    assert (program.controller.counters.bytes_out, program.machine.peak) == (0, 3 * ITEM)
 
 
 def test_rule_4_a_temporary_that_was_spilled_leaves_no_home_behind() -> None:

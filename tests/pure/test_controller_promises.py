@@ -107,6 +107,18 @@ def test_rule_7_what_is_written_between_steps_without_a_word_is_not_lost_to_an_o
     assert program.machine.homes == set()
 
 
+def test_rule_7_what_comes_back_between_steps_has_no_home_in_the_next_step() -> None:
+    program = started()
+    program.begin_step()
+    assert program.move("a")
+    program.end_step()
+    program.controller.restore(program["a"])
+    program.poke("a", 99)
+    program.begin_step()
+    assert program.move("a")
+    assert program.read("a") == [99]
+
+
 def test_rule_7_an_op_that_fails_half_way_invalidates_what_it_was_writing() -> None:
     program, plain = started(), Plain()
     plain.source("a", made_from(3))

@@ -177,6 +177,7 @@ def run_beside(program: Program, plain: Plain, actions: Sequence[Action]) -> Non
         got = outcome(program, action)
         audit(program)
         assert got == outcome(plain, action), f"{action} gave something else"
+        assert program.machine.peak == program.controller.peak, f"{action} had another peak"
         assert program.machine.peak <= program.controller.allowed or action[0] in BETWEEN_STEPS
 
 

@@ -29,8 +29,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 from spillway.engines.machine import Machine
-from spillway.engines.records import AWAY, DROPPED, EXACT, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Replay, ancestry, chain_fits, grow_chains
+from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
+from spillway.engines.replay import Ancestry, Replay, ancestry, chain_fits, grow_chains
 from spillway.engines.view import View
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.ir.timeline import Change
@@ -147,7 +147,7 @@ class Controller:
             self.machine.discard(home)
 
     def _distrust_copies(self) -> None:
-        """Rule 7. Between steps a present storage may be written unseen, so that its home is good for nothing afterwards."""
+        """Rule 7. Between steps a present storage may be written unseen: its home is good for nothing afterwards."""
         for value in self._copied:
             if value.absent == HERE:
                 self._discard_home(value)
@@ -298,28 +298,20 @@ class Controller:
         return True
 
     def _drop(self, storage: Storage) -> bool:
-        value = storage.value
-        reason = self._why_not_drop(storage, value)
-        found = ancestry(value, self.chain_cap) if reason is None and value is not None else None
-        if value is None or found is None:
-            self.counters.refuse(reason or "no recipe within the cap")
+        value, found = storage.value, self.way_back(storage)
+        if value is None or isinstance(found, str):
+            self.counters.refuse(str(found))
             return False
-        leaves = tuple(found.leaves)
-        if any(leaf.storage.written for leaf in leaves):
-            self.counters.refuse("would depend on what is being written")
-            return False
-        chain = len(found.recipes) + sum(leaf.chain for leaf in leaves if leaf.absent == DROPPED)
-        if not chain_fits(value, chain, self.chain_cap):
-            self.counters.refuse("chain too long")
-            return False
-        self._cut(value, leaves, chain)
+        self._cut(value, tuple(found.leaves), found.chain)
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes
         self._left(storage, Change.DROP)
         return True
 
-    def _why_not_drop(self, storage: Storage, value: Value | None) -> str | None:
+    def way_back(self, storage: Storage) -> Ancestry | str:
+        """How a present storage would come back if it were dropped now, or why it may not be dropped."""
+        value = storage.value
         if not self._drops_allowed:
             return "the step is ending"
         if value is None or value.absent or not self.may_leave(storage):
@@ -328,9 +320,12 @@ class Controller:
             return "wanted by an op or a replay"
         if storage.exposed:
             return "reached from outside"
-        if value.recipe is None or value.recipe.exactness != EXACT:
+        found = ancestry(value, self.chain_cap)
+        if found is None:
             return "no recipe within the cap"
-        return None
+        if any(leaf.storage.written for leaf in found.leaves):
+            return "would depend on what is being written"
+        return found if chain_fits(value, found.chain, self.chain_cap) else "chain too long"
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes
@@ -427,7 +422,7 @@ class Controller:
             self._drops_allowed = True
 
     def _bring_back(self, values: Iterable[Value]) -> None:
-        """Rule 12: right before small, so without a budget; one value that cannot come back does not keep others away."""
+        """Rule 12: right before small, so without a budget; one value that is lost does not keep the others away."""
         allowed, self.allowed = self.allowed, UNLIMITED
         errors: list[BaseException] = []
         for value in values:
@@ -475,4 +470,5 @@ class Controller:
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
         self._empty_graveyard()
-        self._bring_back([*self.dropped, *(storage.value for storage in storages if storage.value is not None)])
+        values = [*self.dropped, *(storage.value for storage in storages if storage.value is not None)]
+        self._bring_back(values)

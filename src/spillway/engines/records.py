@@ -31,6 +31,10 @@ EXACT: Final = 2
 """An op that is replayed bit for bit."""
 
 
+TEMPORARY: Final = 0
+"""The key of a storage that only a replay knows."""
+
+
 class Storage:
     """The bytes behind one or more tensors.
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, Recipe, Storage, Value
+from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, Recipe, Storage, TEMPORARY, Value
 from spillway.errors import EngineError
 from spillway.ir.timeline import Change
 
@@ -25,6 +25,11 @@ class Ancestry:
 
     recipes: dict[int, Recipe]
     leaves: dict[Value, None]
+
+    @property
+    def chain(self) -> int:
+        """Ops that would run now: these, and those that bring dropped leaves back first."""
+        return len(self.recipes) + sum(leaf.chain for leaf in self.leaves)
 
 
 def ancestry(value: Value, cap: int) -> Ancestry | None:
@@ -142,7 +147,7 @@ class Replay:
         if len(handles) != len(recipe.creates):
             raise EngineError(f"{recipe!r} created {len(handles)} storages when replayed and {len(recipe.creates)} before.")
         for value, handle in zip(recipe.creates, handles, strict=True):
-            self._temporaries[value] = self._controller.adopt(0, value.storage.nbytes, handle)
+            self._temporaries[value] = self._controller.adopt(TEMPORARY, value.storage.nbytes, handle)
         for position, value in recipe.writes:
             temporary = bindings[position]
             if recipe.reads[position] not in self._temporaries:
@@ -158,8 +163,6 @@ class Replay:
                 continue
             temporary = self._temporaries.pop(value)
             controller = self._controller
-            if temporary.value is not None and temporary.value.absent:
-                controller.page_in(temporary.value, recipe.name)
             controller.machine.give(temporary, value.storage)
             controller.bury(temporary)
             controller.dropped.discard(value)

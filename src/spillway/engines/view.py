@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, final
 
-from spillway.engines.records import DROPPED, EXACT, Storage, Value
+from spillway.engines.records import DROPPED, Storage
 from spillway.engines.replay import Ancestry, ancestry
 from spillway.units import Bytes, Seconds
 
@@ -73,9 +73,7 @@ class View:
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`; None if a drop is not legal."""
         found = self._ancestry(storage)
-        if found is None:
-            return None
-        return len(found.recipes) + sum(leaf.chain for leaf in found.leaves if leaf.absent == DROPPED)
+        return None if found is None else found.chain
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the chain, as measured when its ops ran."""
@@ -99,7 +97,5 @@ class View:
         return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
 
     def _ancestry(self, storage: Candidate) -> Ancestry | None:
-        value: Value | None = storage.value if isinstance(storage, Storage) else None
-        if value is None or value.wanted or value.recipe is None or value.recipe.exactness != EXACT:
-            return None
-        return ancestry(value, self._controller.chain_cap)
+        found = self._controller.way_back(storage) if isinstance(storage, Storage) else None
+        return found if isinstance(found, Ancestry) else None

@@ -23,7 +23,7 @@ class LRU(AbstractPolicy):
     name = "lru"
 
     def __init__(self, short_chain: int = 4, worth: float = 1.0) -> None:
-        if short_chain < 0 or worth < 0:
+        if not (short_chain >= 0 and worth >= 0):
             raise UsageError(f"LRU needs short_chain and worth of 0 or more, got {short_chain} and {worth}.")
         self.short_chain = short_chain
         self.worth = worth

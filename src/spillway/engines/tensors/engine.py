@@ -25,8 +25,11 @@ from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import EngineError
+from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes
+
+Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
 RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
@@ -105,10 +108,14 @@ class TensorEngine:
         if tensor.is_conj() or tensor.is_neg():
             self.note_lazy_bits()
         try:
-            return self.register(tensor, _address(tensor))
+            key = _address(tensor)
         except (RuntimeError, NotImplementedError):
             self.unmanaged += 1
             return None
+        if self.in_step:
+            with self.controller.lock:
+                self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
+        return self.register(tensor, key)
 
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
@@ -204,24 +211,43 @@ class TensorEngine:
             storage.locks += 1
             try:
                 if storage.value.absent == DROPPED or (by_address and storage.value.absent):
-                    self.controller.restore(storage.value)
+                    self._bring_back(storage)
                 storage.exposed = True
                 storage.escaped = storage.escaped or by_address
             finally:
                 storage.locks -= 1
 
+    def recall(self, tensor: torch.Tensor) -> None:
+        """`tensor` is about to get another size: its bytes come back."""
+        storage = self.table.get(_address_or_none(tensor))
+        if storage is None or storage.value is None or not storage.value.absent:
+            return
+        with self.controller.lock, torch._C._DisableTorchDispatch():
+            self._bring_back(storage)
+
+    def _bring_back(self, storage: Storage) -> None:
+        """Within the budget during a step; between steps nothing that plain PyTorch allows is refused."""
+        if self.in_step:
+            self.controller.restore(self.current(storage))
+        else:
+            self.controller.bring_back_all([storage])
+
     # ------------------------------------------------------------------ steps
 
     def begin_step(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes = 0, record: bool = False
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes = 0, record: Named | None = None
     ) -> None:
         """Take the given tensors into account, come under the budget, and start watching.
+
+        `base_rss` is the resident set without any of this, `record` gives the tensors known by name to a timeline.
 
         Raises:
             BudgetInfeasible: What cannot leave is more than the budget.
         """
         self.label(tensors)
         controller = self.controller
+        for storage in list(self.table.values()):
+            self.check_size(storage)  # the user may have changed it between steps
         controller.resident = sum(s.nbytes for s in self.table.values() if s.value is not None and not s.value.absent)
         self.tier.generation += 1
         if controller.allowed < UNLIMITED:
@@ -231,7 +257,7 @@ class TensorEngine:
         controller.peak = self.start_bytes = controller.resident
         self._first_op = controller.clock
         self.unmanaged = 0
-        self.history = StepHistory(self) if record else None
+        self.history = StepHistory(self, record) if record is not None else None
         self._mode.__enter__()
         self.in_step = True
 
@@ -279,7 +305,8 @@ class TensorEngine:
 def _ready(seen: Seen) -> bool:
     if any(value.absent for value in seen.reads):
         return False
-    return not any(s.value is not None and (s.value.absent or s.value.dependents) for s in seen.writes)
+    written = [storage.value for storage in seen.writes if storage.value is not None]
+    return not any(value.absent or value.dependents for value in written)
 
 
 def _address_or_none(tensor: Any) -> int:

@@ -28,6 +28,9 @@ READING: Final = (
 )  # fmt: skip
 """They read the bytes, or hand out a storage object that reads them later."""
 
+RESIZING: Final = ("resize_", "resize_as_")
+"""They want memory that can be given another size, which only bytes in torch's own memory are."""
+
 MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 """Where `to_dlpack` stands as a function; it hands out the address."""
 
@@ -55,20 +58,21 @@ class Escapes:
 
 
 def _install() -> None:
-    for name in (*BY_ADDRESS, *READING):
-        _replace(torch.Tensor, name, by_address=name in BY_ADDRESS)
+    for name in (*BY_ADDRESS, *READING, *RESIZING):
+        _replace(torch.Tensor, name)
     for module in MODULES:
-        _replace(module, "to_dlpack", by_address=True)
+        _replace(module, "to_dlpack")
 
 
-def _replace(owner: Any, name: str, *, by_address: bool) -> None:
-    setattr(owner, name, _telling(getattr(owner, name), by_address=by_address))
+def _replace(owner: Any, name: str) -> None:
+    by_address = name in BY_ADDRESS or owner in MODULES
+    setattr(owner, name, _telling(getattr(owner, name), by_address=by_address, resizing=name in RESIZING))
 
 
 def _uninstall() -> None:
     for module in MODULES:
         module.to_dlpack = module.to_dlpack.__wrapped__
-    for name in (*BY_ADDRESS, *READING):
+    for name in (*BY_ADDRESS, *READING, *RESIZING):
         wrapper = torch.Tensor.__dict__.get(name)
         original = getattr(wrapper, "__wrapped__", None)
         if original is None:
@@ -79,11 +83,14 @@ def _uninstall() -> None:
             setattr(torch.Tensor, name, original)
 
 
-def _telling(original: Any, *, by_address: bool) -> Any:
+def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
     @functools.wraps(original)
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for engine in tuple(_open):
-            engine.reveal(self, by_address=by_address)
+            if resizing:
+                engine.recall(self)
+            else:
+                engine.reveal(self, by_address=by_address)
         return original(self, *args, **kwargs)
 
     return method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 @final
 class StepHistory:
-    """Begins to record when made, at the start of a step."""
+    """Begins to record when made, at the start of a step. `named` gives the tensors that are known by name."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: TensorEngine, named: Callable[[], Iterable[tuple[Kind, torch.Tensor]]]) -> None:
         self._engine = engine
+        self._named = named
         self._first_op = engine.controller.clock
         self._start = [s for s in engine.table.values() if s.value is not None and s.value.absent == HERE]
         self._away = [s for s in engine.table.values() if s.value is not None and s.value.absent]
@@ -29,13 +30,16 @@ class StepHistory:
     def note_kind(self, storage: Storage) -> None:
         """Guess what a storage is for from when it is created; `timeline` corrects it where names are known."""
         backward = torch._C._current_graph_task_id() != -1
+        if self._in_backward and not backward:
+            self._engine.label(self._named())  # gradients have their name now, and may lose it before the step ends
+        self._in_backward = backward
         forward = torch.is_grad_enabled() and not backward
         storage.kind = Kind.ACTIVATION if forward else Kind.TEMPORARY
 
-    def timeline(self, step: int, tensors: Iterable[tuple[Kind, torch.Tensor]]) -> Timeline:
-        """Stop recording; the step's timeline. `tensors` are those known by name at the end of the step."""
+    def timeline(self, step: int) -> Timeline:
+        """Stop recording; the step's timeline."""
         engine, controller = self._engine, self._engine.controller
-        engine.label(tensors)
+        engine.label(self._named())
         events, controller.events = controller.events or [], None
         ops = controller.clock - self._first_op
         present = {storage.number for storage in self._start}

@@ -110,10 +110,10 @@ class CpuMachine:
         self.tier.free(home)
 
     def escaped(self, storage: Storage) -> bool:
-        """A storage that NumPy, dlpack or another process shares has lost the right to be resized for good."""
+        """Whether NumPy, dlpack or another process shares it (it cannot be resized then), or it was resized unseen."""
         watch = storage.handle
         real = watch() if isinstance(watch, Watch) else watch
-        return real is None or not real.resizable() or bool(real.is_shared())
+        return real is None or not real.resizable() or real.nbytes() != storage.nbytes or bool(real.is_shared())
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""

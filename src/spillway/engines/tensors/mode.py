@@ -73,7 +73,7 @@ class Seen:
 def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
     """The function that torch calls for every op; see NOTE [The short way]."""
     controller, table, infos, interrupts = engine.controller, engine.table, engine.infos, engine.interrupts
-    adopt, learn, plain = engine.adopt, engine.learn_op, PLAIN_TENSORS
+    learn, plain = engine.learn_op, PLAIN_TENSORS
     complete = build_completion(engine)
     general = General(engine, complete)
     limited = controller.allowed < UNLIMITED
@@ -97,10 +97,11 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
                     return general(info, args, kwargs or {})
                 continue
             try:
-                storage: Any = table.get(_address(tensor)) or adopt(tensor)
+                storage: Any = table.get(_address(tensor))
             except RuntimeError:  # sparse and oneDNN tensors have no storage
                 storage = None
-            if storage is None:
+            if storage is None:  # taking it into account may make others leave, `tensor`'s neighbours too
+                controller.clock = clock - 1
                 return general(info, args, kwargs or {})
             storage.touched = clock
             value = storage.value

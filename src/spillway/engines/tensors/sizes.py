@@ -90,6 +90,11 @@ def _packed(args: Sequence[Any]) -> Bytes:
     return int(int(args[0].numel()) * args[0].element_size() + int(args[1].numel()) * int(args[0].shape[0]) * 8)
 
 
+def _sparse_product(args: Sequence[Any]) -> Bytes:
+    """The product of a sparse and a dense matrix, and where its largest or smallest terms stood."""
+    return int(args[0].shape[0] * args[1].shape[1]) * (int(args[1].element_size()) + 8) + 2 * _SLACK
+
+
 def _rnn_layer(args: Sequence[Any]) -> Bytes:
     """Output, states and workspace of a oneDNN LSTM layer.
 
@@ -119,7 +124,7 @@ def _rnn_layer_backward(args: Sequence[Any]) -> Bytes:
     return sum(int(t.numel()) * t.element_size() + _SLACK for t in args[:7])
 
 
-_FROM_SHAPES: Final = frozenset({_dense, _loss, _edges, _histogram, _rnn_layer, _rnn_layer_backward})
+_FROM_SHAPES: Final = frozenset({_sparse_product, _dense, _loss, _edges, _histogram, _rnn_layer, _rnn_layer_backward})
 """Formulas that look at nothing but shapes and numbers."""
 
 FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
@@ -138,6 +143,7 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::bincount": _counted,
         "aten::_ctc_loss": _ctc,
         "aten::_pack_padded_sequence": _packed,
+        "aten::_sparse_mm_reduce_impl": _sparse_product,
         "aten::histogram": _histogram,
         "aten::_histogramdd_bin_edges": _edges,
         "aten::_histogramdd_from_bin_cts": _histogram,

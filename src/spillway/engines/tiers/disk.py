@@ -57,7 +57,7 @@ class DiskTier:
         self._file = _open_unlinked(self.directory)
         self._end: Bytes = 0
         self._free: dict[Bytes, list[Bytes]] = defaultdict(list)
-        self._windows: list[mmap.mmap] = []
+        self._windows: list[tuple[mmap.mmap, Bytes]] = []  # each window's mapping, and where that begins in the file
         self._used: Bytes = 0
         self.generation = 0
         self._bytes_moved: Bytes = 0
@@ -80,19 +80,19 @@ class DiskTier:
             SpillFullError: The file system has no room; nothing has changed.
         """
         began = time.perf_counter()
-        offset, capacity = self._take(nbytes)
+        capacity = slot_capacity(nbytes)
         source = (ctypes.c_char * nbytes).from_address(address)
         try:
-            self._write_at(offset, memoryview(source))
+            offset = self._take(capacity)
+            self._write_at(offset, capacity, memoryview(source))
         except OSError as error:
-            self._free[capacity].append(offset)
-            self._used -= capacity
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise SpillFullError(
                     f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some space "
                     f"there or choose another with spill_directory=."
                 ) from error
             raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
+        self._used += capacity
         slot = Slot(
             offset=offset, nbytes=nbytes, capacity=capacity, checksum=checksum(address, nbytes), generation=self.generation
         )
@@ -117,8 +117,8 @@ class DiskTier:
 
     def mapped(self, slot: Slot) -> Mapped:
         """The slot's bytes, readable (and privately writable) in place."""
-        window, start = divmod(slot.offset, _WINDOW)
-        return Mapped(buffer=self._windows[window], start=start)
+        buffer, begin = self._windows[slot.offset // _WINDOW]
+        return Mapped(buffer=buffer, start=slot.offset - begin)
 
     def free(self, slot: Slot) -> None:
         """Give a slot back for reuse."""
@@ -146,16 +146,14 @@ class DiskTier:
         self._bytes_moved += nbytes
         self._seconds_moving += time.perf_counter() - began
 
-    def _take(self, nbytes: Bytes) -> tuple[Bytes, Bytes]:
-        capacity = slot_capacity(nbytes)
-        self._used += capacity
+    def _take(self, capacity: Bytes) -> Bytes:
         if self._free[capacity]:
-            return self._free[capacity].pop(), capacity
+            return self._free[capacity].pop()
         offset = self._end
         if offset // _WINDOW != (offset + capacity - 1) // _WINDOW:
             offset = -(-offset // _WINDOW) * _WINDOW
         self._grow(offset + capacity)
-        return offset, capacity
+        return offset
 
     def _grow(self, end: Bytes) -> None:
         """Lengthen the file (sparsely) and map what is new; a slot larger than a window gets windows of its own."""
@@ -167,13 +165,17 @@ class DiskTier:
             mapping = mmap.mmap(
                 self._file, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=first * _WINDOW
             )
-            self._windows.extend([mapping] * (windows - first))
+            self._windows.extend([(mapping, first * _WINDOW)] * (windows - first))
         self._end = end
 
-    def _write_at(self, offset: Bytes, source: memoryview) -> None:
+    def _write_at(self, offset: Bytes, capacity: Bytes, source: memoryview) -> None:
         done = 0
-        while done < len(source):
-            done += os.pwrite(self._file, source[done:], offset + done)
+        try:
+            while done < len(source):
+                done += os.pwrite(self._file, source[done:], offset + done)
+        except OSError:
+            self._free[capacity].append(offset)
+            raise
 
     def _read_file(self, slot: Slot, address: int) -> None:
         target = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")
@@ -219,7 +221,8 @@ def slot_capacity(nbytes: Bytes) -> Bytes:
 def checksum(address: int, nbytes: Bytes) -> int:
     """64 bits of the content: words summed in 127 columns, the columns then weighted by odd numbers.
 
-    Runs at memory speed; a changed bit, a swapped row and a changed sign all show.
+    Runs at memory speed. A changed bit, a changed sign, swapped neighbours and swapped pages show. What does not: an
+    even number of changes to the highest bits of words alone, and words that swap a multiple of 127 words apart.
     """
     words, rest = divmod(nbytes, 8)
     data = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(address)) if words else np.empty(0, np.uint64)

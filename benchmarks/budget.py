@@ -1,0 +1,151 @@
+"""Two hundred steps of changing length under each of three budgets: is the budget kept, and is the training the same?
+
+Measured as `spillway demo` measures: every run in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from benchmarks import workloads
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    ratio_columns,
+    share_columns,
+    text_columns,
+)
+from spillway.errors import BudgetInfeasible
+from spillway.report.figures import highest_peak, recomputed_share
+from spillway.runs import launch
+from spillway.runs.comparison import first_difference
+from spillway.runs.launch import Listener
+from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.units import Bytes, format_bytes
+
+RSS_LIMIT: Final = 1.15
+"""Peak RSS above the start, as a multiple of the budget."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    workload: str
+    """A function of `benchmarks.workloads`; `longest_of_<it>` has its longest batch."""
+    steps: int
+    percents: Sequence[int]
+    """Budgets, in percent of the plain peak."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Train plainly, then under every budget."""
+    tell("peak of the longest batch")
+    account = _train(_request(f"longest_of_{size.workload}", steps=3, method="keep-all"), tell)
+    peak = highest_peak(account.reports)
+    tell(f"plain, {size.steps} steps")
+    plain = _train(_request(size.workload, steps=size.steps, method=None), tell)
+    rows = [_under(size, peak, percent, plain, tell) for percent in size.percents]
+    return Result(
+        title=f"{size.steps} steps of changing length ({size.workload}), the plain peak is {format_bytes(peak)}",
+        columns=COLUMNS,
+        rows=[_plain_row(peak, plain), *rows],
+        checks=[check for row in rows for check in _checks(row)],
+        notes=NOTES,
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(budget="budget"),
+    *byte_columns(budget_bytes="bytes", peak_bytes="peak"),
+    *text_columns(steps="steps", over="over budget"),
+    *byte_columns(peak_rss_bytes="RSS"),
+    *ratio_columns(rss_ratio="RSS/budget", ratio="time x plain"),
+    *byte_columns(bytes_out="out", bytes_in="in"),
+    *share_columns(recomputed_share="recomputed"),
+    *text_columns(verdict="beside plain"),
+)
+
+NOTES: Final = (
+    f"The model and the batch size of the demo, on functions of at most {workloads.SHORT} tokens (the demo: 384). The "
+    "plain peak is that of the longest batch, by a session that only keeps account. The time is that of all steps "
+    "together; the runs follow each other, so that it says little on a busy machine.",
+    "Peak: by our account, of the worst step. RSS: the process's highest resident set above that before it built the "
+    "model.",
+)
+
+
+def _request(workload: str, *, steps: int, method: str | None, budget: Bytes | None = None) -> RunRequest:
+    function = f"{Path(workloads.__file__)}:{workload}"
+    return RunRequest(workload=function, seed=0, steps=steps, method=method, budget_bytes=budget)
+
+
+def _train(request: RunRequest, tell: Tell) -> RunResult:
+    done: list[StepDone] = []
+
+    def hear(step: StepDone) -> None:
+        done.append(step)
+        if len(done) % 20 == 0:
+            tell(f"step {len(done)} of {request.steps}")
+
+    return launch.run(request, Listener(step=hear, output=tell))
+
+
+def _plain_row(peak: Bytes, plain: RunResult) -> Row:
+    figures = {"peak_bytes": peak, "steps": len(plain.steps), "peak_rss_bytes": plain.peak_rss_bytes}
+    return {"budget": "none, plain", **figures}
+
+
+def _under(size: Size, peak: Bytes, percent: int, plain: RunResult, tell: Tell) -> Row:
+    budget = peak * percent // 100
+    tell(f"{percent} %, {size.steps} steps")
+    try:
+        found = _train(_request(size.workload, steps=size.steps, method="lru", budget=budget), tell)
+    except BudgetInfeasible as refusal:
+        return {"budget": f"{percent} %", "budget_bytes": budget, "verdict": f"refused: {refusal}"}
+    return {"budget": f"{percent} %", "budget_bytes": budget, **_figures(budget, found, plain)}
+
+
+def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any]:
+    reports, difference = found.reports, first_difference(found, plain)
+    return {
+        "peak_bytes": highest_peak(reports),
+        "steps": len(reports),
+        "over": sum(report.peak_bytes > budget for report in reports),
+        "peak_rss_bytes": found.peak_rss_bytes,
+        "rss_ratio": found.peak_rss_bytes / budget,
+        "ratio": sum(found.seconds) / sum(plain.seconds),
+        "bytes_out": sum(report.bytes_out for report in reports),
+        "bytes_in": sum(report.bytes_in for report in reports),
+        "recomputed_share": recomputed_share(reports),
+        "differing_losses": sum(one != other for one, other in zip(found.losses, plain.losses, strict=True)),
+        "first_difference": difference,
+        "verdict": "identical" if difference is None else f"differs: {difference}",
+    }
+
+
+def _checks(row: Row) -> list[Check]:
+    if "over" not in row:
+        return [Check(what=f"{row['budget']}: runs refused", measured=1, at_most=0)]
+    return [
+        Check(what=f"{row['budget']}: steps over budget, of {row['steps']}", measured=row["over"], at_most=0),
+        Check(what=f"{row['budget']}: losses that differ from plain", measured=row["differing_losses"], at_most=0),
+        Check(what=f"{row['budget']}: peak RSS above start / budget", measured=row["rss_ratio"], at_most=RSS_LIMIT),
+    ]
+
+
+BENCHMARK: Final = Benchmark(
+    name="budget",
+    run=run,
+    full=Size(workload="short_lm", steps=200, percents=(70, 50, 35)),
+    quick=Size(workload="tiny_lm", steps=6, percents=(50,)),
+)

@@ -1,0 +1,115 @@
+"""Every family of models of the tests, under budgets far below what it asks for: the same bits, or rightly refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, text_columns
+from spillway.units import Bytes
+from tests.cpu.families import FAMILIES, difference
+from tests.cpu.pressure import ORDERS
+from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
+
+FEWEST_FAMILIES: Final = 12
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    families: Sequence[str]
+    percents: Sequence[int]
+    """Budgets, in percent of the plain peak."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a family under a budget."""
+
+    text: str
+    """In a word or two."""
+    exact: bool
+    """Whether it trained to the same bits within the budget, after a refusal under the budget that this named."""
+    refused: bool
+    """Whether it was refused first."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Train every family plainly, then under every budget in both orders."""
+    cells = [(percent, order) for percent in size.percents for order in ORDERS]
+    outcomes = {name: _outcomes(name, cells, tell) for name in size.families}
+    wrong = [(name, o.text) for name, found in outcomes.items() for o in found if not o.exact]
+    refused = sum(o.refused for found in outcomes.values() for o in found)
+    return Result(
+        title=f"{len(outcomes)} families x {len(size.percents)} budgets x {len(ORDERS)} orders, 5 steps each",
+        columns=_columns(cells),
+        rows=[_row(name, cells, found) for name, found in outcomes.items()],
+        checks=[
+            Check(what=f"runs of {len(outcomes) * len(cells)} that are not exact", measured=len(wrong), at_most=0),
+            Check(what="families short of twelve", measured=max(0, FEWEST_FAMILIES - len(outcomes)), at_most=0),
+        ],
+        notes=(*NOTES, f"{refused} of {len(outcomes) * len(cells)} runs were refused first."),
+    )
+
+
+NOTES: Final = (
+    "Identical: losses, gradients before every optimizer step, and parameters, buffers, optimizer state and random "
+    "streams after every step, in bytes, dtypes and strides; and no step's peak was above the budget. `refused, N "
+    "%`: the budget was refused, and under the one that the refusal told, N % of the plain peak, the run was "
+    "identical.",
+)
+
+
+def _columns(cells: Sequence[tuple[int, str]]) -> Sequence[Column]:
+    heads = {f"{percent} {order}": f"{percent} %, {order}" for percent, order in cells}
+    return (*text_columns(family="family"), *byte_columns(peak_bytes="plain peak"), *text_columns(**heads))
+
+
+def _outcomes(name: str, cells: Sequence[tuple[int, str]], tell: Tell) -> list[Outcome]:
+    tell(name)
+    return [_outcome(name, plain_peak(name) * percent // 100, order) for percent, order in cells]
+
+
+def _outcome(name: str, budget: Bytes, order: str) -> Outcome:
+    found = managed(name, budget, ORDERS[order]())
+    if found.refused is None:
+        return _compared(name, found, budget, "identical", refused=False)
+    told = found.refused.smallest_budget
+    text = f"refused, {told / plain_peak(name):.0%}"
+    return _compared(name, managed(name, told, ORDERS[order]()), told, text, refused=True)
+
+
+def _compared(name: str, found: Trained, budget: Bytes, text: str, *, refused: bool) -> Outcome:
+    wrong = _wrong(plain(name), found, budget)
+    return Outcome(text=wrong or text, exact=wrong is None, refused=refused)
+
+
+def _wrong(expected: Trained, found: Trained, budget: Bytes) -> str | None:
+    """The first thing that is not as it has to be; None if all is."""
+    if found.refused is not None:
+        return "REFUSED AGAIN"
+    if found.losses != expected.losses:
+        return "LOSSES DIFFER"
+    differences = map(difference, expected.states, found.states)
+    different = next((text for text in differences if text is not None), None)
+    if different is not None:
+        return f"DIFFERS: {different}"
+    over = [report.step for report in found.reports if report.peak_bytes > budget]
+    return f"OVER BUDGET in step {over[0]}" if over else None
+
+
+def _row(name: str, cells: Sequence[tuple[int, str]], outcomes: Sequence[Outcome]) -> Row:
+    texts = {f"{percent} {order}": o.text for (percent, order), o in zip(cells, outcomes, strict=True)}
+    return {"family": name, "peak_bytes": plain_peak(name), **texts}
+
+
+BENCHMARK: Final = Benchmark(
+    name="exactness",
+    run=run,
+    full=Size(families=tuple(FAMILIES), percents=SHARES),
+    quick=Size(families=("conv-bn-relu",), percents=(50,)),
+)

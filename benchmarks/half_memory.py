@@ -1,0 +1,187 @@
+"""Seconds per step at half of the memory that plain training takes, beside the usual way to save memory."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    ratio_columns,
+    second_columns,
+    share_columns,
+    text_columns,
+)
+from benchmarks.timing import median_ratio
+from benchmarks.workers import Job, Worker, all_started, started
+from spillway.units import Bytes
+
+PLAIN: Final = "plain"
+DEFAULT: Final = "spillway lru"
+MOVES: Final = "spillway, moves only"
+CHECKPOINT: Final = "checkpoint"
+
+LIMIT: Final = 1.35
+"""Times the plain step, for the session as it is by default."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A workload with its options."""
+
+    workload: str
+    options: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    tasks: Sequence[Task]
+    batches: int
+    """Different batches, trained on in turn."""
+    rounds: int
+    """Steps that every competitor makes."""
+    warm: int
+    """The first of them, which do not count: they allocate the optimizer's state and learn what copies cost."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Measure every workload."""
+    rows = [row for task in size.tasks for row in _rows(task, size, tell)]
+    default = [row for row in rows if row["competitor"] == DEFAULT]
+    return Result(
+        title="time per step at half of the plain peak",
+        columns=COLUMNS,
+        rows=rows,
+        checks=[
+            Check(what=f"{r['workload']}, {DEFAULT}, times the plain step", measured=r["ratio"], at_most=LIMIT)
+            for r in default
+        ],
+        notes=NOTES,
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(workload="workload", competitor="competitor"),
+    *byte_columns(peak_bytes="peak", peak_rss_bytes="RSS"),
+    *second_columns(seconds="time", cpu_seconds="CPU"),
+    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
+    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
+    *share_columns(recomputed_share="recomputed"),
+    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+)
+
+NOTES: Final = (
+    "Every competitor trains the same batches, all within a tenth of the longest, in a process of its own, a step "
+    "each in turn. Times are medians; ratios are medians over rounds of the time as a multiple of the plain time of "
+    "that round.",
+    "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block. Peak: by our account; that of the "
+    "plain and of the checkpointed run by a session that only keeps account, in another process. RSS: the process's "
+    "highest resident set above its start, without pages of files. Both sessions have half of the plain peak as "
+    "their budget.",
+)
+
+
+def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
+    def job(method: str | None = None, budget: Bytes | None = None, *, checkpoints: bool = False) -> Job:
+        own = {"workload": task.workload, "options": dict(task.options), "batches": size.batches}
+        options = {**own, "method": method, "budget": budget, "checkpoints": checkpoints}
+        return Job(function="benchmarks.training:trainer", options=options)
+
+    peaks = _account(job, size, lambda text: tell(f"{task.workload}: {text}"))
+    budget = peaks[PLAIN] // 2
+    jobs = {
+        PLAIN: job(),
+        DEFAULT: job("lru", budget),
+        MOVES: job("lru that moves only", budget),
+        CHECKPOINT: job(checkpoints=True),
+    }
+    answers = _in_turns(jobs, size, lambda text: tell(f"{task.workload}: {text}"))
+    return [_row(task, name, budget, peaks.get(name), found, answers[PLAIN], size) for name, found in answers.items()]
+
+
+def _account(job: Callable[..., Job], size: Size, tell: Tell) -> dict[str, Bytes]:
+    """Peaks of what runs without a session."""
+    peaks = {}
+    for name, checkpoints in ((PLAIN, False), (CHECKPOINT, True)):
+        tell(f"peak of {name}")
+        with started(job("keep-all", checkpoints=checkpoints)) as worker:
+            # One step more than batches: the optimizer's state is there from the second on.
+            reports = [worker.ask()["report"] for _ in range(size.batches + 1)]
+        peaks[name] = max(report["peak_bytes"] for report in reports)
+    return peaks
+
+
+def _in_turns(jobs: Mapping[str, Job], size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
+    with all_started(jobs) as workers:
+        rounds = [_round(workers, number, size, tell) for number in range(size.rounds)]
+    return {name: [answers[name] for answers in rounds] for name in jobs}
+
+
+def _round(workers: Mapping[str, Worker], number: int, size: Size, tell: Tell) -> dict[str, dict[str, Any]]:
+    tell(f"round {number + 1} of {size.rounds}")
+    return {name: worker.ask() for name, worker in workers.items()}
+
+
+def _row(
+    task: Task, name: str, budget: Bytes, account: Bytes | None, answers: list[Any], plain: list[Any], size: Size
+) -> Row:
+    reports = [answer["report"] for answer in answers if answer["report"] is not None]
+    counted = {clock: [answer[clock] for answer in answers[size.warm :]] for clock in ("wall", "cpu")}
+    beside = {clock: [answer[clock] for answer in plain[size.warm :]] for clock in ("wall", "cpu")}
+    return {
+        "workload": task.workload,
+        "competitor": name,
+        "budget_bytes": budget if reports else None,
+        "peak_bytes": max((report["peak_bytes"] for report in reports), default=account),
+        "peak_rss_bytes": max(answer["rss"] for answer in answers),
+        "seconds": statistics.median(counted["wall"]),
+        "cpu_seconds": statistics.median(counted["cpu"]),
+        "ratio": median_ratio(counted["wall"], beside["wall"]),
+        "cpu_ratio": median_ratio(counted["cpu"], beside["cpu"]),
+        **_moved(reports[size.warm :]),
+        "identical": [answer["loss"] for answer in answers] == [answer["loss"] for answer in plain],
+    }
+
+
+def _moved(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What left and came back in a step, on average; nothing without a session."""
+    if not reports:
+        return {"bytes_out": None, "bytes_in": None, "recomputed_share": None}
+    share = sum(report["recomputed_ops"] for report in reports) / sum(report["ops"] for report in reports)
+    return {
+        "bytes_out": sum(report["bytes_out"] for report in reports) // len(reports),
+        "bytes_in": sum(report["bytes_in"] for report in reports) // len(reports),
+        "recomputed_share": share,
+    }
+
+
+BENCHMARK: Final = Benchmark(
+    name="half_memory",
+    run=run,
+    full=Size(
+        tasks=[Task(workload="stdlib-lm", options={"grouped": 1}), Task(workload="resnet", options={})],
+        batches=4,
+        rounds=17,
+        warm=2,
+    ),
+    quick=Size(
+        tasks=[
+            Task(workload="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96}),
+        ],
+        batches=2,
+        rounds=3,
+        warm=1,
+    ),
+)

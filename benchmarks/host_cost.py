@@ -1,0 +1,309 @@
+"""What watching costs by op when nothing has to leave, and what a session costs that knows that it need not watch.
+
+The step is a small one on purpose: where ops take microseconds, every microsecond beside them shows.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spillway
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
+from benchmarks.timing import Clock, median_ratio
+from benchmarks.workers import Job, all_started
+from spillway.methods import LRU, KeepAll
+from spillway.units import GiB
+
+PLAIN: Final = "plain"
+NOTHING: Final = "a dispatch mode that does nothing"
+TRACKING: Final = "tracking, keep-all"
+RECIPES: Final = "with recipes, lru"
+ASIDE: Final = "known to fit, lru"
+
+LIMITS: Final = {TRACKING: 10.0, RECIPES: 12.0}
+"""Microseconds per op over plain."""
+ASIDE_LIMIT: Final = 1.02
+"""Times the plain step."""
+ROOM: Final = 16 * GiB
+"""A budget that nothing here comes near. Not None: without a budget, the engine leaves out what a budget needs."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """An encoder and its input."""
+
+    width: int
+    layers: int
+    batch: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.layers} x {self.width}, input {self.batch} x {self.length}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int
+    """Turns that every competitor gets; the first does not count."""
+    steps: int
+    """Steps in a turn."""
+    small: Shape
+    """The encoder of the cost per op."""
+    large: Shape
+    """A step of a more usual length, for the session that steps aside."""
+    large_steps: int
+    """Steps of that in a turn."""
+
+
+@final
+class Encoder:
+    """A transformer encoder with AdamW and one fixed input."""
+
+    def __init__(self, shape: Shape) -> None:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(shape.width, 4, 4 * shape.width, batch_first=True)
+        self.model = nn.TransformerEncoder(layer, shape.layers, enable_nested_tensor=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.input: Tensor = torch.randn(shape.batch, shape.length, shape.width)
+
+    def step(self) -> None:
+        loss: Tensor = self.model(self.input).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class DoesNothing(TorchDispatchMode):
+    """What any engine at this place pays before it has done anything."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Without torch's wrapper against dynamo, as the engine's mode: with it, doing nothing costs twice as much.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+class CountsOps(TorchDispatchMode):
+    """Counts what the dispatcher hands over."""
+
+    ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of(shape: Shape) -> int:
+    """Ops of one step, once the optimizer has its state."""
+    encoder = Encoder(shape)
+    encoder.step()
+    with CountsOps() as counting:
+        encoder.step()
+    return counting.ops
+
+
+Around = Callable[[], AbstractContextManager[object]]
+"""Makes what a step stands in."""
+
+
+@final
+class Turns:
+    """One competitor: every call is a turn of several steps, each measured with and without what it stands in."""
+
+    def __init__(self, encoder: Encoder, arounds: Mapping[str, Around], steps: int) -> None:
+        self._encoder = encoder
+        self._arounds = arounds
+        self._steps = steps
+
+    def __call__(self) -> dict[str, list[dict[str, list[float]]]]:
+        clocks = {name: (Clock(), Clock()) for name in self._arounds}
+        for _ in range(self._steps):
+            for name, around in self._arounds.items():
+                whole, ops = clocks[name]
+                with whole.running(), around(), ops.running():
+                    self._encoder.step()
+        return {name: [asdict(clock) for clock in pair] for name, pair in clocks.items()}
+
+
+def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
+    """A competitor by its name. The one that steps aside takes turns with plain steps, step by step, in one process."""
+    encoder = Encoder(Shape(**shape))
+    if kind == ASIDE:
+        return Turns(encoder, {PLAIN: nullcontext, ASIDE: _aside(encoder)}, steps)
+    nothing = DoesNothing()
+    arounds: dict[str, Around] = {PLAIN: nullcontext, NOTHING: lambda: nothing}
+    if kind in LIMITS:
+        # Entered without a batch, so that no size is ever known to fit.
+        arounds[kind] = _session(encoder, kind).step
+    return Turns(encoder, {kind: arounds[kind]}, steps)
+
+
+def _session(encoder: Encoder, kind: str) -> spillway.Session:
+    method = KeepAll() if kind == TRACKING else LRU()
+    return spillway.manage(encoder.model, encoder.optimizer, budget=ROOM, method=method)
+
+
+def _aside(encoder: Encoder) -> Around:
+    memory = _session(encoder, ASIDE)
+    while not memory.history or memory.history[-1].managed:
+        if len(memory.history) == 5:
+            raise RuntimeError("The session has not stepped aside after five steps of one size.")
+        with memory.step(encoder.input):
+            encoder.step()
+    return lambda: memory.step(encoder.input)
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Measure every competitor on the small encoder, and the session that steps aside on both."""
+    answers = _measured(size, tell)
+    ops = ops_of(size.small)
+    plain = _Times(_answers(answers[PLAIN], PLAIN))
+    kinds = (PLAIN, NOTHING, TRACKING, RECIPES)
+    rows = [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in kinds]
+    asides = [_aside_row(size.small, answers[ASIDE]), _aside_row(size.large, answers["large"])]
+    return Result(
+        title="what a step costs beyond plain when nothing has to leave",
+        columns=COLUMNS,
+        rows=[*rows, *asides],
+        checks=[*_op_checks(rows), *_aside_checks(asides)],
+        notes=NOTES,
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(competitor="competitor", shape="layers x width", ops="ops"),
+    *second_columns(seconds="time", cpu_seconds="CPU"),
+    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
+    Column(key="us_per_op", head="us/op", show="{:.2f}".format),
+    Column(key="cpu_us_per_op", head="CPU us/op", show="{:.2f}".format),
+    Column(key="edges_us", head="begin, end us", show="{:.0f}".format),
+)
+
+NOTES: Final = (
+    "Times are medians of whole steps, begin and end of the session's step included. us/op: the difference to plain "
+    "of the medians of what stands inside the session's step, by the ops that the dispatcher hands over, views "
+    "included. The target of the cost per op is checked on CPU time; what begin and end of a step take stands in a "
+    "column of its own (CPU).",
+    "Known to fit: plain steps and steps of the session alternate in one process; the ratio is the median over pairs.",
+)
+
+
+def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
+    small, large = asdict(size.small), asdict(size.large)
+    jobs = {kind: _job(kind, small, size.steps) for kind in (PLAIN, NOTHING, TRACKING, RECIPES, ASIDE)}
+    jobs["large"] = _job(ASIDE, large, size.large_steps)
+    with all_started(jobs) as workers:
+        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
+        for number in range(size.rounds):
+            tell(f"round {number + 1} of {size.rounds}")
+            for name, worker in workers.items():
+                answers[name].append(worker.ask())
+    return {name: found[1:] for name, found in answers.items()}
+
+
+def _job(kind: str, shape: dict[str, int], steps: int) -> Job:
+    return Job(function="benchmarks.host_cost:competitor", options={"kind": kind, "shape": shape, "steps": steps})
+
+
+def _answers(turns: Iterable[dict[str, Any]], kind: str) -> list[Any]:
+    return [turn[kind] for turn in turns]
+
+
+@final
+class _Times:
+    """All measurements of a competitor: whole steps, and the ops inside."""
+
+    def __init__(self, turns: Sequence[Any]) -> None:
+        self.wall = [seconds for whole, _ in turns for seconds in whole["wall"]]
+        self.cpu = [seconds for whole, _ in turns for seconds in whole["cpu"]]
+        self.ops_wall = [seconds for _, ops in turns for seconds in ops["wall"]]
+        self.ops_cpu = [seconds for _, ops in turns for seconds in ops["cpu"]]
+
+    def edges(self) -> float:
+        """Seconds of CPU at the begin and end of a step."""
+        return statistics.median(whole - ops for whole, ops in zip(self.cpu, self.ops_cpu, strict=True))
+
+
+def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> Row:
+    over = statistics.median(times.ops_wall) - statistics.median(plain.ops_wall)
+    over_cpu = statistics.median(times.ops_cpu) - statistics.median(plain.ops_cpu)
+    seconds, cpu = statistics.median(times.wall), statistics.median(times.cpu)
+    return {
+        "competitor": kind,
+        "shape": str(shape),
+        "ops": ops,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "ratio": seconds / statistics.median(plain.wall),
+        "cpu_ratio": cpu / statistics.median(plain.cpu),
+        "us_per_op": None if kind == PLAIN else over / ops * 1e6,
+        "cpu_us_per_op": None if kind == PLAIN else over_cpu / ops * 1e6,
+        "edges_us": None if kind == PLAIN else times.edges() * 1e6,
+    }
+
+
+def _aside_row(shape: Shape, turns: Sequence[Any]) -> Row:
+    times, plain = _Times(_answers(turns, ASIDE)), _Times(_answers(turns, PLAIN))
+    return {
+        "competitor": ASIDE,
+        "shape": str(shape),
+        "ops": None,
+        "seconds": statistics.median(times.wall),
+        "cpu_seconds": statistics.median(times.cpu),
+        "ratio": median_ratio(times.wall, plain.wall),
+        "cpu_ratio": median_ratio(times.cpu, plain.cpu),
+        "us_per_op": None,
+        "cpu_us_per_op": None,
+        "edges_us": times.edges() * 1e6,
+    }
+
+
+def _op_checks(rows: Sequence[Row]) -> list[Check]:
+    limited = [row for row in rows if row["competitor"] in LIMITS]
+    return [
+        Check(
+            what=f"CPU us per op over plain, {row['competitor']}",
+            measured=row["cpu_us_per_op"],
+            at_most=LIMITS[row["competitor"]],
+        )
+        for row in limited
+    ]
+
+
+def _aside_checks(rows: Sequence[Row]) -> list[Check]:
+    what = "known to fit, times the plain step"
+    return [Check(what=f"{what}, {row['shape']}", measured=row["ratio"], at_most=ASIDE_LIMIT) for row in rows]
+
+
+BENCHMARK: Final = Benchmark(
+    name="host_cost",
+    run=run,
+    full=Size(
+        rounds=31,
+        steps=10,
+        small=Shape(width=64, layers=4, batch=2, length=16),
+        large=Shape(width=256, layers=4, batch=4, length=128),
+        large_steps=2,
+    ),
+    quick=Size(
+        rounds=2,
+        steps=2,
+        small=Shape(width=16, layers=1, batch=2, length=4),
+        large=Shape(width=16, layers=1, batch=2, length=8),
+        large_steps=1,
+    ),
+)

@@ -1,0 +1,232 @@
+"""How far down a budget can go: the smallest that works, beside the largest single op, below which none can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import spillway
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    share_columns,
+    text_columns,
+)
+from benchmarks.training import longest_batch
+from spillway.units import Bytes
+from spillway.workloads import Workload, get
+
+FLOOR: Final = 0.15
+"""A budget of this share of the plain peak has to work, unless a single op needs more."""
+BESIDE_THE_OP: Final = 1.2
+"""Times the largest single op."""
+STEPS: Final = 2
+"""Of every try: in the second the optimizer has its state."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A workload with its options."""
+
+    workload: str
+    options: Mapping[str, Any]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    tasks: Sequence[Task]
+    among: int
+    """Batches of which the longest is trained on."""
+    parts: int
+    """Budgets are tried in shares of the plain peak of one in `parts`."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """What became of a budget."""
+
+    budget: Bytes
+    losses: tuple[str, ...] = ()
+    """Of its steps, exactly."""
+    refused: spillway.BudgetInfeasible | None = None
+
+
+class LargestOp(TorchDispatchMode):
+    """Notes the op whose inputs and outputs have the most bytes together, every storage counted once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes: Bytes = 0
+        self.name = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        if sum(storages.values()) > self.nbytes:
+            self.nbytes, self.name = sum(storages.values()), str(func)
+        return out
+
+
+@final
+class Search:
+    """Tries budgets on one workload, each in a fresh session on a fresh model."""
+
+    def __init__(self, task: Task, among: int, tell: Tell) -> None:
+        self._task = task
+        self._tell = tell
+        self._batch = longest_batch(self._built(), among)
+        self.peak, self.losses = self._account()
+        self.tried: dict[Bytes, Tried] = {}
+
+    def largest_op(self) -> LargestOp:
+        """Of a plain step."""
+        workload = self._built()
+        workload.train_step(self._batch)
+        with LargestOp() as largest:
+            workload.train_step(self._batch)
+        return largest
+
+    def smallest(self, parts: int) -> Bytes:
+        """The smallest budget that works, by bisection in shares of the peak; the whole peak is known to work."""
+        refused, works = 0, parts
+        while works - refused > 1:
+            middle = (refused + works) // 2
+            worked = self.try_budget(self.peak * middle // parts).refused is None
+            refused, works = (refused, middle) if worked else (middle, works)
+        return self.peak * works // parts
+
+    def try_budget(self, budget: Bytes) -> Tried:
+        """Train `STEPS` steps under a budget."""
+        workload, losses = self._built(), []
+        self._tell(f"{self._task.workload}: {budget / self.peak:.1%} of the plain peak")
+        try:
+            with spillway.manage(workload.model, workload.optimizers, budget=budget) as memory:
+                losses = [self._step(workload, memory) for _ in range(STEPS)]
+        except spillway.BudgetInfeasible as refusal:
+            self.tried[budget] = Tried(budget=budget, refused=refusal)
+        else:
+            self.tried[budget] = Tried(budget=budget, losses=tuple(losses))
+        return self.tried[budget]
+
+    def _account(self) -> tuple[Bytes, tuple[str, ...]]:
+        workload = self._built()
+        with spillway.manage(workload.model, workload.optimizers, budget=None, method="keep-all") as memory:
+            losses = tuple(self._step(workload, memory) for _ in range(STEPS))
+        return max(report.peak_bytes for report in memory.history), losses
+
+    def _step(self, workload: Workload, memory: spillway.Session) -> str:
+        with memory.step(self._batch):
+            loss = workload.train_step(self._batch)
+        return float(loss).hex()
+
+    def _built(self) -> Workload:
+        return get(self._task.workload, **self._task.options)
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Search on every workload."""
+    rows = [_row(task, size, tell) for task in size.tasks]
+    return Result(
+        title="the smallest budget that works",
+        columns=COLUMNS,
+        rows=rows,
+        checks=[check for row in rows for check in _checks(row)],
+        notes=NOTES,
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(workload="workload"),
+    *byte_columns(peak_bytes="plain peak", smallest_bytes="smallest"),
+    *share_columns(smallest_share="share", target_share="target"),
+    *text_columns(largest_op="largest op"),
+    *byte_columns(largest_op_bytes="bytes"),
+    *share_columns(largest_op_share="share"),
+    *text_columns(tries="tries", refused="refused", told_works="told works"),
+    *share_columns(told_share="told share"),
+    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+)
+
+NOTES: Final = (
+    f"Each try is a fresh model and session, {STEPS} steps of the longest batch. Shares are of the plain peak. The "
+    f"target is {FLOOR:.0%}, or {BESIDE_THE_OP} times the largest single op (inputs and outputs, every storage once) "
+    "where that is more.",
+    "A refused try tells a budget that is to work: each was tried as well. Told share: the largest of them.",
+)
+
+
+def _row(task: Task, size: Size, tell: Tell) -> Row:
+    search = Search(task, size.among, tell)
+    largest = search.largest_op()
+    smallest = search.smallest(size.parts)
+    refused = [tried for tried in list(search.tried.values()) if tried.refused is not None]
+    told = _told(search, refused)
+    peak = search.peak
+    return {
+        "workload": task.workload,
+        "peak_bytes": peak,
+        "smallest_bytes": smallest,
+        "smallest_share": smallest / peak,
+        "target_share": max(FLOOR, BESIDE_THE_OP * largest.nbytes / peak),
+        "largest_op": largest.name.removeprefix("aten."),
+        "largest_op_bytes": largest.nbytes,
+        "largest_op_share": largest.nbytes / peak,
+        "tries": len(search.tried),
+        "refused": len(refused),
+        "told_works": f"{sum(tried.refused is None for tried in told)} of {len(told)}",
+        "told_refused": sum(tried.refused is not None for tried in told),
+        "told_share": max((tried.budget / peak for tried in told), default=None),
+        "identical": all(t.losses == search.losses for t in search.tried.values() if t.refused is None),
+    }
+
+
+def _told(search: Search, refused: Sequence[Tried]) -> list[Tried]:
+    """What becomes of the budgets that refused tries name."""
+    budgets = {tried.refused.smallest_budget for tried in refused if tried.refused is not None}
+    return [search.try_budget(budget) for budget in sorted(budgets)]
+
+
+def _checks(row: Row) -> list[Check]:
+    name = row["workload"]
+    return [
+        Check(
+            what=f"{name}, smallest budget that works, share of the plain peak",
+            measured=row["smallest_share"],
+            at_most=row["target_share"],
+        ),
+        Check(what=f"{name}, budgets told by a refusal that do not work", measured=row["told_refused"], at_most=0),
+        Check(what=f"{name}, workloads whose losses differ", measured=int(not row["identical"]), at_most=0),
+    ]
+
+
+BENCHMARK: Final = Benchmark(
+    name="reach",
+    run=run,
+    full=Size(
+        tasks=[Task(workload="stdlib-lm", options={}), Task(workload="deep-narrow", options={})], among=200, parts=200
+    ),
+    quick=Size(
+        tasks=[
+            Task(workload="stdlib-lm", options={"width": 64, "layers": 3, "longest": 96}),
+            Task(workload="deep-narrow", options={"width": 32, "layers": 16, "batch": 64}),
+        ],
+        among=4,
+        parts=8,
+    ),
+)

@@ -1,0 +1,113 @@
+"""What a benchmark hands back: rows of raw figures, how to write them, and which targets they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+from spillway.units import format_bytes, format_seconds
+
+Row: TypeAlias = Mapping[str, Any]
+"""Raw figures by name: numbers, texts, booleans, or None where there is nothing to say."""
+
+Tell: TypeAlias = Callable[[str], None]
+"""Called with a line about how far a benchmark has come."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A figure of every row, as the table shows it."""
+
+    key: str
+    """The figure's name in the row."""
+    head: str
+    """What stands above the column."""
+    show: Callable[[Any], str] = str
+    """Writes the figure for people; not called for None, which shows as nothing."""
+
+    def cell(self, row: Row) -> str:
+        """The text in this column."""
+        value = row.get(self.key)
+        return "" if value is None else self.show(value)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A figure that has a target."""
+
+    what: str
+    """What was measured, with its unit."""
+    measured: float
+    """The figure."""
+    at_most: float
+    """The target."""
+
+    @property
+    def met(self) -> bool:
+        """Whether the figure keeps to its target."""
+        return self.measured <= self.at_most
+
+    def sentence(self) -> str:
+        """The check in a line."""
+        verdict = "met" if self.met else "MISSED"
+        return f"{verdict}: {self.what}: {self.measured:.4g}, target at most {self.at_most:.4g}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One benchmark's outcome."""
+
+    title: str
+    """What was measured, in a line."""
+    columns: Sequence[Column]
+    """The table's columns."""
+    rows: Sequence[Row]
+    """The table's rows."""
+    checks: Sequence[Check]
+    """Every figure that has a target."""
+    notes: Sequence[str] = ()
+    """What a reader has to know to read the table."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Benchmark:
+    """A benchmark and its two sizes."""
+
+    name: str
+    """What the command line calls it."""
+    run: Callable[[Any, Tell], Result]
+    """Takes one of the sizes."""
+    full: Any
+    """The size whose figures count."""
+    quick: Any
+    """A size that shows within seconds whether the benchmark runs; its figures mean nothing."""
+
+
+def text_columns(**heads: str) -> tuple[Column, ...]:
+    """Columns whose figures are shown as they are."""
+    return tuple(Column(key=key, head=head) for key, head in heads.items())
+
+
+def byte_columns(**heads: str) -> tuple[Column, ...]:
+    """Columns of bytes."""
+    return tuple(Column(key=key, head=head, show=format_bytes) for key, head in heads.items())
+
+
+def second_columns(**heads: str) -> tuple[Column, ...]:
+    """Columns of seconds."""
+    return tuple(Column(key=key, head=head, show=format_seconds) for key, head in heads.items())
+
+
+def ratio_columns(**heads: str) -> tuple[Column, ...]:
+    """Columns of multiples, with three digits after the point."""
+    return tuple(Column(key=key, head=head, show="{:.3f}".format) for key, head in heads.items())
+
+
+def share_columns(**heads: str) -> tuple[Column, ...]:
+    """Columns of shares, in percent."""
+    return tuple(Column(key=key, head=head, show="{:.1%}".format) for key, head in heads.items())

@@ -1,0 +1,156 @@
+"""What trains a workload step by step in a competitor's process: plainly, under a session, or with checkpoints."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from benchmarks.timing import Clock
+from spillway.engines.tensors.system import ResidentSet, peak_rss, reset_peak
+from spillway.methods import LRU, AbstractPolicy, KeepAll
+from spillway.units import Bytes
+from spillway.workloads import Batch, Workload, get
+from spillway.workloads.deep_narrow import Layer
+from spillway.workloads.resnet import BasicBlock
+from spillway.workloads.stdlib_lm import Block
+
+METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
+    {"lru": LRU, "lru that moves only": lambda: LRU(short_chain=0), "keep-all": KeepAll}
+)
+"""What a session of a competitor may be told."""
+
+BLOCKS = (Block, BasicBlock, Layer)
+"""The blocks of the models that come with Spillway."""
+
+NEARLY_LONGEST = 0.9
+"""Batches count as long from this share of the longest on."""
+
+
+@final
+class Checkpointed(nn.Module):
+    """A block that keeps its input only and runs again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def checkpoint_every_block(model: nn.Module) -> int:
+    """Put `torch.utils.checkpoint` around every block of a model; how many there were."""
+    found = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    blocks = [place for place in found if isinstance(place[2], BLOCKS)]
+    for parent, name, block in blocks:
+        setattr(parent, name, Checkpointed(block))
+    return len(blocks)
+
+
+def size_of(batch: Batch) -> int:
+    """Elements of the largest tensor of a batch."""
+    return max(tensor.numel() for tensor in (batch.values() if isinstance(batch, Mapping) else batch))
+
+
+def long_batches(workload: Workload, count: int) -> list[Batch]:
+    """Batches within a tenth of the longest; where all are of one size, the first."""
+    drawn = list(workload.batches(8 * count))
+    longest = max(map(size_of, drawn))
+    return [batch for batch in drawn if size_of(batch) >= NEARLY_LONGEST * longest][:count]
+
+
+def longest_batch(workload: Workload, among: int) -> Batch:
+    """The longest of the first batches."""
+    return max(workload.batches(among), key=size_of)
+
+
+@final
+class Trainer:
+    """One competitor: every call is one step on the next batch."""
+
+    def __init__(
+        self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: ProcessMemory
+    ) -> None:
+        self._workload = workload
+        self._batches: Iterator[Batch] = cycle(batches)
+        self._session = session
+        self._memory = memory
+
+    def __call__(self) -> dict[str, Any]:
+        clock, batch = Clock(), next(self._batches)
+        with clock.running(), self._step(batch):
+            loss = float(self._workload.train_step(batch))
+        report = None if self._session is None else self._session.history[-1].to_json()
+        rss = self._memory.above_start()
+        return {"wall": clock.wall[0], "cpu": clock.cpu[0], "loss": loss.hex(), "rss": rss, "report": report}
+
+    def _step(self, batch: Batch) -> AbstractContextManager[object]:
+        return nullcontext() if self._session is None else self._session.step(batch)
+
+
+def trainer(
+    *, workload: str, options: dict[str, Any], batches: int, method: str | None, budget: Bytes | None, checkpoints: bool
+) -> Trainer:
+    """A competitor that trains a workload on its long batches.
+
+    Arguments:
+        options: The workload's own.
+        batches: How many of them are trained on in turn.
+        method: A name in `METHODS`; None for no session.
+        budget: Of the session; None only keeps account.
+        checkpoints: Whether every block is checkpointed.
+    """
+    inputs = long_batches(get(workload, **options), batches)
+    warm_up()
+    memory = ProcessMemory()
+    built = get(workload, **options)
+    if checkpoints:
+        checkpoint_every_block(built.model)
+    session = None
+    if method is not None:
+        session = spillway.manage(built.model, built.optimizers, budget=budget, method=METHODS[method]())
+    return Trainer(built, inputs, session, memory)
+
+
+def warm_up() -> None:
+    """A small step of a small model loads what the first step of a process loads: it is torch's, not the workload's."""
+    model = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8, 64)).sum().backward()
+    optimizer.step()
+
+
+@final
+class ProcessMemory:
+    """Resident memory of this process above what it was when this was made."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        memory = ResidentSet()
+        memory.trim()
+        memory.close()
+        reset_peak()
+        self._peak, self._files = peak_rss(), _file_pages()
+
+    def above_start(self) -> Bytes:
+        """The highest point since the start or, if a session runs, since its last step began.
+
+        Pages of files do not count: a forked process finds those of its libraries one after the other.
+        """
+        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
+
+
+def _file_pages() -> Bytes:
+    fields = Path("/proc/self/statm").read_text("ascii").split()
+    return int(fields[2]) * os.sysconf("SC_PAGE_SIZE")

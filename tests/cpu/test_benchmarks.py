@@ -1,0 +1,202 @@
+"""Every benchmark runs at its quick size and hands back what its table promises. No time is looked at here."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import command, machine, show
+from benchmarks.half_memory import CHECKPOINT, DEFAULT, MOVES, PLAIN
+from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
+from benchmarks.reach import LargestOp
+from benchmarks.record import Benchmark, Check, Column, Result, text_columns
+from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
+from benchmarks.workers import Job, Worker, started
+from spillway.errors import WorkloadError
+from spillway.workloads import get
+
+SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
+
+
+def quick(name: str) -> Result:
+    benchmark = command.load(name)
+    told: list[str] = []
+    result = benchmark.run(benchmark.quick, told.append)
+    assert told != []
+    assert_complete(name, result)
+    return result
+
+
+def assert_complete(name: str, result: Result) -> None:
+    """Every figure can be shown, every column has a figure in some row, and JSON can hold everything."""
+    data = show.document(name, result, machine.describe(), [0.0, 0.0], 1.0)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert result.checks != []
+    for column in zip(*data["table"]["rows"], strict=True):
+        assert any(column)
+    assert show.markdown([data]).count("\n|") == 2 + len(result.rows)
+
+
+def rows_by(result: Result, key: str) -> dict[str, Any]:
+    return {row[key]: row for row in result.rows}
+
+
+def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
+    result = quick("host_cost")
+    assert [row["competitor"] for row in result.rows] == ["plain", NOTHING, TRACKING, RECIPES, ASIDE, ASIDE]
+    assert len({row["ops"] for row in result.rows[:4]}) == 1
+    assert result.rows[0]["ops"] > 100
+    assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in result.rows)
+    assert [check.at_most for check in result.checks] == [10.0, 12.0, 1.02, 1.02]
+
+
+def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_the_peak() -> None:
+    rows = rows_by(quick("half_memory"), "competitor")
+    assert list(rows) == [PLAIN, DEFAULT, MOVES, CHECKPOINT]
+    assert all(row["identical"] for row in rows.values())
+    for name in (DEFAULT, MOVES):
+        assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"] == rows[PLAIN]["peak_bytes"] // 2
+        assert rows[name]["bytes_out"] > 0
+    assert rows[MOVES]["recomputed_share"] == 0
+    assert rows[CHECKPOINT]["peak_bytes"] < rows[PLAIN]["peak_bytes"]
+    assert rows[PLAIN]["ratio"] == 1
+
+
+def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
+    result = quick("budget")
+    plain, under = result.rows
+    assert plain["steps"] == under["steps"] == 6
+    assert under["over"] == under["differing_losses"] == 0
+    assert under["peak_bytes"] <= under["budget_bytes"] == plain["peak_bytes"] // 2
+    assert under["verdict"] == "identical"
+    assert under["bytes_out"] > 0
+
+
+def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
+    rows = rows_by(quick("reach"), "workload")
+    assert list(rows) == ["stdlib-lm", "deep-narrow"]
+    for row in rows.values():
+        assert row["largest_op_bytes"] <= row["smallest_bytes"] < row["peak_bytes"]
+        assert row["refused"] > 0
+        assert row["told_refused"] == 0
+        assert row["identical"]
+
+
+def test_exactness_compares_a_family_in_both_orders() -> None:
+    result = quick("exactness")
+    (row,) = result.rows
+    assert [row[key] for key in ("50 recompute first", "50 move first")] == ["identical", "identical"]
+    assert result.checks[0].measured == 0
+
+
+# What the benchmarks stand on
+
+
+def test_the_largest_op_is_found_with_every_storage_counted_once() -> None:
+    a, b = torch.ones(8, 16), torch.ones(16, 4)
+    with LargestOp() as largest:
+        _ = a @ b
+        _ = a + a
+    assert (largest.name, largest.nbytes) == ("aten.add.Tensor", 2 * 8 * 16 * 4)
+
+
+def test_long_batches_are_within_a_tenth_of_the_longest() -> None:
+    workload = get("stdlib-lm", **SMALL_LM)
+    sizes = [size_of(batch) for batch in long_batches(workload, 3)]
+    assert len(sizes) == 3
+    assert min(sizes) >= 0.9 * size_of(longest_batch(workload, 24))
+
+
+def test_checkpoints_stand_around_every_block_and_change_no_loss() -> None:
+    plain, checkpointed = (get("stdlib-lm", dropout=0.0, **SMALL_LM) for _ in range(2))
+    assert checkpoint_every_block(checkpointed.model) == 2
+    batch = longest_batch(plain, 4)
+    for _ in range(2):
+        assert torch.equal(plain.train_step(batch), checkpointed.train_step(batch))
+
+
+@pytest.fixture
+def lost() -> Iterator[Worker]:
+    options = {"batches": 1, "method": None, "budget": None, "checkpoints": False}
+    job = Job(function="benchmarks.training:trainer", options={"workload": "no such", "options": {}, **options})
+    with started(job) as worker:
+        yield worker
+
+
+def test_an_error_of_spillway_in_a_competitor_is_raised_here_as_it_was(lost: Worker) -> None:
+    with pytest.raises(WorkloadError, match="There is no workload 'no such'"):
+        lost.ask()
+    with pytest.raises(RuntimeError, match="has ended"):
+        lost.ask()
+
+
+def test_any_other_error_in_a_competitor_comes_with_its_traceback() -> None:
+    with started(Job(function="benchmarks.host_cost:no_such_function", options={})) as worker:
+        with pytest.raises(RuntimeError, match="no_such_function"):
+            worker.ask()
+
+
+# The command line
+
+
+def fake(measured: float) -> Benchmark:
+    def run(size: int, tell: Any) -> Result:
+        check = Check(what="a figure", measured=measured, at_most=1.0)
+        rows = [{"name": "one", "size": size}]
+        return Result(title="nothing", columns=text_columns(name="name", size="size"), rows=rows, checks=[check])
+
+    return Benchmark(name="reach", run=run, full=2, quick=1)
+
+
+@pytest.mark.parametrize(("measured", "code"), [(1.0, 0), (1.5, 1)])
+def test_a_missed_target_is_shown_and_is_the_exit_code(
+    measured: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load", lambda name: fake(measured))
+    assert command.run(["reach", "--results", str(tmp_path)]) == code
+    assert ("MISSED: a figure: 1.5, target at most 1" in capsys.readouterr().out) == bool(code)
+
+
+def test_results_are_written_as_json_and_on_one_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "load", lambda name: fake(0.5))
+    assert command.run(["reach", "--results", str(tmp_path)]) == 0
+    data = json.loads((tmp_path / "reach.json").read_text("utf-8"))
+    assert data["rows"] == [{"name": "one", "size": 2}]
+    assert "| one | 2 |" in (tmp_path / "summary.md").read_text("utf-8")
+
+
+def test_the_quick_size_writes_nothing_and_misses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise AssertionError("figures that mean nothing were written")
+
+    monkeypatch.setattr(command, "load", lambda name: fake(2.0))
+    monkeypatch.setattr(show, "write", write)
+    assert command.run(["reach", "--quick"]) == 0
+
+
+def test_an_unknown_benchmark_is_refused_with_the_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.run(["no-such"])
+    assert "there is no benchmark 'no-such'; choose from host_cost," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", command.NAMES)
+def test_every_name_is_that_of_a_benchmark(name: str) -> None:
+    assert command.load(name).name == name
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    described = machine.describe()
+    assert {"cpu", "cores", "memory", "kernel", "python", "torch", "date", "threads"} <= set(described)
+    assert platform.node() not in json.dumps(described)
+
+
+def test_a_figure_that_is_not_there_shows_as_nothing() -> None:
+    column = Column(key="figure", head="figure", show="{:.1f}".format)
+    assert [column.cell(row) for row in ({"figure": 0.0}, {"figure": None}, {})] == ["0.0", "", ""]
