@@ -23,6 +23,7 @@ from benchmarks.record import (
     share_columns,
     text_columns,
 )
+from benchmarks.training import account, longest_batch
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share
 from spillway.runs import launch
@@ -30,6 +31,7 @@ from spillway.runs.comparison import first_difference
 from spillway.runs.launch import Listener
 from spillway.runs.records import RunRequest, RunResult, StepDone
 from spillway.units import Bytes, format_bytes
+from spillway.workloads import get
 
 RSS_LIMIT: Final = 1.15
 """Peak RSS above the start, as a multiple of the budget."""
@@ -41,7 +43,7 @@ class Size:
     """How much is measured."""
 
     workload: str
-    """A function of `benchmarks.workloads`; `longest_of_<it>` has its longest batch."""
+    """A function of `benchmarks.workloads`."""
     steps: int
     percents: Sequence[int]
     """Budgets, in percent of the plain peak."""
@@ -50,8 +52,7 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Train plainly, then under every budget."""
     tell("peak of the longest batch")
-    account = _train(_request(f"longest_of_{size.workload}", steps=3, method="keep-all"), tell)
-    peak = highest_peak(account.reports)
+    peak = _plain_peak(size)
     tell(f"plain, {size.steps} steps")
     plain = _train(_request(size.workload, steps=size.steps, method=None), tell)
     rows = [_under(size, peak, percent, plain, tell) for percent in size.percents]
@@ -84,9 +85,17 @@ NOTES: Final = (
 )
 
 
+def _path(workload: str) -> str:
+    return f"{Path(workloads.__file__)}:{workload}"
+
+
+def _plain_peak(size: Size) -> Bytes:
+    workload = get(_path(size.workload))
+    return account(workload, longest_batch(workload, size.steps), 2).peak
+
+
 def _request(workload: str, *, steps: int, method: str | None, budget: Bytes | None = None) -> RunRequest:
-    function = f"{Path(workloads.__file__)}:{workload}"
-    return RunRequest(workload=function, seed=0, steps=steps, method=method, budget_bytes=budget)
+    return RunRequest(workload=_path(workload), seed=0, steps=steps, method=method, budget_bytes=budget)
 
 
 def _train(request: RunRequest, tell: Tell) -> RunResult:

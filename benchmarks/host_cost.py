@@ -173,7 +173,9 @@ def run(size: Size, tell: Tell) -> Result:
     ops = ops_of(size.small)
     plain = _Times(_answers(answers[PLAIN], PLAIN))
     kinds = (PLAIN, NOTHING, TRACKING, RECIPES)
-    rows = [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in kinds]
+    rows = _beside_nothing(
+        [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in kinds]
+    )
     asides = [_aside_row(size.small, answers[ASIDE]), _aside_row(size.large, answers["large"])]
     return Result(
         title="what a step costs beyond plain when nothing has to leave",
@@ -190,14 +192,15 @@ COLUMNS: Final[Sequence[Column]] = (
     *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
     Column(key="us_per_op", head="us/op", show="{:.2f}".format),
     Column(key="cpu_us_per_op", head="CPU us/op", show="{:.2f}".format),
+    Column(key="times_nothing", head="x nothing", show="{:.2f}".format),
     Column(key="edges_us", head="begin, end us", show="{:.0f}".format),
 )
 
 NOTES: Final = (
-    "Times are medians of whole steps, begin and end of the session's step included. us/op: the difference to plain "
-    "of the medians of what stands inside the session's step, by the ops that the dispatcher hands over, views "
-    "included. The target of the cost per op is checked on CPU time; what begin and end of a step take stands in a "
-    "column of its own (CPU).",
+    "Times are medians of whole steps, begin and end of the session's step included. us/op: the difference to plain, "
+    "by the ops that the dispatcher hands over, views included. Its target is checked on CPU time. x nothing: the "
+    "same as a multiple of what the mode that does nothing costs, which tells how busy the machine was. begin, end: "
+    "what of it the step takes beside its ops (CPU).",
     "Known to fit: plain steps and steps of the session alternate in one process; the ratio is the median over pairs.",
 )
 
@@ -239,9 +242,8 @@ class _Times:
 
 
 def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> Row:
-    over = statistics.median(times.ops_wall) - statistics.median(plain.ops_wall)
-    over_cpu = statistics.median(times.ops_cpu) - statistics.median(plain.ops_cpu)
     seconds, cpu = statistics.median(times.wall), statistics.median(times.cpu)
+    over, over_cpu = seconds - statistics.median(plain.wall), cpu - statistics.median(plain.cpu)
     return {
         "competitor": kind,
         "shape": str(shape),
@@ -254,6 +256,16 @@ def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> Row
         "cpu_us_per_op": None if kind == PLAIN else over_cpu / ops * 1e6,
         "edges_us": None if kind == PLAIN else times.edges() * 1e6,
     }
+
+
+def _beside_nothing(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their cost per op as a multiple of that of the mode that does nothing."""
+    nothing = next(row["cpu_us_per_op"] for row in rows if row["competitor"] == NOTHING)
+    costs = [row["cpu_us_per_op"] for row in rows]
+    return [
+        {**row, "times_nothing": None if cost is None else cost / nothing}
+        for row, cost in zip(rows, costs, strict=True)
+    ]
 
 
 def _aside_row(shape: Shape, turns: Sequence[Any]) -> Row:

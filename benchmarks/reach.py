@@ -22,7 +22,7 @@ from benchmarks.record import (
     share_columns,
     text_columns,
 )
-from benchmarks.training import longest_batch
+from benchmarks.training import account, longest_batch, managed_step
 from spillway.units import Bytes
 from spillway.workloads import Workload, get
 
@@ -91,7 +91,8 @@ class Search:
         self._task = task
         self._tell = tell
         self._batch = longest_batch(self._built(), among)
-        self.peak, self.losses = self._account()
+        plain = account(self._built(), self._batch, STEPS)
+        self.peak, self.losses = plain.peak, plain.losses
         self.tried: dict[Bytes, Tried] = {}
 
     def largest_op(self) -> LargestOp:
@@ -113,27 +114,16 @@ class Search:
 
     def try_budget(self, budget: Bytes) -> Tried:
         """Train `STEPS` steps under a budget."""
-        workload, losses = self._built(), []
+        workload = self._built()
         self._tell(f"{self._task.workload}: {budget / self.peak:.1%} of the plain peak")
         try:
             with spillway.manage(workload.model, workload.optimizers, budget=budget) as memory:
-                losses = [self._step(workload, memory) for _ in range(STEPS)]
+                losses = tuple(managed_step(workload, self._batch, memory) for _ in range(STEPS))
         except spillway.BudgetInfeasible as refusal:
             self.tried[budget] = Tried(budget=budget, refused=refusal)
         else:
-            self.tried[budget] = Tried(budget=budget, losses=tuple(losses))
+            self.tried[budget] = Tried(budget=budget, losses=losses)
         return self.tried[budget]
-
-    def _account(self) -> tuple[Bytes, tuple[str, ...]]:
-        workload = self._built()
-        with spillway.manage(workload.model, workload.optimizers, budget=None, method="keep-all") as memory:
-            losses = tuple(self._step(workload, memory) for _ in range(STEPS))
-        return max(report.peak_bytes for report in memory.history), losses
-
-    def _step(self, workload: Workload, memory: spillway.Session) -> str:
-        with memory.step(self._batch):
-            loss = workload.train_step(self._batch)
-        return float(loss).hex()
 
     def _built(self) -> Workload:
         return get(self._task.workload, **self._task.options)

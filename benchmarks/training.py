@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
@@ -73,6 +74,30 @@ def long_batches(workload: Workload, count: int) -> list[Batch]:
 def longest_batch(workload: Workload, among: int) -> Batch:
     """The longest of the first batches."""
     return max(workload.batches(among), key=size_of)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What a session that only keeps account says of a few steps of one batch."""
+
+    peak: Bytes
+    losses: tuple[str, ...]
+    """Exactly, as `float.hex` writes them."""
+
+
+def account(workload: Workload, batch: Batch, steps: int) -> Account:
+    """Train steps of one batch with nothing leaving; from the second on the optimizer has its state."""
+    with spillway.manage(workload.model, workload.optimizers, budget=None, method="keep-all") as memory:
+        losses = tuple(managed_step(workload, batch, memory) for _ in range(steps))
+    return Account(peak=max(report.peak_bytes for report in memory.history), losses=losses)
+
+
+def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> str:
+    """One step under a session; the loss, exactly."""
+    with memory.step(batch):
+        loss = workload.train_step(batch)
+    return float(loss).hex()
 
 
 @final

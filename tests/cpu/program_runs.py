@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -91,11 +92,20 @@ class StopAt(TorchDispatchMode):
         self.left = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not OpInfo(func).view:
+        if not _info(func).view:
             self.left -= 1
             if self.left == 0:
                 raise Stopped("here")
         return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _info(func: Any) -> OpInfo:
+    return OpInfo(func)
+
+
+_SIZES = Sizes()
+"""Nothing is ever learned by it: it answers from shapes alone, as an engine does that sees an op for the first time."""
 
 
 @final
@@ -108,7 +118,6 @@ class Needs(TorchDispatchMode):
     def __init__(self, engine: TensorEngine) -> None:
         super().__init__()
         self.engine = engine
-        self.sizes = Sizes()
         self.working = 0
         self.stuck = 0
 
@@ -117,10 +126,10 @@ class Needs(TorchDispatchMode):
         return self.working + self.stuck
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        info = self.engine.infos.get(id(func)) or self.engine.learn_op(func)
+        info = _info(func)
         with torch._C._DisableTorchDispatch():
             found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs or {})}
-            needed = self.sizes.expected(info, args, kwargs or {})[1] if info.fresh or info.resizes else 0
+            needed = _SIZES.expected(info, args, kwargs or {})[1] if info.fresh or info.resizes else 0
             self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
             self.note_stuck()
         return func(*args, **(kwargs or {}))
@@ -347,13 +356,13 @@ def _share(draw: random.Random) -> float:
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    gc.collect()
-    gc.freeze()  # programs collect garbage; what was imported is none
     first, count = int(arguments[0]), int(arguments[1])
     if "--shrink" in arguments:
         print(*shrunk(first))
         return
     for seed in range(first, first + count):
+        gc.collect()
+        gc.freeze()  # programs collect garbage, and what torch imports on the way is none
         try:
             rows = judge_all(seed)
         except Exception:

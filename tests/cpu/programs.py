@@ -34,7 +34,7 @@ def random_program(seed: int) -> Program:
 
     parts = []
     for _ in range(draw.randint(2, 3)):
-        middle = draw.choices(names, weights, k=draw.randint(15, 35))
+        middle = draw.choices(names, weights, k=draw.randint(10, 24))
         first, last = draw.choices(["make", "leaf", "draw"], k=4), draw.choices(["learn", "optimize", "die"], k=2)
         inside = [*first, *middle, *last]
         outside = draw.choices(OUTSIDE, k=draw.randint(0, 4))

@@ -137,9 +137,9 @@ def test_an_error_of_spillway_in_a_competitor_is_raised_here_as_it_was(lost: Wor
 
 
 def test_any_other_error_in_a_competitor_comes_with_its_traceback() -> None:
-    with started(Job(function="benchmarks.host_cost:no_such_function", options={})) as worker:
-        with pytest.raises(RuntimeError, match="no_such_function"):
-            worker.ask()
+    job = Job(function="benchmarks.host_cost:no_such_function", options={})
+    with started(job) as worker, pytest.raises(RuntimeError, match="no_such_function"):
+        worker.ask()
 
 
 # The command line

@@ -294,6 +294,8 @@ class Program:
         try:
             if value.absent == DROPPED or (by_address and value.absent):
                 self.controller.restore(value)
+            if by_address:
+                self.controller.restore_dependents(storage)
             storage.exposed = True
             storage.handle.escaped |= by_address
         finally:

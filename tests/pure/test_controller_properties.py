@@ -70,6 +70,7 @@ class Author:
     def __init__(self, draw: st.DrawFn, *, tame: bool) -> None:
         self._draw = draw
         self._names: list[str] = []
+        self._escaped: list[str] = []
         self._made = 0
         self._tame = tame
         self.actions: list[Action] = []
@@ -89,7 +90,8 @@ class Author:
             return [self._make]
         often = [self._make] * 5 + [self._write, self._read, self._free] * 2
         seldom = [self._fill, self._normalise, self._view, self._make_once]
-        return often + seldom + ([] if self._tame else [self._reveal, self._fail])
+        wild = [] if self._tame else [self._reveal, self._fail]
+        return often + seldom + wild + ([self._scribble] * 2 if self._escaped else [])
 
     def _between_steps(self) -> None:
         for _ in range(self._draw(st.integers(0 if self._names else 1, 3))):
@@ -151,10 +153,16 @@ class Author:
     def _free(self) -> None:
         name = self._some(1)[0]
         self._names.remove(name)
+        self._escaped = [other for other in self._escaped if other != name]
         self._act("free", name)
 
     def _reveal(self) -> None:
-        self._act("reveal", self._some(1)[0], self._draw(st.integers(0, 3)) == 0)
+        name, by_address = self._some(1)[0], self._draw(st.integers(0, 2)) == 0
+        self._act("reveal", name, by_address)
+        self._escaped += [name] * by_address
+
+    def _scribble(self) -> None:
+        self._act("poke", self._draw(st.sampled_from(self._escaped)), self._draw(st.integers(200, 299)))
 
 
 @st.composite

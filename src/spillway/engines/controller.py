@@ -168,7 +168,7 @@ class Controller:
         try:
             for storage in writes:
                 storage.written = True
-                self._restore_dependents(storage)
+                self.restore_dependents(storage)
             for needed_value in (*reads, *(storage.value for storage in writes)):
                 if needed_value is not None and needed_value.absent == DROPPED:
                     self.restore(needed_value)
@@ -198,7 +198,7 @@ class Controller:
         for storage in writes:
             storage.written = False
 
-    def _restore_dependents(self, storage: Storage) -> None:
+    def restore_dependents(self, storage: Storage) -> None:
         """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not dropped."""
         value = storage.value
         self._empty_graveyard()
@@ -325,7 +325,15 @@ class Controller:
             return "no recipe within the cap"
         if any(leaf.storage.written for leaf in found.leaves):
             return "would depend on what is being written"
+        if any(self._may_change_unseen(leaf) for leaf in found.leaves):
+            return "would depend on what has escaped"
         return found if chain_fits(value, found.chain, self.chain_cap) else "chain too long"
+
+    def _may_change_unseen(self, leaf: Value) -> bool:
+        """Rules 2 and 10: whoever holds its address may write it at any moment."""
+        if leaf.absent:
+            return leaf.storage.escaped
+        return leaf.storage.escaped or self.machine.escaped(leaf.storage)
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes

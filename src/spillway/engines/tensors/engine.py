@@ -166,14 +166,14 @@ class TensorEngine:
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
         """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
-        info, controller, key, needed = seen.info, self.controller, None, 0
+        info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
         if info.fresh or info.resizes:
             bound = info.bound(seen.args) if info.bound is not None and seen.args else None
             needed = bound or 0
-            if bound is None or controller.resident + bound > controller.allowed:
+            if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
-        if controller.resident + needed <= controller.allowed and _ready(seen):
+        if ready and controller.resident + needed <= controller.allowed:
             return self._run_and_learn(seen, complete, key)
         with controller.lock:
             controller.prepare(info.name, seen.reads, seen.writes, needed)

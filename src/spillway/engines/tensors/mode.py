@@ -298,4 +298,7 @@ class General:
                 seen.reads.append(engine.current(storage))
                 places.append(place)
         seen.places, seen.scratch, seen.writes = places, scratch, writes
-        return engine.run_short_of_room(seen, self._complete)
+        out = engine.run_short_of_room(seen, self._complete)
+        if info.uncounted:
+            torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+        return out

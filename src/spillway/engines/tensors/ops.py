@@ -129,7 +129,7 @@ class OpInfo:
 
     __slots__ = (
         "bound", "call", "composite", "exactness", "fast", "func", "fresh", "name", "schema_writes", "resizes", "scratch", "seeded", "single",
-        "tensors", "training", "view", "writes",
+        "tensors", "training", "uncounted", "view", "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -153,6 +153,8 @@ class OpInfo:
             argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
             for argument in schema.arguments
         )
+        self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
+        """Whether torch forgets under a dispatch mode to count the versions of what it writes (always its first argument)."""
         self.scratch = SCRATCH.get(self.name, ())
         self.training = TRAINING_FLAG.get(self.name)
         self.exactness = NEVER if self.name in NEVER_REPLAYED else SCAFFOLD if self.name in UNINITIALISED else EXACT

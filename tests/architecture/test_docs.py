@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from spillway.methods import METHODS
+from tests.architecture.documents import (
+    blocks,
+    commands,
+    documents,
+    members,
+    missing_paths,
+    ready_methods,
+    targets,
+    tree,
+    unknown_members,
+    wrong_words,
+)
+from tests.architecture.source import ROOT, package_sources
+from tests.architecture.test_command_line import COMMAND_LINE
+from tests.architecture.test_import_order import RANKS, place
+
+DOCUMENTS = documents()
+README = DOCUMENTS["README.md"]
+PACKAGE = ROOT / "src" / "spillway"
+LINES_OF_THE_EXAMPLE = 15
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_path_that_a_document_names_exists(name: str) -> None:
+    assert missing_paths(name, DOCUMENTS[name]) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_member_of_a_class_that_a_document_names_exists(name: str) -> None:
+    assert unknown_members(DOCUMENTS[name], members(package_sources().values())) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_command_in_a_document_can_be_given(name: str) -> None:
+    assert [wrong for words in commands(DOCUMENTS[name]) for wrong in wrong_words(words, COMMAND_LINE)] == []
+    offered = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    assert sorted(set(targets(DOCUMENTS[name])) - set(offered)) == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_example_in_a_document_is_python(name: str) -> None:
+    for block in blocks(DOCUMENTS[name], "python"):
+        compile(block, name, "exec")
+
+
+def test_the_readme_has_one_example_of_fifteen_lines() -> None:
+    (example,) = blocks(README, "python")
+    assert len([line for line in example.splitlines() if line]) == LINES_OF_THE_EXAMPLE
+
+
+def test_the_readme_lists_exactly_the_methods_that_there_are_as_ready() -> None:
+    assert ready_methods(README) == list(METHODS)
+
+
+def test_the_readme_prints_exactly_the_top_of_the_tree() -> None:
+    there = {path.name for path in PACKAGE.glob("*.py")} | {f"{path.parent.name}/" for path in PACKAGE.glob("*/*.py")}
+    assert sorted(name for _, name in tree(README)) == sorted(there)
+
+
+def test_the_tree_of_the_readme_stands_in_the_order_of_imports() -> None:
+    names = [name.removesuffix(".py").rstrip("/").replace("__init__", "") for _, name in tree(README)]
+    ranks = [RANKS[place(f"spillway.{name}".rstrip("."))] for name in names]
+    assert ranks == sorted(ranks)
+
+
+def test_the_tree_of_the_architecture_has_the_readmes_at_its_top_and_nothing_that_is_not_there() -> None:
+    entries = tree(DOCUMENTS["docs/architecture.md"])
+    assert [name for depth, name in entries if depth == 1] == [name for _, name in tree(README)]
+    assert [name for _, name in entries if not (PACKAGE / name).exists()] == []
+
+
+def test_every_decision_stands_in_the_list_of_decisions() -> None:
+    pages = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert re.findall(r"\(([0-9][\w-]*\.md)\)", DOCUMENTS["docs/decisions/README.md"]) == pages
+
+
+# ---------------------------------------------------------------------- what these tests would find
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["see `docs/nothing.md`", "see `nothing.py`", "in `engines/nothing/`", "[here](nothing.md)", "[up](../README.md)"],
+)
+def test_a_path_that_leads_nowhere_is_found(text: str) -> None:
+    assert len(missing_paths("README.md", text)) == 1
+
+
+def test_paths_of_the_project_of_the_package_and_beside_the_document_lead_somewhere() -> None:
+    text = "`ir/verify.py`, `src/spillway/ir/`, `Makefile`, [next](0001-swap-data-pointers.md), `run.html`, `keep-all`"
+    assert missing_paths("docs/decisions/README.md", text) == []
+
+
+def test_a_member_that_a_class_does_not_have_is_found() -> None:
+    known = members(["class One:\n    x: int\n    def f(self): self.y = 1\n"])
+    assert unknown_members("`One.x`, `One.f`, `One.y`, `One.z`, `Tensor.z`, `one.z`", known) == ["One.z"]
+
+
+def test_a_verb_or_an_option_that_does_not_exist_is_found() -> None:
+    text = "`spillway demo --json`, `spillway fly`\n```\nspillway report x --fast\n```\n"
+    assert [wrong_words(words, COMMAND_LINE) for words in commands(text)] == [["report --fast"], [], ["fly"]]
+    assert targets("`make demo`, `make VENV=x test`\n```\nmake fly  # far\n```\n") == ["fly", "demo"]
+
+
+def test_a_line_of_the_tree_without_a_role_is_refused() -> None:
+    with pytest.raises(ValueError, match="not a name of the tree"):
+        tree("```\nsrc/spillway/\n  ir/\n```\n")
+
+
+def test_folders_within_folders_are_read_as_paths() -> None:
+    text = "```\nsrc/spillway/\n  a/   x\n    b/   x\n      c.py   x\n    d.py  x\n  e.py  x\n```\n"
+    assert tree(text) == [(1, "a/"), (2, "a/b/"), (3, "a/b/c.py"), (2, "a/d.py"), (1, "e.py")]
+
+
+def test_only_rows_that_say_so_are_ready() -> None:
+    text = "| method | name | state |\n|---|---|---|\n| a | `a` | ready |\n| b | | planned |\n"
+    assert ready_methods(text) == ["a"]

@@ -1,0 +1,95 @@
+"""What the documents show runs as it stands, and does what is said beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spillway
+from spillway.cli import main
+from spillway.methods import AbstractPolicy
+from spillway.units import parse_bytes
+from spillway.workloads import get
+from tests.architecture.documents import blocks, commands, documents
+from tests.architecture.source import ROOT
+
+DOCUMENTS = documents()
+
+
+def run(document: str) -> dict[str, Any]:
+    (example,) = blocks(DOCUMENTS[document], "python")
+    names: dict[str, Any] = {"__name__": "example"}
+    exec(compile(example, document, "exec"), names)
+    return names
+
+
+def test_the_example_of_the_readme_keeps_its_budget_and_writes_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    memory = run("README.md")["memory"]
+    assert len(capsys.readouterr().out.splitlines()) == len(memory.history) == 5
+    assert all(step.peak_bytes <= memory.allowed == parse_bytes("64MiB") for step in memory.history)
+    assert all(step.bytes_out + step.dropped_bytes > 0 for step in memory.history)
+    assert "<svg" in (tmp_path / "run.html").read_text("utf-8")
+
+
+def test_the_example_of_the_readme_needs_as_much_without_a_budget_as_is_said_there() -> None:
+    (example,) = blocks(DOCUMENTS["README.md"], "python")
+    names: dict[str, Any] = {}
+    exec(example.replace('"64MiB"', "None").replace('memory.report("run.html")', ""), names)
+    peak = max(step.peak_bytes for step in names["memory"].history)
+    assert f"these steps need {peak / 2**20:.0f} MiB" in DOCUMENTS["README.md"]
+
+
+def test_the_command_of_the_readme_trains_the_example_to_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (words,) = [words[1:] for words in commands(DOCUMENTS["README.md"]) if words[1] == "train"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main([str(ROOT / word) if word.startswith("examples/") else word for word in words])
+    assert end.value.code == 0
+    assert "identical" in capsys.readouterr().out
+    assert "<svg" in (tmp_path / "sorting.html").read_text("utf-8")
+
+
+def test_the_example_workload_gives_the_same_batches_every_time_in_changing_lengths() -> None:
+    workload = get(f"{ROOT / 'examples' / 'sorting.py'}:build", seed=3)
+    first, second = (list(workload.batches(4)) for _ in range(2))
+    assert all(torch.equal(a, b) for x, y in zip(first, second, strict=True) for a, b in zip(x, y, strict=True))
+    assert len({batch[0].shape for batch in first}) > 1
+
+
+def test_the_page_on_choosing_shows_a_session_that_can_be_made() -> None:
+    with pytest.raises(spillway.SpillwayError, match="closed"):
+        run("docs/how-to-choose.md")["session"].step().__enter__()
+
+
+def test_the_policy_on_the_page_on_extending_keeps_a_budget_and_the_bits() -> None:
+    policy = run("docs/how-to-extend.md")["LargestFirst"]
+    plain, managed = _losses("keep-all", None), _losses(policy(), "64MiB")
+    assert issubclass(policy, AbstractPolicy)
+    assert managed[0] == plain[0]
+    assert managed[1].peak_bytes <= parse_bytes("64MiB") < plain[1].peak_bytes
+    assert managed[1].moves > 0
+
+
+def _losses(method: str | AbstractPolicy, budget: str | None) -> tuple[list[str], spillway.StepReport]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+        for _ in range(2):
+            batch = torch.randn(4096, 512)
+            with memory.step(batch):
+                loss = (model(batch) - batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item().hex())
+    return losses, memory.history[-1]
