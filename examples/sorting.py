@@ -1,6 +1,6 @@
 """A workload of your own: a small encoder learns to sort digits, in rows whose length changes from step to step.
 
-spillway train examples/sorting.py:build --budget 40MiB --steps 6 --plain-check
+spillway train examples/sorting.py:build --budget 64MiB --steps 4 --plain-check
 """
 
 from __future__ import annotations

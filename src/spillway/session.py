@@ -109,9 +109,8 @@ class Session:
 
         Raises:
             SessionError: The session is closed, or a step is running.
-            BudgetInfeasible: At the op that cannot run under the budget. Model and optimizer are as plain PyTorch leaves
-                them when an op raises.
-        """
+            BudgetInfeasible: At the op that cannot run under the budget. Model and optimizer are as plain PyTorch
+                leaves them when an op raises. """
         return _Step(self, batch)
 
     def log(self, **numbers: Any) -> None:
@@ -158,8 +157,8 @@ class Session:
             yield from ((Kind.BUFFER, b) for b in module.buffers())
             yield from ((Kind.GRADIENT, p.grad) for p in module.parameters() if p.grad is not None)
         for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                yield from ((Kind.OPTIMIZER_STATE, value) for value in state.values() if isinstance(value, torch.Tensor))
+            values = (value for state in optimizer.state.values() for value in state.values())
+            yield from ((Kind.OPTIMIZER_STATE, value) for value in values if isinstance(value, torch.Tensor))
         yield from ((Kind.INPUT, tensor) for tensor in _leaves(batch))
 
     def _state_entries(self) -> int:
@@ -231,8 +230,9 @@ class _Step:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
         finally:
             self._leave()
-        if isinstance(error or late, BudgetInfeasible):
-            raise smallest_budget(error or late, engine, session._models, session._tensors(()), self._batch) from None
+        refusal = error or late
+        if isinstance(refusal, BudgetInfeasible):
+            raise smallest_budget(refusal, engine, session._models, session._tensors(()), self._batch) from None
         engine.raise_interrupt()
         if error is None and late is not None:
             raise late
@@ -308,7 +308,9 @@ def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.
     if not models:
         raise ModelError("manage() needs at least one model.")
     if not CAN_SWAP:
-        raise ModelError(f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer.")
+        raise ModelError(
+            f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer."
+        )
     devices = sorted({str(t.device) for m in models for t in (*m.parameters(), *m.buffers())})
     if len(devices) > 1:
         raise ModelError(f"The model lies on {len(devices)} devices ({', '.join(devices)}); move it to one.")

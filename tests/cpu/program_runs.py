@@ -1,8 +1,7 @@
 """Runs random programs plainly and under budgets, and says where they differ.
 
-`python -m tests.cpu.program_runs FIRST COUNT` runs so many programs and prints a line of JSON for each. With `--shrink` it
-looks for the shortest program that still fails instead.
-"""
+`python -m tests.cpu.program_runs FIRST COUNT` runs so many programs and prints a line of JSON for each. With
+`--shrink` it looks for the shortest program that still fails instead. """
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import subprocess
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, final
@@ -26,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED
-from spillway.engines.records import AWAY, HERE
+from spillway.engines.records import AWAY, HERE, Storage
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
@@ -131,15 +130,14 @@ class Needs(TorchDispatchMode):
             found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs or {})}
             needed = _SIZES.expected(info, args, kwargs or {})[1] if info.fresh or info.resizes else 0
             self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
-            self.note_stuck()
+            self._note_stuck(storage for storage in found if storage)
         return func(*args, **(kwargs or {}))
 
-    def note_stuck(self) -> None:
-        machine = self.engine.machine
+    def _note_stuck(self, used: Iterable[Storage]) -> None:
+        for storage in used:
+            storage.escaped = storage.escaped or self.engine.machine.escaped(storage)
         storages = list(self.engine.table.values())
-        self.stuck = max(
-            self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or machine.escaped(s))
-        )
+        self.stuck = max(self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or s.escaped))
 
 
 @final
@@ -428,7 +426,8 @@ def _shortest(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def _without(program: Program, position: int, size: int) -> Program:
-    """The program less `size` instructions from `position`, counted over all parts; empty parts at the end fall away."""
+    """The program less `size` instructions from `position`, counted over all parts; empty parts at the end fall
+    away."""
     counter = iter(range(1 << 30))
 
     def kept(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:

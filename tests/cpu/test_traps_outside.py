@@ -1,4 +1,5 @@
-"""Traps that prototypes of the engine fell into, by name: what the dispatcher does not show (11 to 13), absent storages."""
+"""Traps that prototypes of the engine fell into, by name: what the dispatcher does not show (11 to 13), absent
+storages."""
 
 from __future__ import annotations
 

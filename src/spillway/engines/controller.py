@@ -5,8 +5,8 @@ NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and no
  1. An op never runs with an absent input.
  2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
     Before a leaf of the cut is written, its dependents are restored.
- 3. What the running op reads or writes is locked. What it will write is doomed: nothing may come to depend on it. Inputs of
-    pending replays are wanted: they may be moved, not dropped.
+ 3. What the running op reads or writes is locked. What it will write is doomed: nothing may come to depend on it.
+    Inputs of pending replays are wanted: they may be moved, not dropped.
  4. Room is made before it is used, a replay's temporaries included; temporaries can be spilled; chains are capped, and
     beyond the cap a value is moved.
  5. A copy in flight counts as resident until it is done.
@@ -15,8 +15,8 @@ NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and no
  8. A lossy home is used only after the last forward use, and only with `lossy=True`. No method here makes one.
  9. What a method proposes may be refused; the refusal is counted and shown.
 10. What has escaped is left alone, checked when evicting, and counted.
-11. The end of a step is explicit: recipes die there; what anything but the manager can reach comes back or is readable in
-    place.
+11. The end of a step is explicit: recipes die there; what anything but the manager can reach comes back or is
+    readable in place.
 12. On any exception, and on close, everything the user can reach is correct, and every file is released.
 """
 
@@ -52,11 +52,13 @@ UNLIMITED: Bytes = 1 << 62
 
 @final
 class Controller:
-    """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold `lock`."""
+    """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold
+    `lock`."""
 
     __slots__ = (
-        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away", "chain_cap", "clock", "counters", "created", "dropped", "events",
-        "lock", "machine", "peak", "policy", "recipes", "resident", "view", "young",
+        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away",
+        "chain_cap", "clock", "counters", "created", "dropped", "events", "lock", "machine", "peak", "policy",
+        "recipes", "resident", "view", "young",
     )  # fmt: skip
 
     def __init__(
@@ -156,7 +158,8 @@ class Controller:
     # ------------------------------------------------------------------ around one op
 
     def prepare(self, name: str, reads: Sequence[Value], writes: Sequence[Storage], needed: Bytes) -> None:
-        """Make the op runnable: inputs present (rule 1), dependents safe (rule 2), room for `needed` new bytes (rule 4).
+        """Make the op runnable: inputs present (rule 1), dependents safe (rule 2), room for `needed` new bytes (rule
+        4).
 
         Everything it reads or writes stays locked until `finish`. On an error nothing is locked and nothing is lost.
         """
@@ -199,7 +202,8 @@ class Controller:
             storage.written = False
 
     def restore_dependents(self, storage: Storage) -> None:
-        """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not dropped."""
+        """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not
+        dropped."""
         value = storage.value
         self._empty_graveyard()
         while value is not None and value.dependents:

@@ -13,13 +13,16 @@ class Machine(Protocol):
     """What the controller drives: real tensors, or a model of them."""
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[Any]:
-        """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule 6)."""
+        """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule
+        6)."""
 
     def page_out(self, storage: Storage) -> Any:
-        """Copy the bytes to the slower tier and free them; the home. Raises `SpillFullError`, then nothing has changed."""
+        """Copy the bytes to the slower tier and free them; the home. Raises `SpillFullError`, then nothing has
+        changed."""
 
     def page_in(self, storage: Storage, home: Any) -> bool:
-        """Bring the bytes back; whether `home` still holds the same content (it does not if somebody wrote in between)."""
+        """Bring the bytes back; whether `home` still holds the same content (it does not if somebody wrote in
+        between)."""
 
     def leave(self, storage: Storage, home: Any) -> None:
         """Free the bytes again: `home` still holds the same content."""

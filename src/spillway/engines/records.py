@@ -1,9 +1,8 @@
 """What the controller knows: storages, values, recipes and counters.
 
-A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that created
-a value. These records are written on every op of a step, so they are plain classes with positional constructors and defaults on the
-class instead of the frozen dataclasses used elsewhere.
-"""
+A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that
+created a value. These records are written on every op of a step, so they are plain classes with positional
+constructors and defaults on the class instead of the frozen dataclasses used elsewhere. """
 
 from __future__ import annotations
 
@@ -38,10 +37,11 @@ TEMPORARY: Final = 0
 class Storage:
     """The bytes behind one or more tensors.
 
-    `handle` belongs to the machine (the real storage, or a way to reach it) and is opaque to the controller. `value` is the
-    current content, None once the storage is dead. `locks` counts the running ops that use it, `held` the drops that keep it
-    alive, `written` says that the running op will write it. An `exposed` storage can be read by code that does not ask the
-    controller (it may be moved, not dropped), an `escaped` one is reached by its address (it stays).
+    `handle` belongs to the machine (the real storage, or a way to reach it) and is opaque to the controller. `value`
+    is the current content, None once the storage is dead. `locks` counts the running ops that use it, `held` the
+    drops that keep it alive, `written` says that the running op will write it. An `exposed` storage can be read by
+    code that does not ask the controller (it may be moved, not dropped), an `escaped` one is reached by its address
+    (it stays).
 
     What rarely differs from its default stands on the class, because one of these is made by nearly every op.
     """
@@ -68,10 +68,9 @@ class Storage:
 class Value:
     """A storage at one version of its content.
 
-    `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped value and
-    `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in, `wanted` counts the
-    pending replays and ops that need it.
-    """
+    `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped
+    value and `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in,
+    `wanted` counts the pending replays and ops that need it. """
 
     absent = HERE
     home: Any = None
@@ -96,10 +95,9 @@ class Value:
 class Recipe:
     """An op that ran, in enough detail to run it again.
 
-    `reads` are the values it read; `creates` the values of the storages it created, in the order in which `Machine.run`
-    returns them; `writes` pairs a position in `reads` with the value that took its place. `payload` belongs to the machine:
-    the call itself. `nbytes` is what the created storages need.
-    """
+    `reads` are the values it read; `creates` the values of the storages it created, in the order in which
+    `Machine.run` returns them; `writes` pairs a position in `reads` with the value that took its place. `payload`
+    belongs to the machine: the call itself. `nbytes` is what the created storages need. """
 
     creates: Sequence[Value] = ()
     writes: Sequence[tuple[int, Value]] = ()

@@ -1,8 +1,7 @@
 """Bringing a dropped value back: the controller's replay stack.
 
-Replay is a graph over values, not over storages: an in-place op is an edge from one version to the next, and everything on
-the way lives in *temporaries*, so that the user's storages only ever receive their current version.
-"""
+Replay is a graph over values, not over storages: an in-place op is an edge from one version to the next, and
+everything on the way lives in *temporaries*, so that the user's storages only ever receive their current version. """
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, Recipe, Storage, TEMPORARY, Value
+from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, TEMPORARY, Recipe, Storage, Value
 from spillway.errors import EngineError
 from spillway.ir.timeline import Change
 
@@ -35,9 +34,8 @@ class Ancestry:
 def ancestry(value: Value, cap: int) -> Ancestry | None:
     """The recipes between `value` and the nearest living values.
 
-    None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op that is
-    never replayed.
-    """
+    None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op
+    that is never replayed. """
     first = value.recipe
     if first is None or first.exactness != EXACT:
         return None
@@ -145,7 +143,8 @@ class Replay:
     def _take_outputs(self, recipe: Recipe, bindings: Sequence[Storage], handles: Sequence[object]) -> None:
         """Register what the op created or wrote as temporaries, under the value that they now hold."""
         if len(handles) != len(recipe.creates):
-            raise EngineError(f"{recipe!r} created {len(handles)} storages when replayed and {len(recipe.creates)} before.")
+            made = f"{len(handles)} storages when replayed and {len(recipe.creates)} before"
+            raise EngineError(f"{recipe!r} created {made}.")
         for value, handle in zip(recipe.creates, handles, strict=True):
             self._temporaries[value] = self._controller.adopt(TEMPORARY, value.storage.nbytes, handle)
         for position, value in recipe.writes:
@@ -157,7 +156,8 @@ class Replay:
             self._controller.overwrite(temporary, None)
 
     def _hand_over(self, recipe: Recipe) -> None:
-        """Give finished values their bytes: the target, and siblings that were dropped too (their bytes are here anyway)."""
+        """Give finished values their bytes: the target, and siblings that were dropped too (their bytes are here
+        anyway)."""
         for value in (*recipe.creates, *(value for _, value in recipe.writes)):
             if value.absent != DROPPED:
                 continue

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @final
 class View:
-    """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is short."""
+    """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is
+    short."""
 
     __slots__ = ("_controller", "_heap", "_walked")
 

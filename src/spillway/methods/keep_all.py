@@ -13,9 +13,8 @@ from spillway.units import Bytes
 class KeepAll(AbstractPolicy):
     """Never proposes anything.
 
-    Under a budget that suffices it is the plain run; under one that does not, the controller's own last resort (moving the
-    least recently used storages) still keeps the budget.
-    """
+    Under a budget that suffices it is the plain run; under one that does not, the controller's own last resort
+    (moving the least recently used storages) still keeps the budget. """
 
     name = "keep-all"
     uses_recipes = False

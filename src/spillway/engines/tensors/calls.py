@@ -78,10 +78,9 @@ def _apply(current: Environment, wanted: Environment) -> None:
 class Call(NamedTuple):
     """The payload of a recipe. `args` and `kwargs` have a hole for each tensor; `operands` say what belongs there.
 
-    The operands stand in the order of the recipe's reads; `scratch` are those that a replay fills with zeros. `random`
-    pairs a generator with its state before the call. `outputs` are the positions, among the tensors that the op returns, of
-    those with a storage of their own.
-    """
+    The operands stand in the order of the recipe's reads; `scratch` are those that a replay fills with zeros.
+    `random` pairs a generator with its state before the call. `outputs` are the positions, among the tensors that the
+    op returns, of those with a storage of their own. """
 
     func: Any
     args: list[Any]

@@ -1,13 +1,12 @@
 """The tensor engine: a dispatch mode in front, the controller behind, a machine below.
 
-It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through a weak
-reference.
-"""
+It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through
+a weak reference. """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
@@ -18,7 +17,7 @@ from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
 from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
-from spillway.engines.tensors.ops import LAZY_BITS, OpInfo
+from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
@@ -38,7 +37,8 @@ LARGE: Bytes = 256 << 10
 """Storages from this size on count towards the next look at the resident set."""
 
 CHECK_EVERY: Bytes = 8 << 20
-"""Bytes created between two looks at the resident set: it can outgrow the account by what was freed and not returned."""
+"""Bytes created between two looks at the resident set: it can outgrow the account by what was freed and not
+returned."""
 
 
 @final
@@ -84,7 +84,8 @@ class TensorEngine:
         return info
 
     def note_lazy_bits(self) -> None:
-        """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is closed."""
+        """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is
+        closed."""
         self.lazy_bits = True
         for info in self.infos.values():
             info.fast = False
@@ -98,7 +99,8 @@ class TensorEngine:
         return storage or self.adopt(tensor)
 
     def adopt(self, tensor: torch.Tensor) -> Storage | None:
-        """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed by."""
+        """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
+        by."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
             self.unmanaged += 1
             return None
@@ -201,15 +203,16 @@ class TensorEngine:
     def reveal(self, tensor: torch.Tensor, *, by_address: bool) -> None:
         """Something is about to read `tensor` without asking the dispatcher.
 
-        With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read where it
-        is, and a dropped one comes back and is not dropped again.
-        """
+        With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
+        where it is, and a dropped one comes back and is not dropped again. """
         storage = self.table.get(_address_or_none(tensor))
         if storage is None or storage.value is None:
             return
         with self.controller.lock, torch._C._DisableTorchDispatch():
             storage.locks += 1
             try:
+                if by_address:
+                    self.controller.restore_dependents(storage)  # a write through the address would not be seen
                 if storage.value.absent == DROPPED or (by_address and storage.value.absent):
                     self._bring_back(storage)
                 storage.exposed = True

@@ -1,10 +1,9 @@
 """The CPU machine: moves the bytes of real storages, in place.
 
-A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd saved
-stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A dropped one points
-at an address range that cannot be read: whoever reaches it without asking the engine stops there and does not get wrong
-numbers (`escapes` makes the usual ways ask).
-"""
+A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd
+saved stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A
+dropped one points at an address range that cannot be read: whoever reaches it without asking the engine stops there
+and does not get wrong numbers (`escapes` makes the usual ways ask). """
 
 from __future__ import annotations
 
@@ -158,7 +157,8 @@ def _exchange(real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None
 
 @functools.cache
 def _unreadable_range() -> int:
-    """An address range without memory behind it, readable by nobody; one for the process, because it is never given back."""
+    """An address range without memory behind it, readable by nobody; one for the process, because it is never given
+    back."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

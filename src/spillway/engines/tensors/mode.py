@@ -1,9 +1,8 @@
 """The dispatch mode: sees every op of a step, and costs as little as Python allows while there is room.
 
-NOTE [The short way]. For most ops it is: look up each tensor's storage by address, compare one bound with the budget, run
-the op, register what it created. State lives in closure cells instead of attributes, and anything unusual (tensor lists,
-keyword tensors, random ops, absent inputs, not enough room) leaves through `_general` or `prepare`.
-"""
+NOTE [The short way]. For most ops it is: look up each tensor's storage by address, compare one bound with the budget,
+run the op, register what it created. State lives in closure cells instead of attributes, and anything unusual (tensor
+lists, keyword tensors, random ops, absent inputs, not enough room) leaves through `_general` or `prepare`. """
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ _deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch.
 def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
     """The mode to push for the length of a step.
 
-    A class of its own per engine: torch looks `__torch_dispatch__` up on the class, and a plain function with closure cells is
-    the cheapest thing that it can find there. The wrapper against dynamo is left out because it costs as much as all we do.
-    """
+    A class of its own per engine: torch looks `__torch_dispatch__` up on the class, and a plain function with closure
+    cells is the cheapest thing that it can find there. The wrapper against dynamo is left out because it costs as
+    much as all we do. """
     members = {"__torch_dispatch__": build_dispatch(engine), "_should_skip_dynamo": classmethod(lambda cls: False)}
     mode: TorchDispatchMode = type("TrackingMode", (TorchDispatchMode,), members)()
     return mode

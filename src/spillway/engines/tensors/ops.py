@@ -39,7 +39,8 @@ UNDECLARED_ALIASES: Final = frozenset({"aten::_unsafe_view", "aten::unsafe_split
 """Views that their schema does not admit to."""
 
 LAZY_BITS: Final = frozenset({"aten::_conj", "aten::_neg_view"})
-"""Views that only set a bit on the tensor; recorded geometry does not tell it, so ops on such tensors have no recipe."""
+"""Views that only set a bit on the tensor; recorded geometry does not tell it, so ops on such tensors have no
+recipe."""
 
 NO_BYTES: Final = frozenset({"aten::_efficientzerotensor"})
 """Their result has a storage without memory; it is passed by like a view."""
@@ -58,8 +59,8 @@ SCRATCH: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType(
         "aten::miopen_batch_norm": (3, 4),
     }
 )
-"""Running statistics by position: written in training, often unmarked, and of no influence on the result there. A replay
-gets zeros in their place."""
+"""Running statistics by position: written in training, often unmarked, and of no influence on the result there. A
+replay gets zeros in their place."""
 
 TRAINING_FLAG: Final[Mapping[str, int]] = MappingProxyType(
     {
@@ -104,12 +105,16 @@ def _nothing(args: Sequence[Any]) -> int | None:
 
 
 _LIKE_FIRST = (
-    "_to_copy clone relu gelu tanh sigmoid silu exp log neg abs sqrt rsqrt reciprocal sin cos erf bernoulli empty_like "
-    "zeros_like ones_like full_like rand_like randn_like _softmax _log_softmax sum mean native_layer_norm gelu_backward "
-    "threshold_backward tanh_backward sigmoid_backward silu_backward _softmax_backward_data "
-    "_log_softmax_backward_data native_dropout native_dropout_backward logical_not isnan hardtanh leaky_relu"
-).split()
-_LIKE_PAIR = "add sub mul div eq ne lt le gt ge maximum minimum".split()
+    "_to_copy", "clone", "relu", "gelu", "tanh", "sigmoid", "silu", "exp", "log", "neg", "abs", "sqrt",
+    "rsqrt", "reciprocal", "sin", "cos", "erf", "bernoulli", "empty_like", "zeros_like", "ones_like",
+    "full_like", "rand_like", "randn_like", "_softmax", "_log_softmax", "sum", "mean", "native_layer_norm",
+    "gelu_backward", "threshold_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
+    "_softmax_backward_data", "_log_softmax_backward_data", "native_dropout", "native_dropout_backward",
+    "logical_not", "isnan", "hardtanh", "leaky_relu",
+)  # fmt: skip
+_LIKE_PAIR = (
+    "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum",
+)  # fmt: skip
 
 BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
     {f"aten::{name}": _like_first for name in _LIKE_FIRST}
@@ -128,8 +133,24 @@ class OpInfo:
     """One overload, as the engine sees it."""
 
     __slots__ = (
-        "bound", "call", "composite", "exactness", "fast", "func", "fresh", "name", "schema_writes", "resizes", "scratch", "seeded", "single",
-        "tensors", "training", "uncounted", "view", "writes",
+        "bound",
+        "call",
+        "composite",
+        "exactness",
+        "fast",
+        "fresh",
+        "func",
+        "name",
+        "resizes",
+        "schema_writes",
+        "scratch",
+        "seeded",
+        "single",
+        "tensors",
+        "training",
+        "uncounted",
+        "view",
+        "writes",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -154,7 +175,8 @@ class OpInfo:
             for argument in schema.arguments
         )
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
-        """Whether torch forgets under a dispatch mode to count the versions of what it writes (always its first argument)."""
+        """Whether torch forgets under a dispatch mode to count the versions of what it writes (always its first
+        argument)."""
         self.scratch = SCRATCH.get(self.name, ())
         self.training = TRAINING_FLAG.get(self.name)
         self.exactness = NEVER if self.name in NEVER_REPLAYED else SCAFFOLD if self.name in UNINITIALISED else EXACT
@@ -164,7 +186,9 @@ class OpInfo:
             kind is not None and result.alias_info is None for kind, result in zip(returns, schema.returns, strict=True)
         )
         """Whether it may create storages, going by the schema."""
-        positional = all(not argument.kwarg_only or kind is None for argument, kind in zip(schema.arguments, kinds, strict=True))
+        positional = not any(
+            argument.kwarg_only and kind is not None for argument, kind in zip(schema.arguments, kinds, strict=True)
+        )
         self.fast = (
             positional
             and "list" not in kinds
@@ -173,7 +197,8 @@ class OpInfo:
             and self.name not in LAZY_BITS
             and all(place in self.tensors for place in self.writes)
         )
-        """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its own."""
+        """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its
+        own."""
         self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh or self.resizes else _nothing
 
     def _is_view(self, schema: Any) -> bool:

@@ -57,7 +57,8 @@ class ResidentSet:
 
 
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
-    """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages (Linux)."""
+    """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages
+    (Linux)."""
     start, length = _whole_pages(address, nbytes)
     if _madvise is not None and length >= _HUGE_PAGE:
         _madvise(start, length, _MADV_HUGEPAGE)

@@ -88,14 +88,13 @@ class DiskTier:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise SpillFullError(
-                    f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some space "
-                    f"there or choose another with spill_directory=."
+                    f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some "
+                    f"space there or choose another with spill_directory=."
                 ) from error
             raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
         self._used += capacity
-        slot = Slot(
-            offset=offset, nbytes=nbytes, capacity=capacity, checksum=checksum(address, nbytes), generation=self.generation
-        )
+        content = checksum(address, nbytes)
+        slot = Slot(offset=offset, nbytes=nbytes, capacity=capacity, checksum=content, generation=self.generation)
         self._note(nbytes, began)
         return slot
 
@@ -162,9 +161,8 @@ class DiskTier:
             first = len(self._windows)
             os.ftruncate(self._file, windows * _WINDOW)
             length = (windows - first) * _WINDOW
-            mapping = mmap.mmap(
-                self._file, length, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=first * _WINDOW
-            )
+            access = mmap.PROT_READ | mmap.PROT_WRITE
+            mapping = mmap.mmap(self._file, length, flags=mmap.MAP_PRIVATE, prot=access, offset=first * _WINDOW)
             self._windows.extend([(mapping, first * _WINDOW)] * (windows - first))
         self._end = end
 
@@ -201,8 +199,8 @@ class DiskTier:
     def _check(self, slot: Slot, address: int) -> None:
         if checksum(address, slot.nbytes) != slot.checksum:
             raise SpillCorruptedError(
-                f"{format_bytes(slot.nbytes)} in the spill file at offset {slot.offset} changed since they were written; "
-                f"check the disk under {self.directory}."
+                f"{format_bytes(slot.nbytes)} in the spill file at offset {slot.offset} changed since they were "
+                f"written; check the disk under {self.directory}."
             )
 
     def _forget_pages(self, slot: Slot) -> None:
