@@ -248,7 +248,7 @@ def difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
 
     Versions are not compared: some ops count them differently under any dispatch mode.
     """
-    for name in sorted({*expected, *found} - {"versions"}):
+    for name in ["notes", *sorted({*expected, *found} - {"versions"})]:
         one, other = expected.get(name), found.get(name)
         if one != other:
             if name == "notes" and one and other:
