@@ -77,16 +77,16 @@ class BudgetInfeasible(SpillwayError):
     op_index: int
     """Number of that op within its step, from 0."""
     smallest_budget: int
-    """Bytes: the smallest budget that works if `exact`, otherwise no smaller budget can work."""
+    """Bytes: the smallest budget that is expected to work; if not `exact`, what the ops that ran would have needed."""
     exact: bool
-    """Whether `smallest_budget` is known to work, or only a lower bound."""
+    """Whether the rest of the step was looked at too, on tensors without content; its ops may still differ."""
 
     def __init__(self, *, needed: int, allowed: int, op: str, op_index: int, smallest_budget: int, exact: bool) -> None:
         # Imported here because `units` raises `BudgetError`, and so stands after this module.
         from spillway.units import format_bytes
 
         bound = f"{smallest_budget} bytes ({format_bytes(smallest_budget)})"
-        answer = f"the smallest budget that works is {bound}" if exact else f"no budget below {bound} can work"
+        answer = f"the smallest budget that should work is {bound}" if exact else f"it takes {bound} or more"
         super().__init__(
             f"Op {op_index} ({op}) needs {format_bytes(needed)} in memory at once and {format_bytes(allowed)} are "
             f"allowed: {answer}."

@@ -110,14 +110,16 @@ class Session:
         Raises:
             SessionError: The session is closed, or a step is running.
             BudgetInfeasible: At the op that cannot run under the budget. Model and optimizer are as plain PyTorch
-                leaves them when an op raises. """
+                leaves them when an op raises.
+        """
         return _Step(self, batch)
 
     def log(self, **numbers: Any) -> None:
         """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
         if self._running is None:
             raise SessionError("log() belongs inside a step: with memory.step(batch): ... memory.log(loss=loss).")
-        self._running.logged.update({name: float(value) for name, value in numbers.items()})
+        for name, value in numbers.items():
+            self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
@@ -232,7 +234,7 @@ class _Step:
             self._leave()
         refusal = error or late
         if isinstance(refusal, BudgetInfeasible):
-            raise smallest_budget(refusal, engine, session._models, session._tensors(()), self._batch) from None
+            raise smallest_budget(refusal, engine, session._models, session._optimizers, self._batch) from None
         engine.raise_interrupt()
         if error is None and late is not None:
             raise late

@@ -66,7 +66,7 @@ def test_an_error_is_told_on_one_line_and_ends_as_a_sentence_does(error: Spillwa
 def test_an_infeasible_budget_is_told_with_the_op_and_every_number() -> None:
     assert str(INFEASIBLE) == (
         "Op 812 (aten.mm.default) needs 3.00 GiB in memory at once and 2.00 GiB are allowed: "
-        "the smallest budget that works is 3221225536 bytes (3.00 GiB)."
+        "the smallest budget that should work is 3221225536 bytes (3.00 GiB)."
     )
     assert (INFEASIBLE.needed, INFEASIBLE.allowed, INFEASIBLE.op_index) == (3 * GiB, 2 * GiB, 812)
     assert (INFEASIBLE.op, INFEASIBLE.smallest_budget, INFEASIBLE.exact) == ("aten.mm.default", 3 * GiB + 64, True)
@@ -74,7 +74,7 @@ def test_an_infeasible_budget_is_told_with_the_op_and_every_number() -> None:
 
 def test_a_lower_bound_is_not_passed_off_as_a_budget_that_works() -> None:
     bound = BudgetInfeasible(needed=9, allowed=5, op="aten.relu.default", op_index=0, smallest_budget=9, exact=False)
-    assert "no budget below 9 bytes (9 B) can work" in str(bound)
+    assert "it takes 9 bytes (9 B) or more" in str(bound)
     assert "smallest" not in str(bound)
 
 

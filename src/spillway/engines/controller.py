@@ -57,7 +57,7 @@ class Controller:
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away",
-        "chain_cap", "clock", "counters", "created", "dropped", "events", "lock", "machine", "peak", "policy",
+        "chain_cap", "clock", "counters", "created", "dropped", "events", "first_op", "lock", "machine", "peak", "policy",
         "recipes", "resident", "view", "young",
     )  # fmt: skip
 
@@ -71,6 +71,7 @@ class Controller:
         self.resident: Bytes = 0
         self.peak: Bytes = 0
         self.clock = 0
+        self.first_op = 0
         self.created: Bytes = 0
         self.counters = Counters()
         self.lock = threading.RLock()
@@ -265,7 +266,7 @@ class Controller:
             raise SpillFullError(self._tier_full)
         smallest = max(self.resident + needed, self.counters.floor_bytes)
         raise BudgetInfeasible(
-            needed=smallest, allowed=self.allowed, op=name, op_index=self.clock,
+            needed=smallest, allowed=self.allowed, op=name, op_index=max(self.clock - self.first_op - 1, 0),
             smallest_budget=smallest, exact=False,
         )  # fmt: skip
 
@@ -455,6 +456,7 @@ class Controller:
         self._distrust_copies()
         self.counters = Counters()
         self.peak = self.resident
+        self.first_op = self.clock
 
     def end_step(self) -> None:
         """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""

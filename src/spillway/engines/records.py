@@ -2,7 +2,8 @@
 
 A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that
 created a value. These records are written on every op of a step, so they are plain classes with positional
-constructors and defaults on the class instead of the frozen dataclasses used elsewhere. """
+constructors and defaults on the class instead of the frozen dataclasses used elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class Value:
 
     `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped
     value and `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in,
-    `wanted` counts the pending replays and ops that need it. """
+    `wanted` counts the pending replays and ops that need it.
+    """
 
     absent = HERE
     home: Any = None
@@ -97,7 +99,8 @@ class Recipe:
 
     `reads` are the values it read; `creates` the values of the storages it created, in the order in which
     `Machine.run` returns them; `writes` pairs a position in `reads` with the value that took its place. `payload`
-    belongs to the machine: the call itself. `nbytes` is what the created storages need. """
+    belongs to the machine: the call itself. `nbytes` is what the created storages need.
+    """
 
     creates: Sequence[Value] = ()
     writes: Sequence[tuple[int, Value]] = ()

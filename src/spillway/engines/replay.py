@@ -1,7 +1,8 @@
 """Bringing a dropped value back: the controller's replay stack.
 
 Replay is a graph over values, not over storages: an in-place op is an edge from one version to the next, and
-everything on the way lives in *temporaries*, so that the user's storages only ever receive their current version. """
+everything on the way lives in *temporaries*, so that the user's storages only ever receive their current version.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def ancestry(value: Value, cap: int) -> Ancestry | None:
     """The recipes between `value` and the nearest living values.
 
     None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op
-    that is never replayed. """
+    that is never replayed.
+    """
     first = value.recipe
     if first is None or first.exactness != EXACT:
         return None

@@ -1,7 +1,8 @@
 """What a published method has to answer, and what it may ask.
 
 A *planner* decides before the step, a *policy* decides while it runs. A policy proposes; the controller grants or
-refuses and sends the answer back into the generator, so that a policy can try the next best thing at once. """
+refuses and sends the answer back into the generator, so that a policy can try the next best thing at once.
+"""
 
 from __future__ import annotations
 

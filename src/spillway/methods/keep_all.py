@@ -14,7 +14,8 @@ class KeepAll(AbstractPolicy):
     """Never proposes anything.
 
     Under a budget that suffices it is the plain run; under one that does not, the controller's own last resort
-    (moving the least recently used storages) still keeps the budget. """
+    (moving the least recently used storages) still keeps the budget.
+    """
 
     name = "keep-all"
     uses_recipes = False

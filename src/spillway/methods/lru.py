@@ -17,7 +17,8 @@ class LRU(AbstractPolicy):
     Arguments:
         short_chain: The longest chain, in ops, that is still recomputed; 0 moves everything.
         worth: A drop is proposed only while recomputing takes at most `worth` times the seconds of moving out and in
-            again; infinity ignores time and looks at the chain alone. """
+            again; infinity ignores time and looks at the chain alone.
+    """
 
     name = "lru"
 

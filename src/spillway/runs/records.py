@@ -30,7 +30,7 @@ class RunRequest:
     run_file: str | None = None
     """Where the figures of every step go, if a session keeps them."""
     timeline: bool = False
-    """Whether the run file gets the timeline of the step with the highest peak."""
+    """Whether the run file gets the timeline of the step in which most bytes left and came back."""
 
     def to_json(self) -> dict[str, Any]:
         """The request as JSON can hold it."""

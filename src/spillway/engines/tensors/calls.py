@@ -26,6 +26,7 @@ class Environment(NamedTuple):
     dtype: torch.dtype
     deterministic: bool
     mkldnn: bool
+    matmul: str
 
     @staticmethod
     def now() -> Environment:
@@ -36,6 +37,7 @@ class Environment(NamedTuple):
             torch.get_default_dtype(),
             torch._C._get_deterministic_algorithms(),
             torch._C._get_mkldnn_enabled(),
+            torch.get_float32_matmul_precision(),
         )
 
 
@@ -73,6 +75,8 @@ def _apply(current: Environment, wanted: Environment) -> None:
         torch._C._set_deterministic_algorithms(wanted.deterministic, warn_only=warn_only)
     if current.mkldnn != wanted.mkldnn:
         torch._C._set_mkldnn_enabled(wanted.mkldnn)
+    if current.matmul != wanted.matmul:
+        torch.set_float32_matmul_precision(wanted.matmul)
 
 
 class Call(NamedTuple):
@@ -80,7 +84,8 @@ class Call(NamedTuple):
 
     The operands stand in the order of the recipe's reads; `scratch` are those that a replay fills with zeros.
     `random` pairs a generator with its state before the call. `outputs` are the positions, among the tensors that the
-    op returns, of those with a storage of their own. """
+    op returns, of those with a storage of their own.
+    """
 
     func: Any
     args: list[Any]

@@ -1,7 +1,8 @@
 """The tensor engine: a dispatch mode in front, the controller behind, a machine below.
 
 It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through
-a weak reference. """
+a weak reference.
+"""
 
 from __future__ import annotations
 
@@ -204,7 +205,8 @@ class TensorEngine:
         """Something is about to read `tensor` without asking the dispatcher.
 
         With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
-        where it is, and a dropped one comes back and is not dropped again. """
+        where it is, and a dropped one comes back and is not dropped again.
+        """
         storage = self.table.get(_address_or_none(tensor))
         if storage is None or storage.value is None:
             return

@@ -2,7 +2,8 @@
 
 `print`, `tolist`, `numpy`, `data_ptr`, dlpack, pickling and the storage accessors read a tensor's memory directly.
 While an engine is open, these methods of `torch.Tensor` first tell it. Changing a class is global by nature, so the
-list of open engines is too; with the last engine the methods are as they were. """
+list of open engines is too; with the last engine the methods are as they were.
+"""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class StepHistory:
             if change is Change.DIE and storage.number not in lines:
                 continue
             lines[storage.number] = storage
-            kept.append(Event(op=min(max(clock - self._first_op, 0), ops), storage=storage.number, change=change))
+            kept.append(Event(op=min(max(clock - self._first_op - 1, 0), ops), storage=storage.number, change=change))
         return Timeline(
             step=step, allowed=controller.allowed, ops=ops, events=tuple(kept),
             storages=tuple(

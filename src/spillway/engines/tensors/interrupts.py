@@ -14,7 +14,8 @@ class DeferredInterrupts:
     """Context manager: while it is open, SIGINT inside this package's engines is delivered before the next op instead.
 
     In user code nothing changes: whatever handler was installed is called at once. Outside the main thread, where
-    Python delivers no signals, it does nothing. """
+    Python delivers no signals, it does nothing.
+    """
 
     def __init__(self, pending: list[Callable[[], None]]) -> None:
         self._pending = pending

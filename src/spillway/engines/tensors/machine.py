@@ -3,7 +3,8 @@
 A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd
 saved stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A
 dropped one points at an address range that cannot be read: whoever reaches it without asking the engine stops there
-and does not get wrong numbers (`escapes` makes the usual ways ask). """
+and does not get wrong numbers (`escapes` makes the usual ways ask).
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.private import fresh_storage, swap_bytes
 from spillway.engines.tensors.system import ResidentSet, give_pages_back, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
-from spillway.errors import EngineError
+from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
 
-_UNREADABLE_RANGE: Final = 1 << 44
+_UNREADABLE_RANGE: Final = 1 << 40
 """Length of the range that dropped storages point at: address space, not memory."""
 
 _CPU: Final = torch.device("cpu")
@@ -165,5 +166,7 @@ def _unreadable_range() -> int:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
     address = libc.mmap(None, _UNREADABLE_RANGE, 0, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
-        raise EngineError("The system gave no address range for dropped storages.")
+        raise SpillError(
+            "The system gives no address range of 1 TiB, which takes no memory, for dropped storages; lift `ulimit -v`."
+        )
     return int(address)

@@ -2,7 +2,8 @@
 
 NOTE [The short way]. For most ops it is: look up each tensor's storage by address, compare one bound with the budget,
 run the op, register what it created. State lives in closure cells instead of attributes, and anything unusual (tensor
-lists, keyword tensors, random ops, absent inputs, not enough room) leaves through `_general` or `prepare`. """
+lists, keyword tensors, random ops, absent inputs, not enough room) leaves through `_general` or `prepare`.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ Completion = Callable[..., Any]
 _now = time.perf_counter
 _grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
 _deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
+_matmul_precision = torch._C._get_float32_matmul_precision
 
 
 def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
@@ -37,7 +39,8 @@ def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
 
     A class of its own per engine: torch looks `__torch_dispatch__` up on the class, and a plain function with closure
     cells is the cheapest thing that it can find there. The wrapper against dynamo is left out because it costs as
-    much as all we do. """
+    much as all we do.
+    """
     members = {"__torch_dispatch__": build_dispatch(engine), "_should_skip_dynamo": classmethod(lambda cls: False)}
     mode: TorchDispatchMode = type("TrackingMode", (TorchDispatchMode,), members)()
     return mode
@@ -199,7 +202,9 @@ class Recorder:
             call = _record_generally(info, args, kwargs or {}, places, scratch)
             return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
         environment = self._environment
-        if environment != (_grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled()):
+        if environment != (
+            _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
+        ):  # fmt: skip
             environment = self._environment = Environment.now()
         holes = list(args)
         recorded: list[Operand] = []

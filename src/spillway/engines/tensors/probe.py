@@ -1,14 +1,15 @@
 """The smallest budget that would have worked, for a step that was refused.
 
 What the ops that ran needed is known; what the rest of the step would have needed is asked of torch's fake tensors,
-on the model and the batch of the refused step: shapes are computed, nothing is allocated. """
+on the model and the batch of the refused step: shapes are computed, nothing is allocated.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -51,7 +52,7 @@ def smallest_budget(
     error: BudgetInfeasible,
     engine: TensorEngine,
     models: Sequence[torch.nn.Module],
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    optimizers: Sequence[torch.optim.Optimizer],
     batch: Any,
 ) -> BudgetInfeasible:
     """The same error with the smallest budget that works, where that can be told.
@@ -59,9 +60,8 @@ def smallest_budget(
     It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
     `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
     """
-    parameters = [t for kind, t in tensors if kind == "parameter"]
     stuck = sum(s.nbytes for s in engine.table.values() if s.escaped or s.nbytes < 4096)
-    update = 6 * max((p.nbytes for p in parameters), default=0)
+    update = max((_update_bytes(optimizer) for optimizer in optimizers), default=0)
     largest = max(error.needed, engine.controller.counters.floor_bytes, update)
     probed = _probe(models, batch) if batch is not None else None
     bytes_needed = int((max(largest, probed or 0) + stuck) * MARGIN)
@@ -69,6 +69,16 @@ def smallest_budget(
         needed=error.needed, allowed=error.allowed, op=error.op, op_index=error.op_index,
         smallest_budget=bytes_needed, exact=probed is not None,
     )  # fmt: skip
+
+
+def _update_bytes(optimizer: torch.optim.Optimizer) -> Bytes:
+    """Bytes of one op of an update: a parameter, its gradient and state, or those of a whole group at once."""
+    largest = 0
+    for group in optimizer.param_groups:
+        sizes = [parameter.nbytes for parameter in group["params"]]
+        together = group.get("foreach") or group.get("fused")
+        largest = max(largest, 6 * (sum(sizes) if together else max(sizes, default=0)))
+    return largest
 
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any) -> Bytes | None:

@@ -2,7 +2,8 @@
 
 Asked only when room is short. Three sources, best first: what the same call created before; torch's meta functions;
 and, where those do not exist because the size depends on the content, an upper bound. What a call really created is
-learned. """
+learned.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def _rnn_layer(args: Sequence[Any]) -> Bytes:
     """Output, states and workspace of a oneDNN LSTM layer.
 
     The workspace holds, each on pages of its own, the gates of every step, five states of every step for both sides
-    of the layer, three of them as wide as the wider side, and one more state. """
+    of the layer, three of them as wide as the wider side, and one more state.
+    """
     (steps, batch, width), hidden = args[0].shape, int(args[10])
     made = 4 * (steps + 2) * batch * hidden + 4 * _SLACK
     if not torch.is_grad_enabled():

@@ -22,7 +22,8 @@ from spillway.units import Bytes, Seconds, format_bytes
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-_COLUMNS: Final = 127
+_COLUMNS: Final = 2 * 127
+"""Halves of 127 words: no tensor has rows of a prime length, so its rows do not line up with ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,13 +189,11 @@ class DiskTier:
         mapped = self.mapped(slot)
         source = np.frombuffer(mapped.buffer, np.uint8, slot.nbytes, mapped.start)
         ctypes.memmove(address, source.ctypes.data, slot.nbytes)
-        if checksum(address, slot.nbytes) == slot.checksum:
-            self._forget_pages(slot)  # they count as resident for as long as they are mapped
-            return True
-        original = np.empty(slot.nbytes, np.uint8)
-        self._read_file(slot, original.ctypes.data)
-        self._check(slot, original.ctypes.data)
-        return False
+        if checksum(address, slot.nbytes) != slot.checksum:  # written through the mapping, or damaged
+            original = np.empty(slot.nbytes, np.uint8)
+            self._read_file(slot, original.ctypes.data)
+            self._check(slot, original.ctypes.data)
+        return False  # what was read is right, but no sum of it proves that the file holds the same
 
     def _check(self, slot: Slot, address: int) -> None:
         if checksum(address, slot.nbytes) != slot.checksum:
@@ -217,21 +216,19 @@ def slot_capacity(nbytes: Bytes) -> Bytes:
 
 
 def checksum(address: int, nbytes: Bytes) -> int:
-    """64 bits of the content: words summed in 127 columns, the columns then weighted by odd numbers.
+    """64 bits of the content: 32-bit halves of words summed in columns, the columns then weighted by odd numbers.
 
-    Runs at memory speed. A changed bit, a changed sign, swapped neighbours and swapped pages show. What does not: an
-    even number of changes to the highest bits of words alone, and words that swap a multiple of 127 words apart.
+    Runs near memory speed. A changed bit, a changed sign, swapped neighbours and swapped pages show; words that swap a
+    multiple of 127 words apart do not, so nothing but damage of the file is judged by it.
     """
-    words, rest = divmod(nbytes, 8)
-    data = np.ctypeslib.as_array((ctypes.c_uint64 * words).from_address(address)) if words else np.empty(0, np.uint64)
-    rows = words // _COLUMNS
-    columns = np.zeros(_COLUMNS, np.uint64)
-    if rows:
-        columns += data[: rows * _COLUMNS].reshape(rows, _COLUMNS).sum(axis=0, dtype=np.uint64)
-    tail = data[rows * _COLUMNS :]
+    halves, rest = divmod(nbytes, 4)
+    data = np.ctypeslib.as_array((ctypes.c_uint32 * halves).from_address(address)) if halves else np.empty(0, np.uint32)
+    rows = halves // _COLUMNS
+    columns = data[: rows * _COLUMNS].reshape(rows, _COLUMNS).sum(axis=0, dtype=np.uint64)
+    tail = data[rows * _COLUMNS :].astype(np.uint64)
     columns[: tail.size] += tail * np.uint64(0x9E3779B97F4A7C15)
     weights = np.arange(1, 2 * _COLUMNS, 2, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    last = int.from_bytes(ctypes.string_at(address + words * 8, rest), "little")
+    last = int.from_bytes(ctypes.string_at(address + halves * 4, rest), "little")
     return (int((columns * weights).sum(dtype=np.uint64)) ^ last ^ nbytes) & (1 << 64) - 1
 
 
