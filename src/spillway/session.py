@@ -205,11 +205,12 @@ class _Step:
         self._aside = session._known_to_fit(self._signature)
         self._states = session._state_entries()
         self._interrupts = DeferredInterrupts(engine.interrupts)
-        session._running = self
         self._began = time.perf_counter()
         if not self._aside:
             reset_peak()
             self._interrupts.__enter__()
+        session._running = self
+        if not self._aside:
             try:
                 record = functools.partial(session._tensors, self._batch) if session._keep_timeline else None
                 engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=record)
@@ -219,8 +220,8 @@ class _Step:
         return session
 
     def _leave(self) -> None:
-        self._interrupts.__exit__()
         self._session._running = None
+        self._interrupts.__exit__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         session, engine = self._session, self._session._engine
@@ -232,10 +233,10 @@ class _Step:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
         finally:
             self._leave()
+        engine.raise_interrupt()
         refusal = error or late
         if isinstance(refusal, BudgetInfeasible):
             raise smallest_budget(refusal, engine, session._models, session._optimizers, self._batch) from None
-        engine.raise_interrupt()
         if error is None and late is not None:
             raise late
         if error is None:

@@ -225,7 +225,8 @@ def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, mode: An
         engine.end_step()
         ran.peak = max(ran.peak, engine.controller.peak)
     except BudgetInfeasible as error:
-        ran.refusal, ran.ops = error, 1 << 40
+        if ran.refusal is None:
+            ran.refusal, ran.ops = error, 1 << 40
     except Exception as error:
         ran.wrong.append("".join(traceback.format_exception(error)))
     ran.figures.add(engine)

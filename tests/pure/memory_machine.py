@@ -292,10 +292,10 @@ class Program:
         storage, value = self.names[name], self[name]
         storage.locks += 1
         try:
-            if value.absent == DROPPED or (by_address and value.absent):
-                self.controller.restore(value)
             if by_address:
                 self.controller.restore_dependents(storage)
+            if value.absent == DROPPED or (by_address and value.absent):
+                self.controller.restore(value)
             storage.exposed = True
             storage.handle.escaped |= by_address
         finally:

@@ -235,6 +235,20 @@ def test_rule_10_what_has_escaped_is_left_alone_from_the_moment_somebody_tries_t
     assert program.names["a"] not in list(program.controller.view.candidates())
 
 
+def test_rule_10_what_hangs_on_a_storage_comes_back_before_that_escapes_and_nothing_hangs_on_it_afterwards() -> None:
+    program = Program(3 * ITEM, Eager())
+    program.source("x", [3])
+    for name in "abc":
+        program.run(MAKE, "x", name)
+    program.reveal("x", by_address=True)
+    program.poke("x", 99)
+    assert [program[name].absent == DROPPED for name in "abc"] == [False] * 3
+    assert [program.read(name) for name in "abc"] == [made_from(3)] * 3
+    assert not program.drop("c")
+    assert program.controller.counters.refusals["would depend on what has escaped"] > 0
+    audit(program)
+
+
 def test_rule_10_an_exposed_storage_is_moved_and_never_dropped() -> None:
     program = started()
     program.names["a"].exposed = True
@@ -309,7 +323,7 @@ def test_rule_12_a_refused_op_leaves_nothing_locked_and_nothing_lost() -> None:
     assert program.drop("a")
     error = error_of(BudgetInfeasible, program.run, Op(name="huge", creates=(3,)), "a", "b")
     assert (error.needed, error.allowed, error.smallest_budget) == (4 * ITEM, 3 * ITEM, 4 * ITEM)
-    assert (error.op, error.op_index, error.exact) == ("huge", program.controller.clock, False)
+    assert (error.op, error.op_index, error.exact) == ("huge", 1, False)
     audit(program)
     assert (program.read("x"), program.read("a")) == ([3], made_from(3))
 

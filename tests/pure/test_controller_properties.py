@@ -214,7 +214,7 @@ def largest_op(actions: Sequence[Action]) -> Bytes:
     return most * ITEM
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(
     actions=programs(),
     spare=st.integers(-2, 4),
@@ -250,7 +250,7 @@ def refusal(act: Callable[[], object]) -> BudgetInfeasible | SpillFullError | No
     return None
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     actions=programs(tame=True),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -276,7 +276,7 @@ def run_alone(program: Program, actions: Sequence[Action]) -> None:
         outcome(program, action)
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(
     actions=programs(),
     spare=st.integers(-6, 2),

@@ -168,12 +168,23 @@ def test_the_checksum_sees_a_sign_that_changes(kind: type[np.floating]) -> None:
         data[place] *= -1
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("length", [64, 254, 508, 1000, 1024, 65_536, 100_001])
-def test_the_checksum_sees_the_negation_of_everything(length: int) -> None:
-    data = np.random.default_rng(0).standard_normal(length).astype(np.float32)
+def test_the_checksum_sees_the_negation_of_everything(kind: type[np.floating], length: int) -> None:
+    data = np.random.default_rng(0).standard_normal(length).astype(kind)
     before = checksum(data.ctypes.data, data.nbytes)
     np.negative(data, out=data)
     assert checksum(data.ctypes.data, data.nbytes) != before
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_the_checksum_sees_two_signs_that_change(kind: type[np.floating]) -> None:
+    data = np.random.default_rng(0).standard_normal(5000).astype(kind)
+    before = checksum(data.ctypes.data, data.nbytes)
+    for other in (1, 2, 3, 100, 1000):
+        changed = data.copy()
+        changed[[5, 5 + other]] *= -1
+        assert checksum(changed.ctypes.data, changed.nbytes) != before, f"{other} apart"
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.float32, np.float64])

@@ -65,7 +65,7 @@ def test_a_walk_that_was_left_unfinished_takes_nobody_away_from_the_next_one() -
     unfinished = program.controller.view.candidates()
     next(unfinished)
     assert order(program) == "a b c"
-    unfinished.close()
+    del unfinished
     assert order(program) == "a b c"
 
 

@@ -57,8 +57,8 @@ class Controller:
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away",
-        "chain_cap", "clock", "counters", "created", "dropped", "events", "first_op", "lock", "machine", "peak", "policy",
-        "recipes", "resident", "view", "young",
+        "chain_cap", "clock", "counters", "created", "dropped", "events", "first_op", "lock", "machine", "peak",
+        "policy", "recipes", "resident", "view", "young",
     )  # fmt: skip
 
     def __init__(
@@ -203,13 +203,16 @@ class Controller:
             storage.written = False
 
     def restore_dependents(self, storage: Storage) -> None:
-        """Rule 2. Each dependent comes back while its leaf still has the old content; it may then be moved, not
-        dropped."""
-        value = storage.value
-        self._empty_graveyard()
-        while value is not None and value.dependents:
-            self.restore(next(iter(value.dependents)))
+        """Rules 2 and 3. Dependents come back while their leaf has the old content, and none takes their place."""
+        value, doomed = storage.value, storage.written
+        storage.written = True
+        try:
             self._empty_graveyard()
+            while value is not None and value.dependents:
+                self.restore(next(iter(value.dependents)))
+                self._empty_graveyard()
+        finally:
+            storage.written = doomed
 
     # ------------------------------------------------------------------ room
 

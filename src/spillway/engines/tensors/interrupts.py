@@ -6,12 +6,15 @@ import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, final
+from typing import Any, Final, final
+
+BOOKS_OPEN: Final = ("spillway.engines.", "spillway.session")
+"""Modules that are never interrupted half-way."""
 
 
 @final
 class DeferredInterrupts:
-    """Context manager: while it is open, SIGINT inside this package's engines is delivered before the next op instead.
+    """Context manager: while it is open, SIGINT inside a session or its engines is delivered before the next op instead.
 
     In user code nothing changes: whatever handler was installed is called at once. Outside the main thread, where
     Python delivers no signals, it does nothing.
@@ -33,7 +36,8 @@ class DeferredInterrupts:
     def __exit__(self, *exception: object) -> None:
         if self._installed:
             self._installed = False
-            signal.signal(signal.SIGINT, self._previous)
+            if signal.getsignal(signal.SIGINT) == self._handle:  # else the user installed another one meanwhile
+                signal.signal(signal.SIGINT, self._previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not _inside_engine(frame):
@@ -44,7 +48,7 @@ class DeferredInterrupts:
 
 def _inside_engine(frame: FrameType | None) -> bool:
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("spillway.engines."):
+        if str(frame.f_globals.get("__name__", "")).startswith(BOOKS_OPEN):
             return True
         frame = frame.f_back
     return False
