@@ -1,9 +1,9 @@
 """Train PyTorch models under a memory budget.
 
-    with spillway.manage(model, optimizer, budget="6GiB") as memory:
-        for batch in loader:
-            with memory.step(batch):
-                ...
+with spillway.manage(model, optimizer, budget="6GiB") as memory:
+    for batch in loader:
+        with memory.step(batch):
+            ...
 """
 
 from __future__ import annotations

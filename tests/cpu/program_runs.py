@@ -76,7 +76,8 @@ class Ran:
     peak: int = 0
     refusal: BudgetInfeasible | None = None
     part: int = 0
-    ops: int = -1
+    ops: int = 0
+    between_ops: bool = False
     wrong: list[str] = field(default_factory=list)
 
 
@@ -84,20 +85,39 @@ class Stopped(SpillwayError):
     """A plain run has come to where a managed one was refused."""
 
 
-@final
-class StopAt(TorchDispatchMode):
-    """Raises instead of running the op of that number, counted as the engine counts."""
+class Counting(TorchDispatchMode):
+    """Counts ops as the engine does, and may do something before each."""
 
-    def __init__(self, ops: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.left = ops
+        self.ops = 0
+        self.refused_in = 0
+        """The op that was refused; 0 if none was."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _info(func).view:
-            self.left -= 1
-            if self.left == 0:
-                raise Stopped("here")
-        return func(*args, **(kwargs or {}))
+        self.ops += not _info(func).view
+        self.before(func, args, kwargs or {})
+        try:
+            return func(*args, **(kwargs or {}))
+        except BudgetInfeasible:
+            self.refused_in = self.refused_in or self.ops
+            raise
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before each op, views included."""
+
+
+@final
+class StopAt(Counting):
+    """Raises instead of running the op of that number."""
+
+    def __init__(self, last: int) -> None:
+        super().__init__()
+        self.last = last
+
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        if self.ops == self.last:
+            raise Stopped("here")
 
 
 @functools.cache
@@ -110,7 +130,7 @@ _SIZES = Sizes()
 
 
 @final
-class Needs(TorchDispatchMode):
+class Needs(Counting):
     """Above an engine that keeps everything: the budget under which a program need not be refused.
 
     It is the most bytes that one op reads, writes and may create, and beside them everything that never leaves.
@@ -130,14 +150,13 @@ class Needs(TorchDispatchMode):
         self._note_stuck(())
         return super().__enter__()  # type: ignore[no-any-return]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
         info = _info(func)
         with torch._C._DisableTorchDispatch():
-            found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs or {})}
-            needed = _SIZES.expected(info, args, kwargs or {})[1] if info.fresh or info.resizes else 0
+            found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
+            needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
             self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
             self._note_stuck(storage for storage in found if storage)
-        return func(*args, **(kwargs or {}))
 
     def _note_stuck(self, used: Iterable[Storage]) -> None:
         for storage in used:
@@ -147,7 +166,7 @@ class Needs(TorchDispatchMode):
 
 
 @final
-class Shake(TorchDispatchMode):
+class Shake(Counting):
     """Makes some storages leave before every op."""
 
     def __init__(self, engine: TensorEngine, seed: int) -> None:
@@ -155,13 +174,12 @@ class Shake(TorchDispatchMode):
         self.engine = engine
         self.draw = random.Random(seed)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> None:
         controller = self.engine.controller
         with controller.lock, torch._C._DisableTorchDispatch():
             for storage in list(self.engine.table.values()):
                 if storage.nbytes >= SMALLEST_MOVABLE and self.draw.random() < 0.15:
                     controller.grant((Drop if self.draw.random() < 0.7 else Move)(storage))
-        return func(*args, **(kwargs or {}))
 
 
 # ---------------------------------------------------------------------- running
@@ -187,7 +205,7 @@ def plain_until(program: Program, last: int, ops: int) -> dict[str, Any]:
     return world.state()
 
 
-def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Callable[[TensorEngine], Any]) -> Ran:
+def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Callable[[TensorEngine], Counting]) -> Ran:
     """Run it under a budget, with the mode that `above` makes over the engine's own."""
     ran, world, engine = Ran(), World(program.seed), TensorEngine(policy, allowed)
     mode = above(engine)
@@ -210,14 +228,16 @@ def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Calla
     return ran
 
 
-def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, mode: Any) -> None:
-    first = engine.controller.clock
+def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, mode: Counting) -> None:
+    mode.ops = 0
     try:
         engine.begin_step(world.named())
         with mode:
             world.run(part.inside)
     except BudgetInfeasible as error:
-        ran.refusal, ran.ops = error, error.op_index - first
+        began = error.op != "begin step"
+        ran.refusal, ran.ops = error, (mode.refused_in or mode.ops + 1) if began else 0
+        ran.between_ops = not mode.refused_in
     except Exception as error:
         ran.wrong.append("".join(traceback.format_exception(error)))
     ran.peak = max(ran.peak, engine.controller.peak)
@@ -303,19 +323,18 @@ def judge(known: Known, name: str, share: float) -> dict[str, Any]:
 
 
 def _under(program: Program, name: str, allowed: int) -> Ran:
-    def above(engine: TensorEngine) -> Any:
-        return Shake(engine, program.seed) if name == "shaken" else contextlib.nullcontext()
+    def above(engine: TensorEngine) -> Counting:
+        return Shake(engine, program.seed) if name == "shaken" else Counting()
 
     return managed(program, POLICIES[name](), allowed, above)
 
 
 def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
-    if ran.refusal is not None:
-        expected = plain_until(known.program, ran.part, ran.ops)
-    else:
-        expected = known.state
+    expected = plain_until(known.program, ran.part, ran.ops) if ran.refusal is not None else known.state
     found = list(ran.wrong)
     for when, state in (("after the last step", ran.state), ("after closing", ran.closed)):
+        if ran.between_ops:  # plain torch went on and may have noted something before its next op
+            state = state | {"notes": expected["notes"]}
         different = difference(expected, state)
         if different is not None:
             found.append(f"{when}, {different}")
@@ -336,7 +355,8 @@ def _judge_refusal(known: Known, name: str, ran: Ran, allowed: int) -> list[str]
         if smallest <= allowed or smallest > known.enough:
             return [
                 *complaints,
-                f"{smallest} is named as the smallest budget; it was {allowed}, and {known.enough} is enough: {ran.refusal}",
+                f"{smallest} is named as the smallest budget; it was {allowed}, and {known.enough} "
+                f"is enough: {ran.refusal}",
             ]
         allowed = smallest
         ran = _under(known.program, name, allowed)

@@ -17,7 +17,16 @@ from torch.optim import Optimizer
 import spillway
 from spillway.methods import Drop, Move
 from tests.cpu.pressure import ORDERS, PLENTY, image, is_moved, put_away
-from tests.cpu.training import WIDTH, Trainer, adam, assert_stays_right, assert_trains_as_plainly, batch_of, network, train
+from tests.cpu.training import (
+    WIDTH,
+    Trainer,
+    adam,
+    assert_stays_right,
+    assert_trains_as_plainly,
+    batch_of,
+    network,
+    train,
+)
 
 Act: TypeAlias = Callable[[nn.Sequential, Optimizer], Any]
 
@@ -156,7 +165,9 @@ WRITES: dict[str, Act] = {
     "no gradients": lambda model, optimizer: [setattr(p, "grad", None) for p in model.parameters()] and None,
     "frozen": lambda model, optimizer: model[4].requires_grad_(False) and None,
     "optimizer state": lambda model, optimizer: optimizer.load_state_dict(saved(optimizer.state_dict())),
-    "optimizer state in place": lambda model, optimizer: [e["exp_avg"].zero_() for e in optimizer.state.values()] and None,
+    "optimizer state in place": lambda model, optimizer: (
+        [e["exp_avg"].zero_() for e in optimizer.state.values()] and None
+    ),
     "no optimizer state": lambda model, optimizer: optimizer.state.clear(),
     "a new layer": added,
     "vector_to_parameters": lambda model, optimizer: nn.utils.vector_to_parameters(

@@ -117,7 +117,9 @@ def test_the_methods_as_they_are_named_train_to_the_same_bits_at_half_the_memory
 
 
 @pytest.mark.parametrize("ways", [(Drop, Move), (Move,)], ids=["dropped", "moved"])
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gru"}))  # its thousands of ops read storages too small to move
+@pytest.mark.parametrize(
+    "name", sorted(set(FAMILIES) - {"gru"})
+)  # its thousands of ops read storages too small to move
 def test_a_family_trains_to_the_same_bits_when_the_inputs_of_every_op_have_just_left(
     name: str, ways: tuple[Way, ...]
 ) -> None:

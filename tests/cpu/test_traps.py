@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 import spillway
 from spillway.engines.controller import CHAIN_CAP
-from spillway.engines.records import HERE
 from spillway.methods import Drop, Move
 from spillway.session import Session
-from tests.cpu.pressure import ORDERS, PLENTY, Image, InputsLeave, image, is_dropped, is_moved, put_away
+from tests.cpu.pressure import ORDERS, PLENTY, Image, InputsLeave, image, is_dropped, put_away
 
 SIDE = 64
 """Square matrices of this side take four pages, so that they may leave."""
@@ -179,20 +178,31 @@ Environment: TypeAlias = Callable[[], AbstractContextManager[Any]]
 ENVIRONMENTS: dict[str, tuple[Environment, Callable[[Tensor], Tensor]]] = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), lambda x: x @ x),
     "two threads": (lambda: setting(torch.set_num_threads, 2, 1), lambda x: x.repeat(300, 1).sum(0).repeat(30)),
-    "default dtype": (lambda: setting(torch.set_default_dtype, torch.float64, torch.float32), lambda x: x[:0].new_ones(1) + torch.ones(SIDE, SIDE)),
+    "default dtype": (
+        lambda: setting(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda x: x[:0].new_ones(1) + torch.ones(SIDE, SIDE),
+    ),
     "no gradients": (torch.no_grad, lambda x: nn.LSTM(SIDE, SIDE)(x)[0]),
     "inference": (torch.inference_mode, lambda x: F.linear(x, x).relu_()),
     "deterministic": (lambda: setting(deterministic, True, False), scattered),
-    "without oneDNN": (lambda: setting(torch._C._set_mkldnn_enabled, False, True), lambda x: F.conv2d(x[None, None], x[None, None, :5, :5])),
+    "without oneDNN": (
+        lambda: setting(torch._C._set_mkldnn_enabled, False, True),
+        lambda x: F.conv2d(x[None, None], x[None, None, :5, :5]),
+    ),
 }
 
 
 def settings() -> tuple[Any, ...]:
     return (
-        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_num_threads(),
-        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.mkldnn.enabled,
-    )  # fmt: skip
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_num_threads(),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.mkldnn.enabled,
+    )
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -459,7 +469,7 @@ def test_the_end_of_a_step_forgets_every_recipe_and_nothing_piles_up() -> None:
     optimizer = torch.optim.Adam(net.parameters())
     known, slots = [], []
     with spillway.manage(net, optimizer, budget="600 KiB", method=ORDERS["recompute first"]()) as memory:
-        for n in range(12):
+        for _n in range(12):
             with memory.step():
                 net(torch.randn(512, SIDE)).square().sum().backward()
                 optimizer.step()

@@ -170,7 +170,9 @@ def test_a_loss_whose_sums_have_no_order_is_moved_instead(memory: Session) -> No
     def work() -> list[Tensor]:
         scores = torch.randn(50, 16, 20, generator=torch.Generator().manual_seed(0)).requires_grad_()
         labels = torch.arange(16 * 10).remainder(19).view(16, 10) + 1
-        losses = F.ctc_loss(scores.log_softmax(2), labels, torch.full((16,), 50), torch.full((16,), 10), reduction="none")
+        losses = F.ctc_loss(
+            scores.log_softmax(2), labels, torch.full((16,), 50), torch.full((16,), 10), reduction="none"
+        )
         losses.sum().backward()
         assert scores.grad is not None
         return [losses.detach(), scores.grad]

@@ -91,7 +91,7 @@ def test_batch_norm_counts_one_batch_per_forward(ways: tuple[Way, ...]) -> None:
         assert counted.data == number.to_bytes(8, "little")
 
 
-# ---------------------------------------------------------------------- what is saved, and what happens to it afterwards
+# ------------------------------------------------------------------- what is saved, and what happens to it afterwards
 
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)

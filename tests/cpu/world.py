@@ -56,6 +56,7 @@ Action = Callable[["World", Instruction], Any]
 ACTIONS: dict[str, tuple[int, Action]] = {}
 """Every instruction: how often programs use it, and what it does."""
 
+
 def action(weight: int) -> Callable[[Action], Action]:
     def register(function: Action) -> Action:
         ACTIONS[function.__name__] = (weight, function)

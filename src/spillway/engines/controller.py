@@ -61,9 +61,7 @@ class Controller:
         "policy", "recipes", "resident", "view", "young",
     )  # fmt: skip
 
-    def __init__(
-        self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP
-    ) -> None:
+    def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
         self.machine = machine
         self.policy = policy
         self.allowed = allowed

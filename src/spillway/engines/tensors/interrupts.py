@@ -14,7 +14,7 @@ BOOKS_OPEN: Final = ("spillway.engines.", "spillway.session")
 
 @final
 class DeferredInterrupts:
-    """Context manager: while it is open, SIGINT inside a session or its engines is delivered before the next op instead.
+    """Context manager: while it is open, SIGINT inside a session or its engines is delivered before the next op.
 
     In user code nothing changes: whatever handler was installed is called at once. Outside the main thread, where
     Python delivers no signals, it does nothing.

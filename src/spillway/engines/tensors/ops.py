@@ -214,7 +214,7 @@ class OpInfo:
 
 
 def _tensor_kind(kind: Any) -> str | None:
-    """"tensor", "list" (of tensors, optional ones too) or None."""
+    """ "tensor", "list" (of tensors, optional ones too) or None."""
     if isinstance(kind, torch._C.OptionalType):
         return _tensor_kind(kind.getElementType())
     if isinstance(kind, torch._C.TensorType):

@@ -6,14 +6,16 @@ on the model and the batch of the refused step: shapes are computed, nothing is 
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
+import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -83,21 +85,39 @@ def _update_bytes(optimizer: torch.optim.Optimizer) -> Bytes:
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any) -> Bytes | None:
     """Most bytes that one op of a forward and backward of the first model needs; None if it does not run on fakes."""
-    states = random.getstate(), torch.get_rng_state()
+    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
-        for call in _ways_to_call(models[0], batch):
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = _without_content(models[0], fake)
+        for call in _ways_to_call(model, batch):
             try:
-                return _largest_working_set(models[0], call)
+                return _largest_working_set(model, call, fake)
             except Exception:  # whatever the model does with tensors that have no content
                 continue
         return None
+    except Exception:  # a model that cannot be copied
+        return None
     finally:
         random.setstate(states[0])
-        torch.set_rng_state(states[1])
+        numpy.random.set_state(states[1])
+        torch.set_rng_state(states[2])
 
 
-def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any]) -> Bytes:
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+def _without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
+    """A copy of the model on fake tensors: what a forward does to a model (counters, buffers) must not happen to the
+    user's, and the user's hooks must not see fakes.
+    """
+    with FakeCopyMode(fake):
+        twin = copy.deepcopy(model)
+    for module in twin.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                hooks.clear()
+    return twin
+
+
+def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any], fake: FakeTensorMode) -> Bytes:
+    with fake:
         sets = _WorkingSets()
         with sets:
             out = call(lambda tree: tree_map_only(torch.Tensor, fake.from_tensor, tree))
