@@ -14,7 +14,7 @@ import torch
 from benchmarks import machine, show
 from benchmarks.record import Benchmark
 
-NAMES = ("host_cost", "half_memory", "budget", "reach", "exactness")
+NAMES = ("host_cost", "half_memory", "budget", "reach", "exactness", "random_programs")
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,50 +1,29 @@
-"""Runs random programs plainly and under budgets, and says where they differ.
-
-`python -m tests.cpu.program_runs FIRST COUNT` runs so many programs and prints a line of JSON for each. With
-`--shrink` it looks for the shortest program that still fails instead.
-"""
+"""Runs random programs: plainly, plainly up to an op, and under a budget."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
-import json
-import os
 import random
-import subprocess
-import sys
 import traceback
-import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED
+from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.records import AWAY, HERE, Storage
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible, SpillwayError
-from spillway.methods import LRU, AbstractPolicy, KeepAll
+from spillway.methods import AbstractPolicy
 from spillway.methods.base import Drop, Move
-from tests.cpu.programs import random_program
-from tests.cpu.world import Instruction, Part, Program, World
-
-POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
-    "recompute first": lambda: LRU(short_chain=32, worth=inf),
-    "move first": lambda: LRU(short_chain=0),
-    "as it comes": LRU,
-    "shaken": lambda: LRU(short_chain=32, worth=inf),
-}
-"""Under `shaken`, storages also leave at random moments, whether room is short or not."""
+from tests.cpu.world import Part, Program, World
 
 
 @dataclass(slots=True)
@@ -265,210 +244,3 @@ def _check_books(engine: TensorEngine, ran: Ran) -> None:
     for storage in storages:
         if storage.locks or storage.held or storage.written or (storage.value is not None and storage.value.wanted):
             ran.wrong.append(f"{storage!r} is still locked, held, written or wanted")
-
-
-# ---------------------------------------------------------------------- judging
-
-
-def difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
-    """The first thing that differs, in words.
-
-    Versions are not compared: some ops count them differently under any dispatch mode.
-    """
-    for name in ["notes", *sorted({*expected, *found} - {"versions"})]:
-        one, other = expected.get(name), found.get(name)
-        if one != other:
-            if name == "notes" and one and other:
-                pairs = [(a, b) for a, b in zip(one, other, strict=False) if a != b]
-                return f"note: {pairs[0] if pairs else (len(one), len(other))}"
-            return f"{name}: {_shorten(one)} became {_shorten(other)}"
-    return None
-
-
-def _shorten(facts: Any) -> str:
-    return str(facts)[:160]
-
-
-@final
-class Known:
-    """What is known of a program before it runs under a budget: the plain result, what it needs and its plain peak."""
-
-    def __init__(self, program: Program) -> None:
-        needs: list[Needs] = []
-
-        def above(engine: TensorEngine) -> Needs:
-            needs.append(Needs(engine))
-            return needs[0]
-
-        self.program = program
-        self.state = plain(program)
-        kept = managed(program, KeepAll(), UNLIMITED, above)
-        self.versions = kept.state["versions"]
-        self.enough = needs[0].budget
-        self.peak = max(kept.peak, self.enough)
-        self.complaints = [f"kept: {text}" for text in _complaints(self, kept, UNLIMITED)]
-
-
-def judge(known: Known, name: str, share: float) -> dict[str, Any]:
-    """Run the program under one policy, with a budget between what it needs (0) and its plain peak (1)."""
-    allowed = max(int(known.enough + share * (known.peak - known.enough)), 1)
-    ran = _under(known.program, name, allowed)
-    complaints = known.complaints + _complaints(known, ran, allowed)
-    if ran.refusal is not None:
-        complaints += _judge_refusal(known, name, ran, allowed)
-    return {
-        "policy": name, "allowed": allowed, "enough": known.enough, "plain_peak": known.peak, "peak": ran.peak,
-        "refused": ran.refusal is not None, "complaints": complaints, **dataclasses.asdict(ran.figures),
-    }  # fmt: skip
-
-
-def _under(program: Program, name: str, allowed: int) -> Ran:
-    def above(engine: TensorEngine) -> Counting:
-        return Shake(engine, program.seed) if name == "shaken" else Counting()
-
-    return managed(program, POLICIES[name](), allowed, above)
-
-
-def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
-    expected = plain_until(known.program, ran.part, ran.ops) if ran.refusal is not None else known.state
-    found = list(ran.wrong)
-    for when, state in (("after the last step", ran.state), ("after closing", ran.closed)):
-        if ran.between_ops:  # plain torch went on and may have noted something before its next op
-            state = state | {"notes": expected["notes"]}
-        different = difference(expected, state)
-        if different is not None:
-            found.append(f"{when}, {different}")
-    if ran.refusal is None and ran.state["versions"] != known.versions:
-        found.append("version counters differ from those of a run in which nothing leaves")
-    if ran.refusal is None and ran.peak > allowed:
-        found.append(f"the peak of {ran.peak} is over the budget of {allowed}")
-    return found
-
-
-def _judge_refusal(known: Known, name: str, ran: Ran, allowed: int) -> list[str]:
-    """A refusal is right if the budget was below what the program needs and the budget that it names leads on."""
-    complaints: list[str] = []
-    if allowed >= known.enough:
-        complaints.append(f"refused {allowed} bytes although {known.enough} are enough: {ran.refusal}")
-    while ran.refusal is not None:
-        smallest = ran.refusal.smallest_budget
-        if smallest <= allowed or smallest > known.enough:
-            return [
-                *complaints,
-                f"{smallest} is named as the smallest budget; it was {allowed}, and {known.enough} "
-                f"is enough: {ran.refusal}",
-            ]
-        allowed = smallest
-        ran = _under(known.program, name, allowed)
-        complaints += _complaints(known, ran, allowed)
-    return complaints
-
-
-def judge_all(seed: int) -> list[dict[str, Any]]:
-    """One program under every policy, each with a budget of its own."""
-    draw, known = random.Random(f"budgets of {seed}"), Known(random_program(seed))
-    return [judge(known, name, _share(draw)) for name in POLICIES]
-
-
-def _share(draw: random.Random) -> float:
-    """Mostly little more than is needed, now and then less than that."""
-    return draw.random() ** 2 - 0.02
-
-
-# ---------------------------------------------------------------------- many programs
-
-
-def main(arguments: list[str]) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    first, count = int(arguments[0]), int(arguments[1])
-    if "--shrink" in arguments:
-        print(*shrunk(first))
-        return
-    for seed in range(first, first + count):
-        gc.collect()
-        gc.freeze()  # programs collect garbage, and what torch imports on the way is none
-        try:
-            rows = judge_all(seed)
-        except Exception:
-            rows = [{"policy": "", "complaints": [traceback.format_exc()]}]
-        print(json.dumps({"seed": seed, "rows": rows}), flush=True)
-
-
-def many(first: int, count: int) -> Iterator[dict[str, Any]]:
-    """The same in a process of its own, which may crash: then that is what is said of the program that ran."""
-    end = first + count
-    while first < end:
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.cpu.program_runs", str(first), str(end - first)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                yield json.loads(line)
-                first += 1
-        if first < end:
-            yield {"seed": first, "rows": [{"policy": "", "complaints": [f"crashed with {process.returncode}"]}]}
-            first += 1
-
-
-# ---------------------------------------------------------------------- the shortest program that fails
-
-
-def shrunk(seed: int) -> tuple[Any, ...]:
-    """Policy, share of the budget and the shortest program found; the shares are those of `judge_all`."""
-    draw, program = random.Random(f"budgets of {seed}"), random_program(seed)
-    for name, share in [(name, _share(draw)) for name in POLICIES]:
-        found = _way_it_ends(program, name, share)
-        if found:
-            program = _shortest(program, lambda p, n=name, s=share, f=found: _way_it_ends(p, n, s) == f)
-            return program, name, share, _complaints_of(program, name, share)
-    return (f"Program {seed} does not fail.",)
-
-
-def _complaints_of(program: Program, name: str, share: float) -> list[str]:
-    try:
-        complaints: list[str] = judge(Known(program), name, share)["complaints"]
-    except Exception:
-        complaints = [traceback.format_exc()]
-    return complaints
-
-
-def _way_it_ends(program: Program, name: str, share: float) -> int:
-    """0 if nothing is wrong, else a number for what is. In a process of its own, because it may crash."""
-    child = os.fork()
-    if child == 0:
-        complaints = _complaints_of(program, name, share)
-        words = "".join(letter for letter in "".join(complaints[:1])[:40] if not letter.isdigit())
-        os._exit(1 + zlib.crc32(words.encode()) % 200 if complaints else 0)
-    return os.waitpid(child, 0)[1]
-
-
-def _shortest(program: Program, fails: Callable[[Program], bool]) -> Program:
-    size = sum(len(instructions) for part in program.parts for instructions in part)
-    while size:
-        position = 0
-        while (shorter := _without(program, position, size)) != program:
-            if fails(shorter):
-                program = shorter
-            else:
-                position += size
-        size //= 2
-    return program
-
-
-def _without(program: Program, position: int, size: int) -> Program:
-    """The program less `size` instructions from `position`, counted over all parts; empty parts at the end fall
-    away."""
-    counter = iter(range(1 << 30))
-
-    def kept(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        return tuple(i for i in instructions if not position <= next(counter) < position + size)
-
-    parts = [Part(kept(part.inside), kept(part.outside)) for part in program.parts]
-    while len(parts) > 1 and not any(parts[-1]):
-        parts.pop()
-    return program._replace(parts=tuple(parts))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

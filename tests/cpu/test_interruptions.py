@@ -241,9 +241,10 @@ def test_finding_the_smallest_budget_that_works_leaves_no_trace() -> None:
     heard: list[type] = []
     model[0].register_forward_hook(lambda module, inputs, out: heard.append(type(out)))
     model[0].weight.register_hook(lambda gradient: heard.append(type(gradient)))
-    with spillway.manage(model, optimizer, budget="800 KiB") as memory:
-        with pytest.raises(spillway.BudgetInfeasible) as refusal, memory.step(batch_of(0)):
-            step_of(model, optimizer, 0)
+    memory = spillway.manage(model, optimizer, budget="800 KiB")
+    with pytest.raises(spillway.BudgetInfeasible) as refusal, memory.step(batch_of(0)):
+        step_of(model, optimizer, 0)
+    memory.close()
     assert refusal.value.exact
     assert heard == [Tensor]
     assert [type(tensor) for tensor in model[1].seen] == [Tensor]

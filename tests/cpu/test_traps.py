@@ -194,15 +194,10 @@ ENVIRONMENTS: dict[str, tuple[Environment, Callable[[Tensor], Tensor]]] = {
 
 def settings() -> tuple[Any, ...]:
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_num_threads(),
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.backends.mkldnn.enabled,
-    )
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.mkldnn.enabled,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)

@@ -6,10 +6,12 @@ on the model and the batch of the refused step: shapes are computed, nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -87,13 +89,13 @@ def _probe(models: Sequence[torch.nn.Module], batch: Any) -> Bytes | None:
     """Most bytes that one op of a forward and backward of the first model needs; None if it does not run on fakes."""
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = _without_content(models[0], fake)
-        for call in _ways_to_call(model, batch):
-            try:
-                return _largest_working_set(model, call, fake)
-            except Exception:  # whatever the model does with tensors that have no content
-                continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about tensors of ours that the user does not know of
+            fake = FakeTensorMode(allow_non_fake_inputs=True)
+            model = _without_content(models[0], fake)
+            for call in _ways_to_call(model, batch):
+                with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
+                    return _largest_working_set(model, call, fake)
         return None
     except Exception:  # a model that cannot be copied
         return None

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from spillway.engines.controller import Controller
+from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tiers.disk import DiskTier
+from tests.cpu.program_judge import POLICIES, SHAKEN, judge_all, many, shortest
+from tests.cpu.programs import random_program
+
+PROGRAMS = int(os.environ.get("SPILLWAY_PROGRAMS", "200"))
+
+
+@pytest.fixture(scope="module")
+def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    """What became of every program under every policy."""
+    rows = [{"seed": program["seed"], **row} for program in many(0, PROGRAMS) for row in program["rows"]]
+    yield rows
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        totals = ", ".join(
+            f"{sum(row[name] for row in rows)} {name}" for name in ("drops", "moves", "replays", "refused")
+        )
+        print(f"\nrandom programs: {PROGRAMS} programs, {len(rows)} runs under a budget, {totals}")
+
+
+def test_random_programs_are_identical_within_their_budget_or_rightly_refused(rows: list[dict[str, Any]]) -> None:
+    wrong = {(row["seed"], row["policy"]): row["complaints"] for row in rows if row["complaints"]}
+    shrink = "python -m tests.cpu.program_judge SEED 1 --shrink finds the shortest program that fails"
+    assert wrong == {}, shrink
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_every_policy_much_leaves_and_comes_back(rows: list[dict[str, Any]], policy: str) -> None:
+    ran = [row for row in rows if row["policy"] == policy]
+    assert len(ran) >= PROGRAMS // 3
+    assert sum(row["moves"] for row in ran) >= 10 * len(ran)
+    if policy in ("recompute first", SHAKEN):
+        assert sum(row["drops"] for row in ran) >= 10 * len(ran)
+        assert sum(row["replays"] for row in ran) >= sum(row["drops"] for row in ran) // 2
+
+
+def test_most_programs_run_under_less_than_their_plain_peak_and_some_are_refused(rows: list[dict[str, Any]]) -> None:
+    tight = [row for row in rows if row["allowed"] < row["plain_peak"] and not row["refused"]]
+    assert len(tight) > 0.8 * len(rows)
+    assert any(row["refused"] for row in rows)
+
+
+# ---------------------------------------------------------------------- an engine that is wrong is found out
+
+
+def _bring_back_a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = DiskTier.read
+
+    def flipped(self: DiskTier, slot: Any, address: int) -> bool:
+        unchanged = read(self, slot, address)
+        byte = ctypes.c_uint8.from_address(address)
+        byte.value ^= 1
+        return unchanged
+
+    monkeypatch.setattr(DiskTier, "read", flipped)
+
+
+def _replay_with_other_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = Call.again
+    monkeypatch.setattr(Call, "again", lambda self, storages: again(self._replace(random=None), storages))
+
+
+def _expect_nothing_to_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = Sizes.expected
+    monkeypatch.setattr(Sizes, "expected", lambda *arguments: (expected(*arguments)[0], 0))
+
+
+def _refuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room = Controller.make_room
+    monkeypatch.setattr(Controller, "make_room", lambda self, needed, name: make_room(self, needed + 65536, name))
+
+
+def _forget_what_was_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Controller, "overwrite", lambda self, storage, recipe: storage.value)
+
+
+@pytest.mark.parametrize(
+    "break_something",
+    [
+        _bring_back_a_flipped_bit,
+        _replay_with_other_random_numbers,
+        _expect_nothing_to_be_created,
+        _refuse_too_early,
+        _forget_what_was_written_in_place,
+    ],
+)
+def test_an_engine_that_is_wrong_is_found_out(
+    break_something: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_something(monkeypatch)
+    assert any(row["complaints"] for seed in range(12) for row in judge_all(seed))
+
+
+def test_a_failing_program_shrinks_to_what_makes_it_fail() -> None:
+    def fails(program: Any) -> bool:
+        names = [instruction.name for part in program.parts for instruction in part.inside]
+        return "die" in names and "foreach" in names[names.index("die") :]
+
+    program = next(program for program in map(random_program, range(99)) if fails(program))
+    short = shortest(program, fails)
+    assert [i.name for part in short.parts for instructions in part for i in instructions] == ["die", "foreach"]
