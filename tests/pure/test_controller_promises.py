@@ -249,6 +249,20 @@ def test_rule_10_what_hangs_on_a_storage_comes_back_before_that_escapes_and_noth
     audit(program)
 
 
+@pytest.mark.parametrize("end", ["free", "write"])
+def test_rule_10_what_an_escaped_storage_held_is_never_recomputed(end: str) -> None:
+    program = started()
+    program.reveal("a", by_address=True)
+    program.poke("a", 99)
+    program.run(MAKE, "a", "b")
+    if end == "free":
+        program.free("a")
+    else:
+        program.run(WRITE, "a")
+    assert not program.drop("b"), "its recipe begins with a 99 that no op has made"
+    assert program.look("b") == made_from(99)
+
+
 def test_rule_10_an_exposed_storage_is_moved_and_never_dropped() -> None:
     program = started()
     program.names["a"].exposed = True

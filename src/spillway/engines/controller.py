@@ -112,6 +112,8 @@ class Controller:
         elif value.absent == AWAY:
             self.away -= 1
         value.absent = GONE
+        if storage.escaped:
+            value.recipe = None  # somebody may have written it unseen (rule 10)
         if value.home is not None or value.leaves is not None:
             self._graveyard.append(value)
         if self.events is not None:
@@ -122,6 +124,8 @@ class Controller:
         old = storage.value
         if old is not None:
             old.absent = GONE
+            if storage.escaped:
+                old.recipe = None  # as in `bury`
             if old.home is not None:
                 self._graveyard.append(old)
         storage.value = value = Value(storage, recipe)
