@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -444,3 +446,16 @@ def test_a_refusal_names_the_op_and_the_numbers() -> None:
 
 
 # ---------------------------------------------------------------------- a spill directory that fills up
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    lines = code.strip("\n").split("\n")
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", "\n".join(line[indent:] for line in lines)],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
