@@ -148,7 +148,7 @@ COLUMNS: Final[Sequence[Column]] = (
     *text_columns(largest_op="largest op"),
     *byte_columns(largest_op_bytes="bytes"),
     *share_columns(largest_op_share="share"),
-    *text_columns(tries="tries", refused="refused", told_works="told works"),
+    *text_columns(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
     *share_columns(told_share="told share"),
     Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
 )
@@ -157,7 +157,8 @@ NOTES: Final = (
     f"Each try is a fresh model and session, {STEPS} steps of the longest batch. Shares are of the plain peak. The "
     f"target is {FLOOR:.0%}, or {BESIDE_THE_OP} times the largest single op (inputs and outputs, every storage once) "
     "where that is more.",
-    "A refused try tells a budget that is to work: each was tried as well. Told share: the largest of them.",
+    "A refused try tells the smallest budget that works, or, not exactly, that none below it can: each was tried as "
+    "well. Told share: the largest of them.",
 )
 
 
@@ -166,6 +167,7 @@ def _row(task: Task, size: Size, tell: Tell) -> Row:
     largest = search.largest_op()
     smallest = search.smallest(size.parts)
     refused = [tried for tried in list(search.tried.values()) if tried.refused is not None]
+    exact = {tried.refused.smallest_budget for tried in refused if tried.refused is not None and tried.refused.exact}
     told = _told(search, refused)
     peak = search.peak
     return {
@@ -179,6 +181,7 @@ def _row(task: Task, size: Size, tell: Tell) -> Row:
         "largest_op_share": largest.nbytes / peak,
         "tries": len(search.tried),
         "refused": len(refused),
+        "told_exact": f"{len(exact)} of {len(told)}",
         "told_works": f"{sum(tried.refused is None for tried in told)} of {len(told)}",
         "told_refused": sum(tried.refused is not None for tried in told),
         "told_share": max((tried.budget / peak for tried in told), default=None),

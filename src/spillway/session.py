@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
@@ -59,12 +60,16 @@ def manage(
         UsageError: Something given makes no sense; the message says what would.
         SpillDirectoryError: The spill directory cannot be used.
     """
-    models = [model] if isinstance(model, torch.nn.Module) else list(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    models: list[torch.nn.Module] = _several(model, torch.nn.Module)
+    optimizers: list[torch.optim.Optimizer] = _several(optimizer, torch.optim.Optimizer)
     _check_models(models, optimizers)
     allowed = UNLIMITED if budget is None else parse_budget(budget, _machine_memory())
     engine = TensorEngine(resolve(method), allowed, spill_directory)
-    writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
+    try:
+        writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
+    except BaseException:
+        engine.close()
+        raise
     return Session(models, optimizers, engine, writer, LiveLine(allowed) if live else None, keep_timeline=timeline)
 
 
@@ -92,7 +97,7 @@ class Session:
         self._writer = writer
         self._live = live
         self._keep_timeline = keep_timeline
-        self._fits: dict[str, Bytes] = {}
+        self._fits: dict[str, _Fit] = {}
         self._running: _Step | None = None
         self._closed = False
         self._most_pressure = (-1, 0)
@@ -166,13 +171,20 @@ class Session:
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
 
-    def _known_to_fit(self, signature: str) -> bool:
+    def _versions(self) -> list[int]:
+        """One number per optimizer that moves when it updates what it was made for; one for all without optimizers."""
+        groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
+        groups = groups or [[p for module in self._models for p in module.parameters()]]
+        return [sum(parameter._version for parameter in parameters) for parameters in groups]
+
+    def _known_to_fit(self, signature: str, batch: Any) -> bool:
         """Whether the same inputs ran before, kept everything, and would again from where memory stands now."""
-        growth = self._fits.get(signature)
+        fit = self._fits.get(signature)
         controller = self._engine.controller
-        if growth is None or not signature or self._keep_timeline:
+        if fit is None or not signature or self._keep_timeline or controller.away:
             return False
-        return not controller.away and controller.resident + growth <= controller.allowed
+        self._engine.label(self._tensors(batch))  # gradients of steps that were not watched, and the batch itself
+        return fit.peak_from(controller.resident) <= controller.allowed
 
     def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
         self.history.append(report)
@@ -183,6 +195,21 @@ class Session:
             self._writer.append({"step": report.to_json()})
         if self._live is not None:
             self._live.update(report)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """A step that kept everything."""
+
+    start: Bytes
+    """Resident bytes when it began."""
+    growth: Bytes
+    """Bytes from there to its peak."""
+
+    def peak_from(self, resident: Bytes) -> Bytes:
+        """The peak of such a step now; never less than it was, because what it found then may come again."""
+        return max(resident, self.start) + self.growth
 
 
 @final
@@ -202,8 +229,9 @@ class _Step:
             raise SessionError("A step is running already; steps do not nest. Leave it before the next begins.")
         self._signature = signature_of(self._batch)
         engine = session._engine
-        self._aside = session._known_to_fit(self._signature)
-        self._states = session._state_entries()
+        self._aside = session._known_to_fit(self._signature, self._batch)
+        self._states, self._versions = session._state_entries(), session._versions()
+        self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
         self._began = time.perf_counter()
         if not self._aside:
@@ -248,8 +276,9 @@ class _Step:
         timeline = None
         if not self._aside:
             kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
-            if kept_all and self._states == session._state_entries():
-                session._fits[self._signature] = report.peak_bytes - report.start_bytes
+            if kept_all and self._is_whole():
+                growth = report.peak_bytes - report.start_bytes
+                session._fits[self._signature] = _Fit(start=report.start_bytes, growth=growth)
             if engine.history is not None:
                 timeline = engine.history.timeline(len(session.history))
                 engine.history = None
@@ -257,6 +286,13 @@ class _Step:
             session._fits.pop(self._signature, None)  # it grew: watch it again
             engine.resident_set.trim()
         session._finish(report, timeline)
+
+    def _is_whole(self) -> bool:
+        """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
+        needs less than the step that follows on inputs of the same size.
+        """
+        updated = all(one != other for one, other in zip(self._versions, self._session._versions(), strict=False))
+        return updated and self._states == self._session._state_entries()
 
     def _managed_report(self, seconds: float) -> StepReport:
         engine, counters = self._session._engine, self._session._engine.controller.counters
@@ -275,7 +311,7 @@ class _Step:
         controller = self._session._engine.controller
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=False, allowed=self._session.allowed,
-            start_bytes=controller.resident, peak_bytes=controller.resident + self._session._fits[self._signature],
+            start_bytes=self._start, peak_bytes=self._session._fits[self._signature].peak_from(self._start),
             end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
             recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
             refusals={}, escaped=0, unmanaged=0, logged=self.logged,
@@ -301,6 +337,16 @@ def _leaves(batch: Any) -> Iterator[torch.Tensor]:
 def _storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
     found = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors if t.layout is torch.strided}
     return list(found.values())
+
+
+def _several(given: Any, kind: type[Any]) -> list[Any]:
+    """One thing, several of them, or what `_check_models` then complains about."""
+    if given is None:
+        return []
+    try:
+        return [given] if isinstance(given, kind) else list(given)
+    except TypeError:
+        return [given]
 
 
 def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -99,29 +99,20 @@ def _backward(result: Any) -> None:
 
 
 def _in_place(inplace: Any, sample: Any) -> list[int]:
+    """How often each operand was written, by autograd's count."""
     with torch.no_grad():
         first, args, kwargs = _operands(sample)
         inplace(first, *args, **kwargs)
-    return _versions((first, args, kwargs))
+    return [leaf._version for leaf in tree_leaves((first, args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
-def _with_out(op: Any, sample: Any) -> list[int]:
+def _with_out(op: Any, sample: Any) -> None:
     """Into tensors of the right size, and into empty ones that the op has to make larger."""
     with torch.no_grad():
         first, args, kwargs = _operands(sample)
         expected = op.op(first, *args, **kwargs)
-        outs = [
-            tree_map_only(torch.Tensor, prepare, expected)
-            for prepare in (lambda t: _fresh(torch.zeros_like(t)), lambda t: torch.empty(0, dtype=t.dtype))
-        ]
-        for out in outs:
-            op.op(first, *args, **kwargs, out=out)
-    return _versions(outs)
-
-
-def _versions(tensors: Any) -> list[int]:
-    """How often each was written: autograd relies on it."""
-    return [leaf._version for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+        for prepare in (lambda t: _fresh(torch.zeros_like(t)), lambda t: torch.empty(0, dtype=t.dtype)):
+            op.op(first, *args, **kwargs, out=tree_map_only(torch.Tensor, prepare, expected))
 
 
 # ---------------------------------------------------------------------- what the database leaves out

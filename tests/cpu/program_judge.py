@@ -117,16 +117,11 @@ def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
 def _judge_refusal(known: Known, name: str, ran: Ran, allowed: int) -> list[str]:
     """A refusal is right if the budget was below what the program needs and the budget that it names leads on."""
     complaints: list[str] = []
-    if allowed >= known.enough:
-        complaints.append(f"refused {allowed} bytes although {known.enough} are enough: {ran.refusal}")
     while ran.refusal is not None:
-        smallest = ran.refusal.smallest_budget
-        if smallest <= allowed or smallest > known.enough:
-            return [
-                *complaints,
-                f"{smallest} is named as the smallest budget; it was {allowed}, and {known.enough} "
-                f"is enough: {ran.refusal}",
-            ]
+        smallest, enough = ran.refusal.smallest_budget, known.enough + ran.held
+        if allowed >= enough or not allowed < smallest <= enough:
+            said = f"refused {allowed} bytes and named {smallest}, where {enough} are enough"
+            return [*complaints, f"{said}: {ran.refusal}"]
         allowed = smallest
         ran = _under(known.program, name, allowed)
         complaints += _complaints(known, ran, allowed)

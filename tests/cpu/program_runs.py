@@ -47,7 +47,10 @@ class Figures:
 
 @dataclass(slots=True)
 class Ran:
-    """A program that was run under a budget, to its end or until it was refused."""
+    """A program that was run under a budget, to its end or until it was refused: in which part, and before which op.
+
+    `held` are the bytes that were too small to move and perhaps alive only for the sake of drops.
+    """
 
     state: dict[str, Any] = field(default_factory=dict)
     closed: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +60,7 @@ class Ran:
     part: int = 0
     ops: int = 0
     between_ops: bool = False
+    held: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -217,6 +221,8 @@ def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, mode: Co
         began = error.op != "begin step"
         ran.refusal, ran.ops = error, (mode.refused_in or mode.ops + 1) if began else 0
         ran.between_ops = not mode.refused_in
+        small = [storage for storage in engine.table.values() if storage.nbytes < SMALLEST_MOVABLE]
+        ran.held = sum(storage.nbytes for storage in small if storage.held)
     except Exception as error:
         ran.wrong.append("".join(traceback.format_exception(error)))
     ran.peak = max(ran.peak, engine.controller.peak)

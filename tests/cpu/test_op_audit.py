@@ -97,7 +97,7 @@ def test_the_account_knows_every_storage_that_an_op_leaves_behind(audit: Audit) 
     assert complaints(audit, "account") == {}
 
 
-def test_every_write_is_counted_as_a_version_as_often_as_without_the_engine(audit: Audit) -> None:
+def test_writes_in_place_count_as_versions_as_often_as_without_the_engine(audit: Audit) -> None:
     assert complaints(audit, "versions") == {}
 
 

@@ -157,7 +157,10 @@ class MemoryMachine:
         self.replayed.append(recipe.name)
         again = World(random=call.random, accidents=-PRIME)
         created = call.op.apply(again, [present_items(storage) for storage in bindings])
-        return [self.new_cell(items, len(items) * ITEM) for items in created]
+        cells = [self.new_cell(items, len(items) * ITEM) for items in created]
+        for cell in cells:
+            cell.users = 1  # the replay, until it takes the handle away
+        return cells
 
     def page_out(self, storage: Storage) -> Home:
         self.before("page_out")
@@ -192,9 +195,12 @@ class MemoryMachine:
         target.handle.items, source.handle.items = present_items(source), None
 
     def hold(self, storage: Storage) -> None:
-        storage.handle.kept = True
+        if storage.handle is not None:
+            storage.handle.kept = True
 
     def unhold(self, storage: Storage) -> None:
+        if storage.handle is None:
+            return
         storage.handle.kept = False
         if storage.handle.users == 0:
             self.died(storage)

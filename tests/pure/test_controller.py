@@ -215,24 +215,6 @@ def test_rule_2_the_death_of_a_dropped_storage_lets_go_of_its_leaves() -> None:
     assert (program.controller.resident, program.controller.dropped) == (0, set())
 
 
-def test_rule_2_a_storage_that_dies_while_it_is_recomputed_is_let_go_of_afterwards() -> None:
-    program = Program()
-    chain_of_ops(program, 3)
-    assert program.drop("a3")
-    program.free("x")
-
-    def collect_garbage(action: str) -> None:
-        if action == "run" and "a3" in program.names:
-            program.free("a3")
-            program.controller.make_room(0, "anything")
-
-    program.machine.before = collect_garbage
-    program.end_step()
-    program.machine.before = program.check_account
-    audit(program)
-    assert program.controller.resident == 0
-
-
 def test_rule_2_several_versions_of_one_storage_are_replayed_on_a_copy() -> None:
     program, plain = Program(), Plain()
     for each in (program, plain):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 from spillway.engines.machine import Machine
@@ -52,8 +52,7 @@ UNLIMITED: Bytes = 1 << 62
 
 @final
 class Controller:
-    """Owns values, cuts, locks, the budget and the replay stack. Not reentrant from other threads: callers hold
-    `lock`."""
+    """Owns values, cuts, locks, the budget and the replay stack. Callers hold `lock`."""
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away",
@@ -116,8 +115,7 @@ class Controller:
             value.recipe = None  # somebody may have written it unseen (rule 10)
         if value.home is not None or value.leaves is not None:
             self._graveyard.append(value)
-        if self.events is not None:
-            self.events.append((self.clock, storage, Change.DIE))
+        self._note(storage, Change.DIE)
 
     def overwrite(self, storage: Storage, recipe: Recipe | None) -> Value:
         """The running op wrote `storage`: its next version begins (rules 2 and 7 were seen to by `prepare`)."""
@@ -135,6 +133,8 @@ class Controller:
         """The running op changed the size of a present storage."""
         self.resident += nbytes - storage.nbytes
         self.peak = max(self.peak, self.resident)
+        if storage.nbytes < SMALLEST_MOVABLE <= nbytes:
+            self.young.append(storage)  # only now it may leave
         storage.nbytes = nbytes
 
     def _empty_graveyard(self) -> None:
@@ -161,8 +161,7 @@ class Controller:
     # ------------------------------------------------------------------ around one op
 
     def prepare(self, name: str, reads: Sequence[Value], writes: Sequence[Storage], needed: Bytes) -> None:
-        """Make the op runnable: inputs present (rule 1), dependents safe (rule 2), room for `needed` new bytes (rule
-        4).
+        """Make the op runnable: inputs present (rule 1), dependents safe (rule 2), room for `needed` bytes (rule 4).
 
         Everything it reads or writes stays locked until `finish`. On an error nothing is locked and nothing is lost.
         """
@@ -255,15 +254,23 @@ class Controller:
         storage = proposal.storage
         if not isinstance(storage, Storage):
             raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
-        return self._drop(storage) if isinstance(proposal, Drop) else self._move(storage)
+        return self._while_held(self._drop if isinstance(proposal, Drop) else self._move, storage)
+
+    def _while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
+        """Let it leave, or refuse. A collection of garbage must not take it away half-way."""
+        self._hold(storage)
+        try:
+            return leave(storage)
+        finally:
+            self._unhold(storage)
 
     def _last_resort(self, needed: Bytes) -> None:
         """What no method proposed: move whatever may leave, and where the tier is full, drop it."""
-        for act in (self._move, self._drop):
+        for leave in (self._move, self._drop):
             for storage in list(self.view.candidates()):
                 if self.resident + needed <= self.allowed:
                     return
-                act(storage)
+                self._while_held(leave, storage)
                 self._empty_graveyard()
 
     def _refuse_step(self, needed: Bytes, name: str) -> None:
@@ -341,12 +348,13 @@ class Controller:
 
     def _may_change_unseen(self, leaf: Value) -> bool:
         """Rules 2 and 10: whoever holds its address may write it at any moment."""
-        if leaf.absent:
-            return leaf.storage.escaped
-        return leaf.storage.escaped or self.machine.escaped(leaf.storage)
+        return leaf.storage.escaped or (not leaf.absent and self.machine.escaped(leaf.storage))
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes
+        self._note(storage, change)
+
+    def _note(self, storage: Storage, change: Change) -> None:
         if self.events is not None:
             self.events.append((self.clock, storage, change))
 
@@ -355,8 +363,7 @@ class Controller:
         self.resident += storage.nbytes
         self.peak = max(self.peak, self.resident)
         self.young.append(storage)
-        if self.events is not None:
-            self.events.append((self.clock, storage, change))
+        self._note(storage, change)
 
     # ------------------------------------------------------------------ cuts and chains
 
@@ -477,14 +484,14 @@ class Controller:
 
     def forget_recipes(self) -> None:
         """Make every value that is not dropped a source, and free the graph of recipes."""
-        keep = bool(self.dropped)
-        for recipe in () if keep else self.recipes:
+        if self.dropped:
+            return
+        for recipe in self.recipes:
             for value in (*recipe.creates, *(value for _, value in recipe.writes)):
                 value.recipe = None
             recipe.reads = recipe.creates = recipe.writes = ()
             recipe.payload = None
-        if not keep:
-            self.recipes.clear()
+        self.recipes.clear()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""

@@ -1,12 +1,9 @@
-"""`manage()` and what it gives: reports, run files, sizes known to fit, and one clear sentence for what cannot be."""
+"""`manage()` and what it gives: reports, run files, steps aside, several sessions and models."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.engines.tensors.ops import OpInfo
-from spillway.errors import BudgetError, ModelError, SessionError, SpillDirectoryError, UnknownMethodError
 from spillway.ir import read_run
+from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS
 from tests.cpu.training import WIDTH, adam, batch_of, network, train
@@ -52,7 +49,7 @@ def step_of(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
 def test_a_report_tells_what_happened(order: str) -> None:
     model = network()
     optimizer = adam(model)
-    with spillway.manage(model, optimizer, budget="380 KiB", method=ORDERS[order]()) as memory:
+    with spillway.manage(model, optimizer, budget="300 KiB", method=ORDERS[order]()) as memory:
         for number in range(4):
             with memory.step(batch_of(number)), CountsOps() as counted:
                 loss = step_of(model, optimizer, batch_of(number))
@@ -60,16 +57,18 @@ def test_a_report_tells_what_happened(order: str) -> None:
             report = memory.history[-1]
             assert (report.step, report.signature, report.managed) == (number, "float32[96, 64]", True)
             assert report.ops == counted.ops
-            assert report.logged == {"loss": float(loss), "number": float(number)}
-            assert report.start_bytes <= report.peak_bytes <= report.allowed == memory.allowed == 380 << 10
+            assert report.logged == {"loss": loss.item(), "number": float(number)}
+            assert report.start_bytes <= report.peak_bytes <= report.allowed == memory.allowed == 300 << 10
             assert report.end_bytes <= report.peak_bytes <= report.peak_rss_bytes
             assert report.working_bytes <= report.allowed
             assert report.seconds > report.stall_seconds > 0
             assert report.seconds > report.recomputed_seconds
             assert report.moves > 0
             assert 0 < report.bytes_out <= report.moves * report.allowed
-            assert report.bytes_in > 0
             assert (report.escaped, report.unmanaged) == (0, 0)
+            if number == 0:
+                continue  # without the optimizer's state, little has to leave
+            assert report.bytes_in > 0
             dropping = order == "recompute first"
             assert (report.drops > 0, report.dropped_bytes > 0, report.recomputed_ops > 0) == (dropping,) * 3
             assert (report.recomputed_seconds > 0) == dropping
@@ -227,10 +226,9 @@ def test_what_stepped_aside_left_behind_is_in_the_account_again() -> None:
             memory.kept = [torch.ones(extra)] if extra else []  # type: ignore[attr-defined]
         return memory.history[-1].managed
 
-    with spillway.manage(model, optimizer, budget=None) as tracking:
+    with spillway.manage(model, optimizer, budget=None, timeline=True) as tracking:
         for _ in range(3):
             step(tracking, 0)
-        assert not tracking.history[-1].managed
         peak = tracking.history[-1].peak_bytes
     assert peak > bytes_of_weights * 3
     model.zero_grad()
@@ -304,158 +302,3 @@ def test_closing_leaves_torch_and_the_process_as_they_were() -> None:
     memory.close()
     second.close()
     assert world() == before
-
-
-# ---------------------------------------------------------------------- bad input
-
-
-def assert_one_sentence(error: BaseException) -> None:
-    text = str(error)
-    assert text.endswith(".")
-    assert "\n" not in text
-    assert 20 < len(text) < 300
-
-
-@pytest.mark.parametrize(
-    "budget", ["12 apples", "", 0, "0 GiB", -1, "-5 GiB", "150%", "0%", 1 << 62, "9999 TiB", 0.5, True, [1]]
-)
-def test_a_budget_that_makes_no_sense_is_refused(budget: Any) -> None:
-    with pytest.raises(BudgetError) as error:
-        spillway.manage(network(), budget=budget)
-    assert_one_sentence(error.value)
-
-
-@pytest.mark.parametrize("method", ["lur", "", 5, None, ORDERS])
-def test_an_unknown_method_is_refused_with_those_that_there_are(method: Any) -> None:
-    with pytest.raises(UnknownMethodError, match="keep-all, lru"):
-        spillway.manage(network(), budget=None, method=method)
-
-
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("a model", None),
-        (5, None),
-        (None, None),
-        ([], None),
-        ([nn.Linear(2, 2), "another"], None),
-        (nn.Linear(2, 2), "adam"),
-        (nn.Linear(2, 2), 3),
-        (nn.Linear(2, 2), nn.Linear(2, 2).parameters()),
-        (torch.ones(3), None),
-    ],
-)
-def test_what_is_not_a_model_or_an_optimizer_is_refused(model: Any, optimizer: Any) -> None:
-    with pytest.raises(ModelError) as error:
-        spillway.manage(model, optimizer, budget=None)
-    assert_one_sentence(error.value)
-
-
-def test_a_model_on_two_devices_or_elsewhere_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    with pytest.raises(ModelError, match="2 devices \\(cpu, meta\\)") as error:
-        spillway.manage(model, budget=None)
-    assert_one_sentence(error.value)
-    with pytest.raises(ModelError, match="meta") as error:
-        spillway.manage(model[1], budget=None)
-    assert_one_sentence(error.value)
-
-
-def test_a_model_that_does_not_train_is_warned_about() -> None:
-    model = nn.Linear(2, 2).requires_grad_(False)
-    with pytest.warns(UserWarning, match="No parameter of the model requires a gradient"):
-        spillway.manage(model, budget=None).close()
-
-
-def test_steps_do_not_nest_and_the_outer_one_goes_on() -> None:
-    model = network()
-    optimizer = adam(model)
-    with spillway.manage(model, optimizer, budget="380 KiB") as memory:
-        with memory.step():
-            loss = model(batch_of(0)).square().mean()
-            with pytest.raises(SessionError) as error, memory.step():
-                raise AssertionError
-            assert_one_sentence(error.value)
-            with pytest.raises(SessionError) as error:
-                memory.close()
-            assert_one_sentence(error.value)
-            loss.backward()
-            optimizer.step()
-        assert len(memory.history) == 1
-
-
-def test_one_step_object_cannot_be_entered_twice() -> None:
-    model = network()
-    with spillway.manage(model, budget="380 KiB") as memory:
-        step = memory.step()
-        with step, pytest.raises(SessionError), step:
-            raise AssertionError
-        assert len(memory.history) == 1
-
-
-@pytest.mark.parametrize(
-    "use",
-    [lambda memory: memory.step().__enter__(), lambda memory: memory.__enter__(), lambda memory: memory.log(loss=1)],
-)
-def test_a_closed_session_says_so(use: Callable[[spillway.Session], Any]) -> None:
-    memory = spillway.manage(network(), budget=None)
-    memory.close()
-    with pytest.raises(SessionError) as error:
-        use(memory)
-    assert_one_sentence(error.value)
-
-
-def test_numbers_are_logged_inside_a_step() -> None:
-    with spillway.manage(network(), budget=None) as memory, pytest.raises(SessionError) as error:
-        memory.log(loss=1.0)
-    assert_one_sentence(error.value)
-
-
-@pytest.mark.parametrize("directory", ["missing", "file", "/proc"])
-def test_a_spill_directory_that_cannot_be_used_is_refused(directory: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    before = sorted(os.listdir("/proc/self/fd"))
-    with pytest.raises(SpillDirectoryError) as error:
-        spillway.manage(network(), budget="1 MiB", spill_directory=tmp_path / directory)
-    assert_one_sentence(error.value)
-    assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_run_file_that_cannot_be_written_leaves_nothing_open(tmp_path: Path) -> None:
-    before = sorted(os.listdir("/proc/self/fd")), torch.Tensor.numpy
-    with pytest.raises(OSError, match="missing"):
-        spillway.manage(network(), budget="1 MiB", run_file=tmp_path / "missing" / "run.jsonl")
-    assert (sorted(os.listdir("/proc/self/fd")), torch.Tensor.numpy) == before
-
-
-def test_a_refusal_names_the_op_and_the_numbers() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 100 * WIDTH))
-    batch = batch_of(0)
-    with spillway.manage(model, budget="1 MiB") as memory:
-        for _ in range(2):
-            with pytest.raises(spillway.BudgetInfeasible) as refusal, memory.step(batch):
-                model(batch).sum().backward()
-            error = refusal.value
-            assert (error.op, error.op_index, error.allowed) == ("aten::addmm", 1, 1 << 20)
-            weights, out = 4 * WIDTH * 100 * WIDTH, 4 * 96 * 100 * WIDTH
-            assert error.needed >= weights + out
-            assert_one_sentence(error)
-        assert memory.history == []
-    with spillway.manage(model, budget=error.smallest_budget) as memory, memory.step(batch):
-        model(batch).sum().backward()
-
-
-# ---------------------------------------------------------------------- a spill directory that fills up
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    lines = code.strip("\n").split("\n")
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", "\n".join(line[indent:] for line in lines)],
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
