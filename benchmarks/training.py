@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
@@ -18,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from benchmarks.timing import Clock
-from spillway.engines.tensors.system import ResidentSet, peak_rss, reset_peak
+from spillway.engines.tensors.system import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, KeepAll
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
@@ -105,7 +102,7 @@ class Trainer:
     """One competitor: every call is one step on the next batch."""
 
     def __init__(
-        self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: ProcessMemory
+        self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory
     ) -> None:
         self._workload = workload
         self._batches: Iterator[Batch] = cycle(batches)
@@ -125,7 +122,14 @@ class Trainer:
 
 
 def trainer(
-    *, workload: str, options: dict[str, Any], batches: int, method: str | None, budget: Bytes | None, checkpoints: bool
+    *,
+    workload: str,
+    options: dict[str, Any],
+    batches: int,
+    method: str | None,
+    budget: Bytes | None,
+    checkpoints: bool,
+    return_freed: bool,
 ) -> Trainer:
     """A competitor that trains a workload on its long batches.
 
@@ -135,16 +139,19 @@ def trainer(
         method: A name in `METHODS`; None for no session.
         budget: Of the session; None only keeps account.
         checkpoints: Whether every block is checkpointed.
+        return_freed: As of `spillway.manage`.
     """
     inputs = long_batches(get(workload, **options), batches)
     warm_up()
-    memory = ProcessMemory()
+    memory = PeakMemory()
     built = get(workload, **options)
     if checkpoints:
         checkpoint_every_block(built.model)
     session = None
     if method is not None:
-        session = spillway.manage(built.model, built.optimizers, budget=budget, method=METHODS[method]())
+        session = spillway.manage(
+            built.model, built.optimizers, budget=budget, method=METHODS[method](), return_freed=return_freed
+        )
     return Trainer(built, inputs, session, memory)
 
 
@@ -154,28 +161,3 @@ def warm_up() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 8, 64)).sum().backward()
     optimizer.step()
-
-
-@final
-class ProcessMemory:
-    """Resident memory of this process above what it was when this was made."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        memory = ResidentSet()
-        memory.trim()
-        memory.close()
-        reset_peak()
-        self._peak, self._files = peak_rss(), _file_pages()
-
-    def above_start(self) -> Bytes:
-        """The highest point since the start or, if a session runs, since its last step began.
-
-        Pages of files do not count: a forked process finds those of its libraries one after the other.
-        """
-        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
-
-
-def _file_pages() -> Bytes:
-    fields = Path("/proc/self/statm").read_text("ascii").split()
-    return int(fields[2]) * os.sysconf("SC_PAGE_SIZE")

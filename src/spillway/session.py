@@ -38,6 +38,7 @@ def manage(
     budget: int | str | None,
     method: str | AbstractPolicy = "lru",
     spill_directory: str | os.PathLike[str] | None = None,
+    return_freed: bool = True,
     run_file: str | os.PathLike[str] | None = None,
     timeline: bool = False,
     live: bool = False,
@@ -52,6 +53,9 @@ def manage(
         method: How to decide what leaves: a name or a policy object.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
+        return_freed: Return freed memory to the system whenever the process's resident set passes the budget by 3 %.
+            False leaves it to the allocator: steps under pressure are faster, and the process may take twice the
+            budget and more, because the allocator keeps what it cannot reuse.
         run_file: JSON lines with the figures of every step.
         timeline: Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`.
         live: Show one line in the terminal while training.
@@ -70,7 +74,8 @@ def manage(
     except BaseException:
         engine.close()
         raise
-    return Session(models, optimizers, engine, writer, LiveLine(allowed) if live else None, keep_timeline=timeline)
+    shown = LiveLine(allowed) if live else None
+    return Session(models, optimizers, engine, writer, shown, keep_timeline=timeline, return_freed=return_freed)
 
 
 @final
@@ -86,6 +91,7 @@ class Session:
         live: LiveLine | None,
         *,
         keep_timeline: bool,
+        return_freed: bool,
     ) -> None:
         self.history: list[StepReport] = []
         """One report per finished step."""
@@ -102,7 +108,7 @@ class Session:
         self._closed = False
         self._most_pressure = (-1, 0)
         known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
-        self._base_rss = max(engine.resident_set.read() - known, 0)
+        self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed else None
 
     @property
     def allowed(self) -> Bytes:
@@ -282,7 +288,7 @@ class _Step:
             if engine.history is not None:
                 timeline = engine.history.timeline(len(session.history))
                 engine.history = None
-        elif engine.resident_set.read() > engine.machine.trim_above:
+        elif engine.resident_set.read() > engine.reclaimer.limit:
             session._fits.pop(self._signature, None)  # it grew: watch it again
             engine.resident_set.trim()
         session._finish(report, timeline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import json
 import random
@@ -16,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from spillway.engines.tensors.system import ResidentSet, peak_rss, reset_peak
+from spillway.engines.tensors.system import PeakMemory
 from spillway.errors import BudgetInfeasible, SpillwayError, WorkloadError
 from spillway.runs.records import RunRequest, StepDone
 from spillway.session import Session, manage
@@ -50,11 +49,11 @@ def _numbers(error: SpillwayError) -> dict[str, Any] | None:
 def _run(request: RunRequest, send: Send) -> None:
     batches = _batches(request)
     _warm_up()
-    start = _resident_now()
+    memory = PeakMemory()
     workload = get(request.workload, seed=request.seed)
     with _session(request, workload) as session:
-        losses, peak = _train(workload, batches, session, send)
-    result = {"peak_rss_bytes": max(peak - start, 0), "state": _digest(workload), "losses": losses}
+        losses, peak = _train(workload, batches, session, memory, send)
+    result = {"peak_rss_bytes": peak, "state": _digest(workload), "losses": losses}
     send({"result": result})
 
 
@@ -72,15 +71,6 @@ def _warm_up() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 8, 64)).sum().backward()
     optimizer.step()
-
-
-def _resident_now() -> Bytes:
-    gc.collect()
-    memory = ResidentSet()
-    memory.trim()
-    memory.close()
-    reset_peak()
-    return peak_rss()
 
 
 @contextmanager
@@ -104,8 +94,10 @@ def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None
         yield session
 
 
-def _train(workload: Workload, batches: list[Batch], session: Session | None, send: Send) -> tuple[list[str], Bytes]:
-    """Train one step per batch. Returns the exact losses and the process's highest resident set."""
+def _train(
+    workload: Workload, batches: list[Batch], session: Session | None, memory: PeakMemory, send: Send
+) -> tuple[list[str], Bytes]:
+    """Train one step per batch. Returns the exact losses and the highest resident set above the start."""
     losses, peak = [], 0
     for batch in batches:
         began = time.perf_counter()
@@ -115,8 +107,7 @@ def _train(workload: Workload, batches: list[Batch], session: Session | None, se
                 session.log(loss=loss)
         seconds = time.perf_counter() - began
         losses.append(loss.hex())
-        # The session starts the system's counter anew with every step.
-        peak = max(peak, peak_rss())
+        peak = max(peak, memory.above_start())
         report = None if session is None else session.history[-1]
         send({"step": StepDone(seconds=seconds, loss=loss, report=report).to_json()})
     return losses, peak

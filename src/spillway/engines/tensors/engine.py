@@ -22,7 +22,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.system import ResidentSet
+from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import EngineError
 from spillway.ir.timeline import Kind
@@ -31,15 +31,8 @@ from spillway.units import Bytes
 
 Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
-RSS_SLACK = 0.05
+RSS_SLACK = 0.03
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
-
-LARGE: Bytes = 256 << 10
-"""Storages from this size on count towards the next look at the resident set."""
-
-CHECK_EVERY: Bytes = 8 << 20
-"""Bytes created between two looks at the resident set: it can outgrow the account by what was freed and not
-returned."""
 
 
 @final
@@ -57,7 +50,8 @@ class TensorEngine:
     ) -> None:
         self.tier = DiskTier(spill_directory)
         self.resident_set = ResidentSet()
-        self.machine = CpuMachine(self.tier, self.resident_set)
+        self.reclaimer = Reclaimer(self.resident_set)
+        self.machine = CpuMachine(self.tier, self.reclaimer)
         self.controller = Controller(self.machine, policy, allowed)
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
@@ -71,7 +65,6 @@ class TensorEngine:
         self.ops = 0
         self.history: StepHistory | None = None
         self._first_op = 0
-        self._created_since_check: Bytes = 0
         self._escapes = Escapes(self)
         self._closed = False
         self._mode: Any = tracking_mode(self)
@@ -139,10 +132,7 @@ class TensorEngine:
         watch = Watch(real, self._on_death)
         storage = watch.record = self.table[key] = self.controller.adopt(key, nbytes, watch)
         if nbytes >= LARGE:
-            self._created_since_check += nbytes
-            if self._created_since_check > CHECK_EVERY:
-                self._created_since_check = 0
-                self.machine.settle()
+            self.reclaimer.created(nbytes)
         if self.history is not None:
             self.history.note_kind(storage)
         return storage
@@ -240,11 +230,13 @@ class TensorEngine:
     # ------------------------------------------------------------------ steps
 
     def begin_step(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes = 0, record: Named | None = None
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None, record: Named | None = None
     ) -> None:
         """Take the given tensors into account, come under the budget, and start watching.
 
-        `base_rss` is the resident set without any of this, `record` gives the tensors known by name to a timeline.
+        `base_rss` is the resident set without any of this; it and the budget together are what the resident set is
+        kept to, and without it freed memory stays with the allocator. `record` gives the tensors known by name to a
+        timeline.
 
         Raises:
             BudgetInfeasible: What cannot leave is more than the budget.
@@ -255,8 +247,8 @@ class TensorEngine:
             self.check_size(storage)  # the user may have changed it between steps
         controller.resident = sum(s.nbytes for s in self.table.values() if s.value is not None and not s.value.absent)
         self.tier.generation += 1
-        if controller.allowed < UNLIMITED:
-            self.machine.trim_above = base_rss + int(controller.allowed * (1 + RSS_SLACK))
+        if base_rss is not None and controller.allowed < UNLIMITED:
+            self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
         controller.begin_step()
         controller.make_room(0, "begin step")
         controller.peak = self.start_bytes = controller.resident

@@ -20,7 +20,7 @@ import torch
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.private import fresh_storage, swap_bytes
-from spillway.engines.tensors.system import ResidentSet, give_pages_back, prefer_huge_pages
+from spillway.engines.tensors.system import Reclaimer, give_pages_back, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
@@ -44,12 +44,9 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 class CpuMachine:
     """Carries out what the controller decides, on CPU tensors, with the disk as the slower tier."""
 
-    def __init__(self, tier: DiskTier, resident_set: ResidentSet) -> None:
+    def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
         self.tier = tier
-        self._resident_set = resident_set
-        self.trim_above: Bytes = 1 << 62
-        """RSS from which freed memory is returned to the system."""
-        self.trims = 0
+        self._reclaimer = reclaimer
         self._unreadable = _unreadable_range()
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
@@ -121,9 +118,7 @@ class CpuMachine:
 
     def settle(self) -> None:
         """Return freed memory to the system when the resident set has outgrown the account."""
-        if self._resident_set.read() > self.trim_above:
-            self._resident_set.trim()
-            self.trims += 1
+        self._reclaimer.settle()
 
     def _mapping(self, slot: Slot) -> torch.UntypedStorage:
         mapped = self.tier.mapped(slot)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -56,6 +57,47 @@ class ResidentSet:
             self._statm = -1
 
 
+LARGE: Bytes = 256 << 10
+"""Storages from this size on count towards the next look at the resident set."""
+
+_LEAST: Bytes = 2 << 20
+_MOST: Bytes = 4 << 20
+"""Bytes created between two looks at the resident set: few near its limit, more below (it also grows by what is small
+and by what ops need inside)."""
+
+
+@final
+class Reclaimer:
+    """Returns freed memory to the system when the resident set passes a limit.
+
+    It looks again when enough was created since to get there.
+    """
+
+    __slots__ = ("_resident_set", "_until_look", "limit", "trims")
+
+    def __init__(self, resident_set: ResidentSet) -> None:
+        self._resident_set = resident_set
+        self._until_look: Bytes = 0
+        self.limit: Bytes = 1 << 62
+        """Resident bytes from which freed memory is returned; without a limit the allocator keeps it."""
+        self.trims = 0
+
+    def created(self, nbytes: Bytes) -> None:
+        """So many bytes are new in memory."""
+        self._until_look -= nbytes
+        if self._until_look < 0:
+            self.settle()
+
+    def settle(self) -> None:
+        """Look, and return what was freed if need be."""
+        resident = self._resident_set.read()
+        if resident > self.limit:
+            self._resident_set.trim()
+            self.trims += 1
+            resident = self._resident_set.read()
+        self._until_look = min(max(self.limit - resident, _LEAST), _MOST)
+
+
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
     """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages
     (Linux)."""
@@ -102,4 +144,31 @@ def peak_rss() -> Bytes:
         for line in file:
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
+    return 0
+
+
+@final
+class PeakMemory:
+    """Resident memory of this process above what it was when this was made.
+
+    Pages of files do not count: a process finds those of its libraries one after the other, and the system takes them
+    back when it needs room.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        memory = ResidentSet()
+        memory.trim()
+        memory.close()
+        reset_peak()
+        self._peak, self._files = peak_rss(), _file_pages()
+
+    def above_start(self) -> Bytes:
+        """The highest point since the start or, if a session runs, since its last step began."""
+        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
+
+
+def _file_pages() -> Bytes:
+    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[2]) * _PAGE
     return 0
