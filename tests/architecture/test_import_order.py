@@ -26,6 +26,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("",),  # spillway itself: the public names
     ("cli",),
+    ("__main__",),
 )
 TOGETHER = {"errors", "units"}
 NEED_TORCH = (
