@@ -487,7 +487,9 @@ class Controller:
         if self.dropped:
             return
         for recipe in self.recipes:
-            for value in (*recipe.creates, *(value for _, value in recipe.writes)):
+            for value in recipe.creates:
+                value.recipe = None
+            for _, value in recipe.writes:
                 value.recipe = None
             recipe.reads = recipe.creates = recipe.writes = ()
             recipe.payload = None

@@ -18,6 +18,11 @@ Geometry = tuple[Any, ...]
 Operand = tuple[Place, Geometry]
 
 
+_grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
+_deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
+_matmul_precision = torch._C._get_float32_matmul_precision
+
+
 class Environment(NamedTuple):
     """Settings that are inputs of every op (the same call under others need not give the same bits)."""
 
@@ -39,6 +44,26 @@ class Environment(NamedTuple):
             torch._C._get_mkldnn_enabled(),
             torch.get_float32_matmul_precision(),
         )
+
+
+@final
+class Surroundings:
+    """The settings at any moment; one record for as long as they stay the same."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = Environment.now()
+
+    def now(self) -> Environment:
+        """The settings of this thread and process at this moment."""
+        last = self._last
+        if last == (
+            _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
+        ):  # fmt: skip
+            return last
+        last = self._last = Environment.now()
+        return last
 
 
 @final
@@ -95,6 +120,19 @@ class Call(NamedTuple):
     outputs: tuple[int, ...] = (0,)
     scratch: Sequence[Operand] = ()
     random: tuple[torch.Generator, torch.Tensor] | None = None
+
+    @staticmethod
+    def unpacked(payload: Any) -> Call:
+        """The call that a recipe's payload stands for: itself, or a list of what the shortest way wrote down.
+
+        The list is flat, because what is made for every op of a step also has to be walked by the garbage collector:
+        op, arguments, keywords, environment, and then for each operand its place and the four parts of its geometry.
+        """
+        if isinstance(payload, Call):
+            return payload
+        func, args, kwargs, environment, *flat = payload
+        found = [(flat[i], tuple(flat[i + 1 : i + 5])) for i in range(0, len(flat), 5)]
+        return Call(func, args, kwargs, found, environment)
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""

@@ -17,7 +17,7 @@ from spillway.engines.records import DROPPED, Storage, Value
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
-from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
+from spillway.engines.tensors.mode import Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
@@ -74,7 +74,7 @@ class TensorEngine:
         self._created_since_check: Bytes = 0
         self._escapes = Escapes(self)
         self._closed = False
-        self._mode: Any = tracking_mode(self)
+        self._dispatch = Dispatch(self)
 
     # ------------------------------------------------------------------ storages
 
@@ -87,9 +87,12 @@ class TensorEngine:
     def note_lazy_bits(self) -> None:
         """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is
         closed."""
+        if self.lazy_bits:
+            return
         self.lazy_bits = True
         for info in self.infos.values():
             info.fast = False
+        self._dispatch.start_anew()
 
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
@@ -263,7 +266,7 @@ class TensorEngine:
         self._first_op = controller.clock
         self.unmanaged = 0
         self.history = StepHistory(self, record) if record is not None else None
-        self._mode.__enter__()
+        self._dispatch.push()
         self.in_step = True
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -277,7 +280,7 @@ class TensorEngine:
         """Stop watching; everything the user can reach is right and readable (rules 11 and 12)."""
         if self.in_step:
             self.in_step = False
-            self._mode.__exit__(None, None, None)
+            self._dispatch.pop()
             self.ops = self.controller.clock - self._first_op
         with self.controller.lock:
             self.controller.end_step()

@@ -128,6 +128,13 @@ PLAIN_TENSORS: Final[set[type]] = {torch.Tensor, torch.nn.Parameter, torch.nn.Bu
 """Types whose bytes are one storage. Other subclasses are looked at one by one."""
 
 
+NO_TENSORS: Final[set[type]] = {
+    type(None), bool, int, float, complex, str, list, tuple, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+}  # fmt: skip
+"""Types of arguments that are no tensors, for ops without lists of tensors."""
+
+
 @final
 class OpInfo:
     """One overload, as the engine sees it."""
@@ -141,6 +148,7 @@ class OpInfo:
         "fresh",
         "func",
         "name",
+        "places",
         "resizes",
         "schema_writes",
         "scratch",
@@ -186,6 +194,8 @@ class OpInfo:
             kind is not None and result.alias_info is None for kind, result in zip(returns, schema.returns, strict=True)
         )
         """Whether it may create storages, going by the schema."""
+        self.places = any(argument.name == "device" for argument in schema.arguments)
+        """Whether a call may say on which device its result is to be."""
         positional = not any(
             argument.kwarg_only and kind is not None for argument, kind in zip(schema.arguments, kinds, strict=True)
         )
