@@ -115,7 +115,8 @@ class Controller:
             value.recipe = None  # somebody may have written it unseen (rule 10)
         if value.home is not None or value.leaves is not None:
             self._graveyard.append(value)
-        self._note(storage, Change.DIE)
+        if self.events is not None:
+            self.events.append((self.clock, storage, Change.DIE))
 
     def overwrite(self, storage: Storage, recipe: Recipe | None) -> Value:
         """The running op wrote `storage`: its next version begins (rules 2 and 7 were seen to by `prepare`)."""

@@ -125,14 +125,15 @@ class Call(NamedTuple):
     def unpacked(payload: Any) -> Call:
         """The call that a recipe's payload stands for: itself, or a list of what the shortest way wrote down.
 
-        The list is flat, because what is made for every op of a step also has to be walked by the garbage collector:
-        op, arguments, keywords, environment, and then for each operand its place and the four parts of its geometry.
+        That is the op, its arguments, keywords and environment, and then place and geometry of each operand. Where the
+        operands come first, a tuple of only the arguments behind them is kept.
         """
         if isinstance(payload, Call):
             return payload
         func, args, kwargs, environment, *flat = payload
-        found = [(flat[i], tuple(flat[i + 1 : i + 5])) for i in range(0, len(flat), 5)]
-        return Call(func, args, kwargs, found, environment)
+        found = list(zip(flat[::2], flat[1::2], strict=True))
+        holes = [None] * len(found) + list(args) if isinstance(args, tuple) else args
+        return Call(func, holes, kwargs, found, environment)
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""

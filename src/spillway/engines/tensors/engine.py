@@ -14,6 +14,7 @@ import torch
 
 from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.records import DROPPED, Storage, Value
+from spillway.engines.tensors.calls import Geometry
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
@@ -61,11 +62,14 @@ class TensorEngine:
         self.controller = Controller(self.machine, policy, allowed)
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
+        self.geometries: dict[Geometry, Geometry] = {}
+        """Each geometry that recipes of this step mention, once: what many recipes share, the garbage collector does not
+        have to walk again and again."""
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
         self.lazy_bits = False
-        self._on_death = self._buried
         self.unmanaged = 0
+        self.register = build_register(self)
         self.in_step = False
         self.start_bytes: Bytes = 0
         self.ops = 0
@@ -135,26 +139,12 @@ class TensorEngine:
             return None
         return None if key in self.table else self.register(tensor, key)
 
-    def register(self, tensor: torch.Tensor, key: int) -> Storage:
-        """Begin to account for the storage at `key`."""
-        real = _storage_of(tensor)
-        nbytes = real.nbytes()
-        watch = Watch(real, self._on_death)
-        storage = watch.record = self.table[key] = self.controller.adopt(key, nbytes, watch)
-        if nbytes >= LARGE:
-            self._created_since_check += nbytes
-            if self._created_since_check > CHECK_EVERY:
-                self._created_since_check = 0
-                self.machine.settle()
-        if self.history is not None:
-            self.history.note_kind(storage)
-        return storage
-
-    def _buried(self, watch: Any) -> None:
-        storage: Storage = watch.record
-        self.table.pop(storage.key, None)
-        storage.handle = None
-        self.controller.bury(storage)
+    def note_large(self, nbytes: Bytes) -> None:
+        """A large storage came: look at the resident set every so often."""
+        self._created_since_check += nbytes
+        if self._created_since_check > CHECK_EVERY:
+            self._created_since_check = 0
+            self.machine.settle()
 
     def current(self, storage: Storage) -> Value:
         """The storage's current value."""
@@ -284,6 +274,7 @@ class TensorEngine:
             self.ops = self.controller.clock - self._first_op
         with self.controller.lock:
             self.controller.end_step()
+        self.geometries.clear()
         self.tier.generation += 1
 
     def close(self) -> None:
@@ -308,6 +299,31 @@ class TensorEngine:
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
         return sum(storage.escaped for storage in self.table.values())
+
+
+def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
+    """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
+    controller, table = engine.controller, engine.table
+    adopt, bury = controller.adopt, controller.bury
+
+    def buried(watch: Any) -> None:
+        storage: Storage = watch.record
+        table.pop(storage.key, None)
+        storage.handle = None
+        bury(storage)
+
+    def register(tensor: torch.Tensor, key: int) -> Storage:
+        real = _storage_of(tensor)
+        nbytes = real.nbytes()
+        watch = Watch(real, buried)
+        storage = watch.record = table[key] = adopt(key, nbytes, watch)
+        if nbytes >= LARGE:
+            engine.note_large(nbytes)
+        if engine.history is not None:
+            engine.history.note_kind(storage)
+        return storage
+
+    return register
 
 
 def _ready(seen: Seen) -> bool:

@@ -21,7 +21,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import Surroundings
+from spillway.engines.tensors.calls import Surroundings, with_holes
 from spillway.engines.tensors.ops import NO_TENSORS, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 
@@ -109,15 +109,15 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     call, call_with = quickest_call(info.func)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
     plain, harmless, surroundings, name, exactness = PLAIN_TENSORS, NO_TENSORS, Surroundings(), info.name, info.exactness
-    operator = info.func
+    operator, same = info.func, engine.geometries.setdefault
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
             return usual(info, args, kwargs)
         clock = controller.clock + 1
         reads: list[Value] = []
-        holes = list(args)
-        payload = [operator, holes, kwargs, surroundings.now()]
+        payload = [operator, args, kwargs, surroundings.now()]
+        last = -1
         for place, given in enumerate(args):
             if type(given) in plain:
                 try:
@@ -130,8 +130,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
                     return usual(info, args, kwargs)
                 value.recorded = True
                 reads.append(value)
-                holes[place] = None
-                payload += place, given.shape, given.stride(), given.storage_offset(), given.dtype
+                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                payload += place, same(geometry, geometry)
+                last = place
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
         if limited:
@@ -139,6 +140,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             if needed is None or controller.resident + needed > controller.allowed:
                 return usual(info, args, kwargs)
         controller.clock = clock
+        payload[1] = args[len(reads) :] if last + 1 == len(reads) else with_holes(args, {})[0]
         began = _now()
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         recipe = Recipe(clock, name, reads, payload, _now() - began, exactness)
@@ -165,12 +167,13 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
 def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create nothing, and write their first argument or nothing at all.
 
-    A write to a value that could be recomputed gets a recipe, which is left to `usual`. Any other value is its own
-    source: if no recipe reads it and there is no copy of it, the new content may take its place.
+    A value that could be recomputed has its next version recorded. Any other value is its own source: if no recipe
+    reads it and there is no copy of it, the new content may take its place.
     """
     controller, table, interrupts, overwrite = engine.controller, engine.table, engine.interrupts, engine.controller.overwrite
     call, call_with = quickest_call(info.func)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
+    write_recorded = _recorded_write(info, engine) if info.exactness else usual
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -192,20 +195,54 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
                 return usual(info, args, kwargs)
         if controller.resident > controller.allowed:
             return usual(info, args, kwargs)
-        if not writes:
-            controller.clock = clock
-            return call_with(*args, **kwargs) if kwargs else call(*args)
-        old = first.value
-        if old.recipe is not None or old.dependents:
-            return usual(info, args, kwargs)
+        if writes:
+            old = first.value
+            if old.dependents:
+                return usual(info, args, kwargs)
+            if old.recipe is not None:
+                return write_recorded(info, args, kwargs)
         controller.clock = clock
         try:
             out = call_with(*args, **kwargs) if kwargs else call(*args)
         except BaseException:
-            overwrite(first, None)  # whatever it wrote until then
+            if writes:
+                overwrite(first, None)  # whatever it wrote until then
             raise
-        if old.recorded or old.home is not None:
+        if writes and (old.recorded or old.home is not None):
             overwrite(first, None)
         return out
 
     return handle
+
+
+def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
+    """An edge from one version of the first argument to the next, once it is known that everything is ready."""
+    controller, table, overwrite, same = engine.controller, engine.table, engine.controller.overwrite, engine.geometries.setdefault
+    call, call_with = quickest_call(info.func)
+    plain, surroundings = PLAIN_TENSORS, Surroundings()
+
+    def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
+        controller.clock += 1
+        reads: list[Value] = []
+        payload = [info.func, args, kwargs, surroundings.now()]
+        for place, given in enumerate(args):
+            if type(given) in plain:
+                value: Any = table[_address(given)].value
+                value.recorded = True
+                reads.append(value)
+                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                payload += place, same(geometry, geometry)
+        payload[1] = with_holes(args, {})[0]
+        written = reads[0].storage
+        began = _now()
+        try:
+            out = call_with(*args, **kwargs) if kwargs else call(*args)
+        except BaseException:
+            overwrite(written, None)  # whatever it wrote until then
+            raise
+        recipe = Recipe(controller.clock, info.name, reads, payload, _now() - began, info.exactness)
+        controller.recipes.append(recipe)
+        recipe.writes = ((0, overwrite(written, recipe)),)
+        return out
+
+    return write

@@ -5,6 +5,7 @@ Everything is read off the op's schema once; what schemas do not say stands in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -83,34 +84,52 @@ Bound = Callable[[Sequence[Any]], int | None]
 
 
 def _like_first(args: Sequence[Any]) -> int | None:
-    return int(args[0].numel()) * 16 + 256
+    nbytes: int = args[0].numel() * 16 + 256
+    return nbytes
+
+
+def _three_like_first(args: Sequence[Any]) -> int | None:
+    nbytes: int = args[0].numel() * 48 + 768
+    return nbytes
 
 
 def _like_pair(args: Sequence[Any]) -> int | None:
     first, second = args[0], args[1]
-    if isinstance(second, torch.Tensor) and second.shape != first.shape:
+    if type(second) not in _NUMBERS and second.shape != first.shape:
         return None
-    return int(first.numel()) * 16 + 256
+    nbytes: int = first.numel() * 16 + 256
+    return nbytes
 
 
 def _matrix_product(args: Sequence[Any]) -> int | None:
     left, right = args[-2], args[-1]
-    if not isinstance(right, torch.Tensor) or not left.shape[-1]:
-        return None
-    return int(left.numel() // left.shape[-1] * right.shape[-1]) * int(left.element_size()) + 256
+    nbytes: int = left.shape[0] * right.shape[1] * left.element_size() + 256
+    return nbytes
+
+
+def _batched_product(args: Sequence[Any]) -> int | None:
+    left, right = args[-2], args[-1]
+    batch, rows, _ = left.shape
+    nbytes: int = batch * rows * right.shape[2] * left.element_size() + 256
+    return nbytes
+
+
+def _given_shape(args: Sequence[Any]) -> int | None:
+    return math.prod(args[1]) * 16 + 256
 
 
 def _nothing(args: Sequence[Any]) -> int | None:
     return 0
 
 
+_NUMBERS = (int, float, bool, complex)
 _LIKE_FIRST = (
     "_to_copy", "clone", "relu", "gelu", "tanh", "sigmoid", "silu", "exp", "log", "neg", "abs", "sqrt",
     "rsqrt", "reciprocal", "sin", "cos", "erf", "bernoulli", "empty_like", "zeros_like", "ones_like",
     "full_like", "rand_like", "randn_like", "_softmax", "_log_softmax", "sum", "mean", "native_layer_norm",
     "gelu_backward", "threshold_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
     "_softmax_backward_data", "_log_softmax_backward_data", "native_dropout", "native_dropout_backward",
-    "logical_not", "isnan", "hardtanh", "leaky_relu",
+    "logical_not", "isnan", "hardtanh", "leaky_relu", "_safe_softmax",
 )  # fmt: skip
 _LIKE_PAIR = (
     "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum",
@@ -119,7 +138,9 @@ _LIKE_PAIR = (
 BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
     {f"aten::{name}": _like_first for name in _LIKE_FIRST}
     | {f"aten::{name}": _like_pair for name in _LIKE_PAIR}
-    | {f"aten::{name}": _matrix_product for name in ("mm", "bmm", "addmm", "baddbmm")}
+    | {f"aten::{name}": _matrix_product for name in ("mm", "addmm")}
+    | {f"aten::{name}": _batched_product for name in ("bmm", "baddbmm")}
+    | {"aten::native_layer_norm_backward": _three_like_first, "aten::select_backward": _given_shape}
 )
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
