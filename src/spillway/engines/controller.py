@@ -115,8 +115,7 @@ class Controller:
             value.recipe = None  # somebody may have written it unseen (rule 10)
         if value.home is not None or value.leaves is not None:
             self._graveyard.append(value)
-        if self.events is not None:
-            self.events.append((self.clock, storage, Change.DIE))
+        self._note(storage, Change.DIE)
 
     def overwrite(self, storage: Storage, recipe: Recipe | None) -> Value:
         """The running op wrote `storage`: its next version begins (rules 2 and 7 were seen to by `prepare`)."""
@@ -488,12 +487,7 @@ class Controller:
         if self.dropped:
             return
         for recipe in self.recipes:
-            for value in recipe.creates:
-                value.recipe = None
-            for _, value in recipe.writes:
-                value.recipe = None
-            recipe.reads = recipe.creates = recipe.writes = ()
-            recipe.payload = None
+            recipe.forget()
         self.recipes.clear()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:

@@ -1,8 +1,8 @@
 """Shorter ways to call the ops that a step makes most often.
 
-torch's own Python functions parse their arguments faster than an `OpOverload`, which matches them against its schema one
-by one. A function is of use only where it surely arrives at the very same overload with the same arguments: every line
-below is checked by `tests/cpu/test_bindings.py`. Everything else is called as it came.
+torch's own Python functions parse their arguments faster than an `OpOverload`, which matches them against its schema
+one by one. A function is of use only where it surely arrives at the very same overload with the same arguments: every
+line below is checked by `tests/cpu/test_bindings.py`. Everything else is called as it came.
 
 Methods are taken from `TensorBase` (what `escapes` replaces stands on `Tensor`).
 """

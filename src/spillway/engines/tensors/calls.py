@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -16,6 +16,9 @@ Geometry = tuple[Any, ...]
 """How a tensor lies over its storage: shape, strides, storage offset, dtype."""
 
 Operand = tuple[Place, Geometry]
+
+OPERAND: Final = object()
+"""Stands in the place of a tensor among the arguments that a handler wrote down."""
 
 
 _grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
@@ -125,15 +128,16 @@ class Call(NamedTuple):
     def unpacked(payload: Any) -> Call:
         """The call that a recipe's payload stands for: itself, or a list of what the shortest way wrote down.
 
-        That is the op, its arguments, keywords and environment, and then place and geometry of each operand. Where the
-        operands come first, a tuple of only the arguments behind them is kept.
+        That is the op, its arguments, keywords and environment, and then the geometry of each operand. Of the arguments
+        there is a tuple of those behind the operands where operands come first, else a list with `OPERAND` in each of
+        their places.
         """
         if isinstance(payload, Call):
             return payload
-        func, args, kwargs, environment, *flat = payload
-        found = list(zip(flat[::2], flat[1::2], strict=True))
-        holes = [None] * len(found) + list(args) if isinstance(args, tuple) else args
-        return Call(func, holes, kwargs, found, environment)
+        func, args, kwargs, environment, *geometries = payload
+        holes: list[Any] = [OPERAND] * len(geometries) + list(args) if isinstance(args, tuple) else args
+        places = [place for place, given in enumerate(holes) if given is OPERAND]
+        return Call(func, holes, kwargs, list(zip(places, geometries, strict=True)), environment)
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""

@@ -63,8 +63,8 @@ class TensorEngine:
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
         self.geometries: dict[Geometry, Geometry] = {}
-        """Each geometry that recipes of this step mention, once: what many recipes share, the garbage collector does not
-        have to walk again and again."""
+        """Each geometry that recipes of this step mention, once: what many recipes share is one thing to walk for the
+        garbage collector."""
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
         self.lazy_bits = False

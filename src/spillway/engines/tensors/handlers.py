@@ -16,12 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import Surroundings, with_holes
+from spillway.engines.tensors.calls import OPERAND, Surroundings
 from spillway.engines.tensors.ops import NO_TENSORS, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 
@@ -108,7 +106,13 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = quickest_call(info.func)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
-    plain, harmless, surroundings, name, exactness = PLAIN_TENSORS, NO_TENSORS, Surroundings(), info.name, info.exactness
+    plain, harmless, surroundings, name, exactness = (
+        PLAIN_TENSORS,
+        NO_TENSORS,
+        Surroundings(),
+        info.name,
+        info.exactness,
+    )
     operator, same = info.func, engine.geometries.setdefault
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -131,7 +135,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
                 value.recorded = True
                 reads.append(value)
                 geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
-                payload += place, same(geometry, geometry)
+                payload.append(same(geometry, geometry))
                 last = place
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
@@ -140,7 +144,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             if needed is None or controller.resident + needed > controller.allowed:
                 return usual(info, args, kwargs)
         controller.clock = clock
-        payload[1] = args[len(reads) :] if last + 1 == len(reads) else with_holes(args, {})[0]
+        payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = _now()
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         recipe = Recipe(clock, name, reads, payload, _now() - began, exactness)
@@ -170,7 +174,12 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     A value that could be recomputed has its next version recorded. Any other value is its own source: if no recipe
     reads it and there is no copy of it, the new content may take its place.
     """
-    controller, table, interrupts, overwrite = engine.controller, engine.table, engine.interrupts, engine.controller.overwrite
+    controller, table, interrupts, overwrite = (
+        engine.controller,
+        engine.table,
+        engine.interrupts,
+        engine.controller.overwrite,
+    )
     call, call_with = quickest_call(info.func)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine) if info.exactness else usual
@@ -217,7 +226,12 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 
 def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
     """An edge from one version of the first argument to the next, once it is known that everything is ready."""
-    controller, table, overwrite, same = engine.controller, engine.table, engine.controller.overwrite, engine.geometries.setdefault
+    controller, table, overwrite, same = (
+        engine.controller,
+        engine.table,
+        engine.controller.overwrite,
+        engine.geometries.setdefault,
+    )
     call, call_with = quickest_call(info.func)
     plain, surroundings = PLAIN_TENSORS, Surroundings()
 
@@ -225,14 +239,14 @@ def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
         controller.clock += 1
         reads: list[Value] = []
         payload = [info.func, args, kwargs, surroundings.now()]
-        for place, given in enumerate(args):
+        for given in args:
             if type(given) in plain:
                 value: Any = table[_address(given)].value
                 value.recorded = True
                 reads.append(value)
                 geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
-                payload += place, same(geometry, geometry)
-        payload[1] = with_holes(args, {})[0]
+                payload.append(same(geometry, geometry))
+        payload[1] = _where_tensors_stand(args)
         written = reads[0].storage
         began = _now()
         try:
@@ -246,3 +260,7 @@ def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
         return out
 
     return write
+
+
+def _where_tensors_stand(args: Sequence[Any]) -> list[Any]:
+    return [OPERAND if type(given) in PLAIN_TENSORS else given for given in args]

@@ -17,7 +17,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Storage, Value
-from spillway.engines.tensors.calls import Call, Environment, Operand, Place, Surroundings, geometry_of, operands, with_holes
+from spillway.engines.tensors.calls import (
+    Call,
+    Environment,
+    Operand,
+    Place,
+    Surroundings,
+    geometry_of,
+    operands,
+    with_holes,
+)
 from spillway.engines.tensors.handlers import Handler, Usual, handler_for
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, PLAIN_TENSORS, OpInfo

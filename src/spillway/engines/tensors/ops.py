@@ -88,8 +88,8 @@ def _like_first(args: Sequence[Any]) -> int | None:
     return nbytes
 
 
-def _three_like_first(args: Sequence[Any]) -> int | None:
-    nbytes: int = args[0].numel() * 48 + 768
+def _layer_norm_backward(args: Sequence[Any]) -> int | None:
+    nbytes: int = args[0].numel() * 16 + math.prod(args[2]) * 32 + 768
     return nbytes
 
 
@@ -103,19 +103,27 @@ def _like_pair(args: Sequence[Any]) -> int | None:
 
 def _matrix_product(args: Sequence[Any]) -> int | None:
     left, right = args[-2], args[-1]
-    nbytes: int = left.shape[0] * right.shape[1] * left.element_size() + 256
+    try:
+        (rows, _), (_, columns) = left.shape, right.shape
+    except (AttributeError, ValueError):  # the last argument is a dtype; or torch is about to refuse the call
+        return None
+    nbytes: int = rows * columns * left.element_size() + 256
     return nbytes
 
 
 def _batched_product(args: Sequence[Any]) -> int | None:
     left, right = args[-2], args[-1]
-    batch, rows, _ = left.shape
-    nbytes: int = batch * rows * right.shape[2] * left.element_size() + 256
+    try:
+        (batch, rows, _), (_, _, columns) = left.shape, right.shape
+    except (AttributeError, ValueError):
+        return None
+    nbytes: int = batch * rows * columns * left.element_size() + 256
     return nbytes
 
 
 def _given_shape(args: Sequence[Any]) -> int | None:
-    return math.prod(args[1]) * 16 + 256
+    nbytes: int = math.prod(args[1]) * 16 + 256
+    return nbytes
 
 
 def _nothing(args: Sequence[Any]) -> int | None:
@@ -140,7 +148,7 @@ BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
     | {f"aten::{name}": _like_pair for name in _LIKE_PAIR}
     | {f"aten::{name}": _matrix_product for name in ("mm", "addmm")}
     | {f"aten::{name}": _batched_product for name in ("bmm", "baddbmm")}
-    | {"aten::native_layer_norm_backward": _three_like_first, "aten::select_backward": _given_shape}
+    | {"aten::native_layer_norm_backward": _layer_norm_backward, "aten::select_backward": _given_shape}
 )
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
