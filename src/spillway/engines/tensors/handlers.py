@@ -118,10 +118,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
             return usual(info, args, kwargs)
-        clock = controller.clock + 1
+        clock, last = controller.clock + 1, -1
         reads: list[Value] = []
         payload = [operator, args, kwargs, surroundings.now()]
-        last = -1
         for place, given in enumerate(args):
             if type(given) in plain:
                 try:
@@ -139,10 +138,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
                 last = place
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
-        if limited:
-            needed = bound(args) if bound is not None else None
-            if needed is None or controller.resident + needed > controller.allowed:
-                return usual(info, args, kwargs)
+        needed = (bound(args) if bound is not None else None) if limited else 0
+        if needed is None or controller.resident + needed > controller.allowed:
+            return usual(info, args, kwargs)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = _now()
@@ -158,11 +156,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             if kwargs and info.places and out.device.type != "cpu":
                 engine.unmanaged += 1
                 return out
-            storage = register(out, key)
-            if (value := storage.value) is not None:
-                value.recipe = recipe
-                recipe.creates = (value,)
-                recipe.nbytes = storage.nbytes
+            value = register(out, key).value
+            value.recipe = recipe
+            recipe.creates, recipe.nbytes = (value,), value.storage.nbytes
         return out
 
     return handle
