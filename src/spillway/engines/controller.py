@@ -487,10 +487,7 @@ class Controller:
         if self.dropped:
             return
         for recipe in self.recipes:
-            for value in (*recipe.creates, *(value for _, value in recipe.writes)):
-                value.recipe = None
-            recipe.reads = recipe.creates = recipe.writes = ()
-            recipe.payload = None
+            recipe.forget()
         self.recipes.clear()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:

@@ -43,16 +43,12 @@ class Storage:
     drops that keep it alive, `written` says that the running op will write it. An `exposed` storage can be read by
     code that does not ask the controller (it may be moved, not dropped), an `escaped` one is reached by its address
     (it stays).
-
-    What rarely differs from its default stands on the class, because one of these is made by nearly every op.
     """
 
-    locks = 0
-    held = 0
-    written = False
-    escaped = False
-    exposed = False
-    kind: str | None = None
+    __slots__ = (
+        "escaped", "exposed", "handle", "held", "key", "kind", "locks", "nbytes", "number", "touched", "value",
+        "written",
+    )  # fmt: skip
 
     def __init__(self, number: int, key: int, nbytes: Bytes, handle: Any, touched: int) -> None:
         self.number = number
@@ -60,6 +56,9 @@ class Storage:
         self.nbytes = nbytes
         self.handle = handle
         self.touched = touched
+        self.locks = self.held = 0
+        self.written = self.escaped = self.exposed = False
+        self.kind: str | None = None
         self.value: Value | None = Value(self, None)
 
     def __repr__(self) -> str:
@@ -71,19 +70,21 @@ class Value:
 
     `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped
     value and `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in,
-    `wanted` counts the pending replays and ops that need it.
+    `wanted` counts the pending replays and ops that need it. `recorded` says that a recipe may read it: a write then
+    has to begin another value, or a replay would take the new content for the old one.
     """
 
-    absent = HERE
-    home: Any = None
-    leaves: tuple[Value, ...] | None = None
-    dependents: set[Value] | None = None
-    wanted = 0
-    chain = 0
+    __slots__ = ("absent", "chain", "dependents", "home", "leaves", "recipe", "recorded", "storage", "wanted")
 
     def __init__(self, storage: Storage, recipe: Recipe | None) -> None:
         self.storage = storage
         self.recipe = recipe
+        self.absent = HERE
+        self.home: Any = None
+        self.leaves: tuple[Value, ...] | None = None
+        self.dependents: set[Value] | None = None
+        self.wanted = self.chain = 0
+        self.recorded = False
 
     @property
     def alive(self) -> bool:
@@ -102,9 +103,7 @@ class Recipe:
     belongs to the machine: the call itself. `nbytes` is what the created storages need.
     """
 
-    creates: Sequence[Value] = ()
-    writes: Sequence[tuple[int, Value]] = ()
-    nbytes: Bytes = 0
+    __slots__ = ("creates", "exactness", "name", "nbytes", "number", "payload", "reads", "seconds", "writes")
 
     def __init__(
         self, number: int, name: str, reads: Sequence[Value], payload: Any, seconds: Seconds, exactness: int
@@ -115,6 +114,18 @@ class Recipe:
         self.payload = payload
         self.seconds = seconds
         self.exactness = exactness
+        self.creates: Sequence[Value] = ()
+        self.writes: Sequence[tuple[int, Value]] = ()
+        self.nbytes: Bytes = 0
+
+    def forget(self) -> None:
+        """Make sources of the values it made, and let go of everything."""
+        for value in self.creates:
+            value.recipe = None
+        for _, value in self.writes:
+            value.recipe = None
+        self.reads = self.creates = self.writes = ()
+        self.payload = None
 
     def __repr__(self) -> str:
         return f"Recipe({self.number}, {self.name})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -16,6 +16,14 @@ Geometry = tuple[Any, ...]
 """How a tensor lies over its storage: shape, strides, storage offset, dtype."""
 
 Operand = tuple[Place, Geometry]
+
+OPERAND: Final = object()
+"""Stands in the place of a tensor among the arguments that a handler wrote down."""
+
+
+_grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
+_deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
+_matmul_precision = torch._C._get_float32_matmul_precision
 
 
 class Environment(NamedTuple):
@@ -39,6 +47,26 @@ class Environment(NamedTuple):
             torch._C._get_mkldnn_enabled(),
             torch.get_float32_matmul_precision(),
         )
+
+
+@final
+class Surroundings:
+    """The settings at any moment; one record for as long as they stay the same."""
+
+    __slots__ = ("_last",)
+
+    def __init__(self) -> None:
+        self._last = Environment.now()
+
+    def now(self) -> Environment:
+        """The settings of this thread and process at this moment."""
+        last = self._last
+        if last == (
+            _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
+        ):  # fmt: skip
+            return last
+        last = self._last = Environment.now()
+        return last
 
 
 @final
@@ -95,6 +123,21 @@ class Call(NamedTuple):
     outputs: tuple[int, ...] = (0,)
     scratch: Sequence[Operand] = ()
     random: tuple[torch.Generator, torch.Tensor] | None = None
+
+    @staticmethod
+    def unpacked(payload: Any) -> Call:
+        """The call that a recipe's payload stands for: itself, or a list of what the shortest way wrote down.
+
+        That is the op, its arguments, keywords and environment, and then the geometry of each operand. Of the arguments
+        there is a tuple of those behind the operands where operands come first, else a list with `OPERAND` in each of
+        their places.
+        """
+        if isinstance(payload, Call):
+            return payload
+        func, args, kwargs, environment, *geometries = payload
+        holes: list[Any] = [OPERAND] * len(geometries) + list(args) if isinstance(args, tuple) else args
+        places = [place for place, given in enumerate(holes) if given is OPERAND]
+        return Call(func, holes, kwargs, list(zip(places, geometries, strict=True)), environment)
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""

@@ -14,10 +14,11 @@ import torch
 
 from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.records import DROPPED, Storage, Value
+from spillway.engines.tensors.calls import Geometry
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
-from spillway.engines.tensors.mode import Completion, Seen, tracking_mode
+from spillway.engines.tensors.mode import Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
@@ -55,11 +56,14 @@ class TensorEngine:
         self.controller = Controller(self.machine, policy, allowed)
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
+        self.geometries: dict[Geometry, Geometry] = {}
+        """Each geometry that recipes of this step mention, once: what many recipes share is one thing to walk for the
+        garbage collector."""
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
         self.lazy_bits = False
-        self._on_death = self._buried
         self.unmanaged = 0
+        self.register = build_register(self)
         self.in_step = False
         self.start_bytes: Bytes = 0
         self.ops = 0
@@ -67,7 +71,7 @@ class TensorEngine:
         self._first_op = 0
         self._escapes = Escapes(self)
         self._closed = False
-        self._mode: Any = tracking_mode(self)
+        self._dispatch = Dispatch(self)
 
     # ------------------------------------------------------------------ storages
 
@@ -80,9 +84,12 @@ class TensorEngine:
     def note_lazy_bits(self) -> None:
         """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is
         closed."""
+        if self.lazy_bits:
+            return
         self.lazy_bits = True
         for info in self.infos.values():
             info.fast = False
+        self._dispatch.start_anew()
 
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
@@ -124,24 +131,6 @@ class TensorEngine:
             self.unmanaged += 1
             return None
         return None if key in self.table else self.register(tensor, key)
-
-    def register(self, tensor: torch.Tensor, key: int) -> Storage:
-        """Begin to account for the storage at `key`."""
-        real = _storage_of(tensor)
-        nbytes = real.nbytes()
-        watch = Watch(real, self._on_death)
-        storage = watch.record = self.table[key] = self.controller.adopt(key, nbytes, watch)
-        if nbytes >= LARGE:
-            self.reclaimer.created(nbytes)
-        if self.history is not None:
-            self.history.note_kind(storage)
-        return storage
-
-    def _buried(self, watch: Any) -> None:
-        storage: Storage = watch.record
-        self.table.pop(storage.key, None)
-        storage.handle = None
-        self.controller.bury(storage)
 
     def current(self, storage: Storage) -> Value:
         """The storage's current value."""
@@ -255,7 +244,7 @@ class TensorEngine:
         self._first_op = controller.clock
         self.unmanaged = 0
         self.history = StepHistory(self, record) if record is not None else None
-        self._mode.__enter__()
+        self._dispatch.push()
         self.in_step = True
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -269,10 +258,11 @@ class TensorEngine:
         """Stop watching; everything the user can reach is right and readable (rules 11 and 12)."""
         if self.in_step:
             self.in_step = False
-            self._mode.__exit__(None, None, None)
+            self._dispatch.pop()
             self.ops = self.controller.clock - self._first_op
         with self.controller.lock:
             self.controller.end_step()
+        self.geometries.clear()
         self.tier.generation += 1
 
     def close(self) -> None:
@@ -297,6 +287,31 @@ class TensorEngine:
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
         return sum(storage.escaped for storage in self.table.values())
+
+
+def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
+    """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
+    controller, table = engine.controller, engine.table
+    adopt, bury, created = controller.adopt, controller.bury, engine.reclaimer.created
+
+    def buried(watch: Any) -> None:
+        storage: Storage = watch.record
+        table.pop(storage.key, None)
+        storage.handle = None
+        bury(storage)
+
+    def register(tensor: torch.Tensor, key: int) -> Storage:
+        real = _storage_of(tensor)
+        nbytes = real.nbytes()
+        watch = Watch(real, buried)
+        storage = watch.record = table[key] = adopt(key, nbytes, watch)
+        if nbytes >= LARGE:
+            created(nbytes)
+        if engine.history is not None:
+            engine.history.note_kind(storage)
+        return storage
+
+    return register
 
 
 def _ready(seen: Seen) -> bool:

@@ -51,7 +51,7 @@ class CpuMachine:
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
-        call = Call(*recipe.payload)
+        call = Call.unpacked(recipe.payload)
         inputs = [_real(storage) for storage in bindings]
         results = call.again(inputs)
         flat = tensors_of(results)

@@ -1,8 +1,8 @@
-"""The dispatch mode: sees every op of a step, and costs as little as Python allows while there is room.
+"""The dispatch mode: sees every op of a step, and hands it on to the function that was made for it (`handlers`).
 
-NOTE [The short way]. For most ops it is: look up each tensor's storage by address, compare one bound with the budget,
-run the op, register what it created. State lives in closure cells instead of attributes, and anything unusual (tensor
-lists, keyword tensors, random ops, absent inputs, not enough room) leaves through `_general` or `prepare`.
+What that function does not take comes back to `Usual` here: ops with several results, ops that write several tensors,
+and any op while room is short. Whatever `Usual` does not take either (tensor lists, keyword tensors, random ops,
+tensors that were never seen) goes through `General`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Storage, Value
-from spillway.engines.tensors.calls import Call, Environment, Operand, Place, geometry_of, operands, with_holes
+from spillway.engines.tensors.calls import (
+    Call,
+    Environment,
+    Operand,
+    Place,
+    Surroundings,
+    geometry_of,
+    operands,
+    with_holes,
+)
+from spillway.engines.tensors.handlers import Handler, Usual, handler_for
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.private import rules_of
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -29,21 +40,66 @@ Completion = Callable[..., Any]
 """Runs a ready op: see `build_completion`."""
 
 _now = time.perf_counter
-_grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
-_deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
-_matmul_precision = torch._C._get_float32_matmul_precision
 
 
-def tracking_mode(engine: TensorEngine) -> TorchDispatchMode:
-    """The mode to push for the length of a step.
+@final
+class Dispatch:
+    """The mode of one engine, and its handlers.
 
-    A class of its own per engine: torch looks `__torch_dispatch__` up on the class, and a plain function with closure
-    cells is the cheapest thing that it can find there. The wrapper against dynamo is left out because it costs as
-    much as all we do.
+    The mode's class is the engine's own. torch finds a handler by op and class, so that no op waits for Python code
+    that looks for it; only an op that was never seen, or a torch that does not look, comes through
+    `__torch_dispatch__`. Handlers are where torch finds them only while a step is watched, because that place would
+    keep the engine alive. The wrapper against dynamo is left out because it costs as much as all we do.
     """
-    members = {"__torch_dispatch__": build_dispatch(engine), "_should_skip_dynamo": classmethod(lambda cls: False)}
-    mode: TorchDispatchMode = type("TrackingMode", (TorchDispatchMode,), members)()
-    return mode
+
+    def __init__(self, engine: TensorEngine) -> None:
+        self._engine = engine
+        self._usual = build_usual(engine)
+        self._handlers: dict[int, tuple[Any, Handler]] = {}
+        self._watching = False
+        self._class = type(
+            "TrackingMode",
+            (TorchDispatchMode,),
+            {"__torch_dispatch__": self._build(), "_should_skip_dynamo": classmethod(lambda cls: False)},
+        )
+        self._mode: Any = self._class()
+
+    def _build(self) -> Handler:
+        handlers, learn = self._handlers, self._learn
+
+        def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            _, handler = handlers.get(id(func)) or learn(func)
+            return handler(mode, func, types, args, kwargs)
+
+        return dispatch
+
+    def _learn(self, func: Any) -> tuple[Any, Handler]:
+        info = self._engine.infos.get(id(func)) or self._engine.learn_op(func)
+        handler = handler_for(info, self._engine, self._usual)
+        if self._watching:
+            rules_of(func)[self._class] = handler
+        found = self._handlers[id(func)] = (func, handler)
+        return found
+
+    def push(self) -> None:
+        """Watch from here."""
+        self._watching = True
+        for func, handler in self._handlers.values():
+            rules_of(func)[self._class] = handler
+        self._mode.__enter__()
+
+    def pop(self) -> None:
+        """Watch no longer."""
+        self._mode.__exit__(None, None, None)
+        self._watching = False
+        for func, _ in self._handlers.values():
+            rules_of(func).pop(self._class, None)
+
+    def start_anew(self) -> None:
+        """What is known about ops has changed: make their handlers again when they come next."""
+        for func, _ in self._handlers.values():
+            rules_of(func).pop(self._class, None)
+        self._handlers.clear()
 
 
 @final
@@ -72,18 +128,15 @@ class Seen:
         )
 
 
-def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
-    """The function that torch calls for every op; see NOTE [The short way]."""
-    controller, table, infos, interrupts = engine.controller, engine.table, engine.infos, engine.interrupts
-    learn, plain = engine.learn_op, PLAIN_TENSORS
+def build_usual(engine: TensorEngine) -> Usual:
+    """What takes the calls that no handler finishes; it counts the op."""
+    controller, table, interrupts = engine.controller, engine.table, engine.interrupts
+    plain = PLAIN_TENSORS
     complete = build_completion(engine)
     general = General(engine, complete)
     limited = controller.allowed < UNLIMITED
 
-    def dispatch(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        info = infos.get(id(func)) or learn(func)
-        if info.view:
-            return info.call(*args, **kwargs) if kwargs else info.call(*args)
+    def usual(info: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
         if not info.fast or interrupts:
             return general(info, args, kwargs or {})
         controller.clock = clock = controller.clock + 1
@@ -122,7 +175,7 @@ def build_dispatch(engine: TensorEngine) -> Callable[..., Any]:
                 return engine.run_short_of_room(Seen(info, args, kwargs, reads, places, writes), complete)
         return complete(info, args, kwargs, reads, places, writes)
 
-    return dispatch
+    return usual
 
 
 def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storage]) -> Sequence[Any]:
@@ -186,34 +239,30 @@ def build_completion(engine: TensorEngine) -> Completion:
 class Recorder:
     """Writes recipes, and the less usual things that an op does to storages."""
 
-    __slots__ = ("_controller", "_engine", "_environment")
+    __slots__ = ("_controller", "_engine", "_surroundings")
 
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         self._controller = engine.controller
-        self._environment = Environment.now()
+        self._surroundings = Surroundings()
 
     def recipe(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
         places: Sequence[Any], scratch: Sequence[Operand],
     ) -> Recipe:  # fmt: skip
         """The op about to run, in enough detail to run it again."""
+        for value in reads:
+            value.recorded = True
         if not info.fast:
             call = _record_generally(info, args, kwargs or {}, places, scratch)
             return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
-        environment = self._environment
-        if environment != (
-            _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
-        ):  # fmt: skip
-            environment = self._environment = Environment.now()
         holes = list(args)
         recorded: list[Operand] = []
         for place in places:
-            tensor = holes[place]
-            recorded.append((place, (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)))
+            recorded.append((place, geometry_of(holes[place])))
             holes[place] = None
-        payload = (info.func, holes, kwargs, recorded, environment)  # a `Call` once it has to be made again
-        return Recipe(self._controller.clock, info.name, reads, payload, 0.0, info.exactness)
+        call = Call(info.func, holes, kwargs, recorded, self._surroundings.now())
+        return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
 
     def note_writes(
         self, info: OpInfo, reads: Sequence[Value], writes: Sequence[Storage], recipe: Recipe | None
@@ -244,7 +293,7 @@ class Recorder:
         if recipe is not None:
             recipe.creates = created
             recipe.nbytes = sum(value.storage.nbytes for value in created)
-            recipe.payload = Call(*recipe.payload)._replace(outputs=tuple(positions))
+            recipe.payload = recipe.payload._replace(outputs=tuple(positions))
 
 
 def _record_generally(

@@ -5,6 +5,7 @@ Everything is read off the op's schema once; what schemas do not say stands in t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -83,34 +84,60 @@ Bound = Callable[[Sequence[Any]], int | None]
 
 
 def _like_first(args: Sequence[Any]) -> int | None:
-    return int(args[0].numel()) * 16 + 256
+    nbytes: int = args[0].numel() * 16 + 256
+    return nbytes
+
+
+def _layer_norm_backward(args: Sequence[Any]) -> int | None:
+    nbytes: int = args[0].numel() * 16 + math.prod(args[2]) * 32 + 768
+    return nbytes
 
 
 def _like_pair(args: Sequence[Any]) -> int | None:
     first, second = args[0], args[1]
-    if isinstance(second, torch.Tensor) and second.shape != first.shape:
+    if type(second) not in _NUMBERS and second.shape != first.shape:
         return None
-    return int(first.numel()) * 16 + 256
+    nbytes: int = first.numel() * 16 + 256
+    return nbytes
 
 
 def _matrix_product(args: Sequence[Any]) -> int | None:
     left, right = args[-2], args[-1]
-    if not isinstance(right, torch.Tensor) or not left.shape[-1]:
+    try:
+        (rows, _), (_, columns) = left.shape, right.shape
+    except (AttributeError, ValueError):  # the last argument is a dtype; or torch is about to refuse the call
         return None
-    return int(left.numel() // left.shape[-1] * right.shape[-1]) * int(left.element_size()) + 256
+    nbytes: int = rows * columns * left.element_size() + 256
+    return nbytes
+
+
+def _batched_product(args: Sequence[Any]) -> int | None:
+    left, right = args[-2], args[-1]
+    try:
+        (batch, rows, _), (_, _, columns) = left.shape, right.shape
+    except (AttributeError, ValueError):
+        return None
+    nbytes: int = batch * rows * columns * left.element_size() + 256
+    return nbytes
+
+
+def _given_shape(args: Sequence[Any]) -> int | None:
+    nbytes: int = math.prod(args[1]) * 16 + 256
+    return nbytes
 
 
 def _nothing(args: Sequence[Any]) -> int | None:
     return 0
 
 
+_NUMBERS = (int, float, bool, complex)
 _LIKE_FIRST = (
     "_to_copy", "clone", "relu", "gelu", "tanh", "sigmoid", "silu", "exp", "log", "neg", "abs", "sqrt",
     "rsqrt", "reciprocal", "sin", "cos", "erf", "bernoulli", "empty_like", "zeros_like", "ones_like",
     "full_like", "rand_like", "randn_like", "_softmax", "_log_softmax", "sum", "mean", "native_layer_norm",
     "gelu_backward", "threshold_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
     "_softmax_backward_data", "_log_softmax_backward_data", "native_dropout", "native_dropout_backward",
-    "logical_not", "isnan", "hardtanh", "leaky_relu",
+    "logical_not", "isnan", "hardtanh", "leaky_relu", "_safe_softmax",
 )  # fmt: skip
 _LIKE_PAIR = (
     "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum",
@@ -119,13 +146,22 @@ _LIKE_PAIR = (
 BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
     {f"aten::{name}": _like_first for name in _LIKE_FIRST}
     | {f"aten::{name}": _like_pair for name in _LIKE_PAIR}
-    | {f"aten::{name}": _matrix_product for name in ("mm", "bmm", "addmm", "baddbmm")}
+    | {f"aten::{name}": _matrix_product for name in ("mm", "addmm")}
+    | {f"aten::{name}": _batched_product for name in ("bmm", "baddbmm")}
+    | {"aten::native_layer_norm_backward": _layer_norm_backward, "aten::select_backward": _given_shape}
 )
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
 
 PLAIN_TENSORS: Final[set[type]] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 """Types whose bytes are one storage. Other subclasses are looked at one by one."""
+
+
+NO_TENSORS: Final[set[type]] = {
+    type(None), bool, int, float, complex, str, list, tuple, torch.dtype, torch.device, torch.layout,
+    torch.memory_format, torch.Size,
+}  # fmt: skip
+"""Types of arguments that are no tensors, for ops without lists of tensors."""
 
 
 @final
@@ -141,6 +177,7 @@ class OpInfo:
         "fresh",
         "func",
         "name",
+        "places",
         "resizes",
         "schema_writes",
         "scratch",
@@ -186,6 +223,8 @@ class OpInfo:
             kind is not None and result.alias_info is None for kind, result in zip(returns, schema.returns, strict=True)
         )
         """Whether it may create storages, going by the schema."""
+        self.places = any(argument.name == "device" for argument in schema.arguments)
+        """Whether a call may say on which device its result is to be."""
         positional = not any(
             argument.kwarg_only and kind is not None for argument, kind in zip(schema.arguments, kinds, strict=True)
         )

@@ -17,6 +17,21 @@ CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can exchange the bytes under a storage (2.13 can, 2.11 cannot)."""
 
 
+def rules_of(func: Any) -> dict[type, Callable[..., Any]]:
+    """Functions that torch calls for `func`, by the class of the mode on top, instead of its `__torch_dispatch__`.
+
+    It looks there for every op. A torch without this registry finds `__torch_dispatch__`, and what is put into this
+    dictionary is never looked at.
+    """
+    try:
+        from torch._library.simple_registry import singleton
+
+        rules: dict[type, Callable[..., Any]] = singleton.find(func.__qualname__).torch_dispatch_rules._data
+    except (ImportError, AttributeError):
+        return {}
+    return rules
+
+
 def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the bytes of two storages of one size; tensors, views and version counters do not notice."""
     cast(Any, one)._swap_data_ptr_(other)

@@ -225,7 +225,7 @@ def _evident(info: OpInfo, args: Sequence[Any]) -> Bytes | None:
     """
     if info.name in _PRODUCTS:
         left, right = args[-2], args[-1]
-        if not isinstance(right, torch.Tensor) or not left.shape[-1]:
+        if not isinstance(right, torch.Tensor) or not (left.dim() and right.dim() and left.shape[-1]):
             return None
         return int(left.numel() // left.shape[-1] * right.shape[-1] * left.element_size()) + _SLACK
     if info.name not in _LIKE_OPERANDS or not args[0].dtype.is_floating_point:

@@ -1,0 +1,262 @@
+"""What the dispatch mode does for the ops that make up nearly all of a step: one function per op, made for it.
+
+NOTE [The shortest way]. What is known about an op once and for all (is it a view, does it create one storage, does it
+write its first argument) is decided when its function is made. The function looks each tensor's storage up by the
+address of its storage object, compares one bound with the budget, runs the op and registers what it created. State
+lives in closure cells.
+
+Before the op runs a function changes nothing but when a storage was last used. So whatever it meets that is unusual
+(an absent input, a tensor that was never seen, no room) it leaves as it is to `usual`, which begins anew and counts
+the op.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.records import Recipe, Value
+from spillway.engines.tensors.bindings import quickest_call
+from spillway.engines.tensors.calls import OPERAND, Surroundings
+from spillway.engines.tensors.ops import NO_TENSORS, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.private import storage_address as _address
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.engine import TensorEngine
+
+Handler = Callable[..., Any]
+"""What torch calls for an op: of the mode, the op, types, arguments and keywords only the last two matter."""
+
+Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
+"""Takes any call at all."""
+
+_now = time.perf_counter
+
+
+def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+    """The cheapest function that does all there is to do for the op."""
+    if info.view:
+        return _passing_by(info)
+    if info.fast and not info.resizes:
+        if info.fresh and info.single and not info.writes:
+            recorded = engine.controller.policy.uses_recipes and info.exactness
+            return (_creating_with_recipe if recorded else _creating)(info, engine, usual)
+        if not info.fresh and info.writes in ((), (0,)):
+            return _writing(info, engine, usual)
+    return lambda _, func, types, args=(), kwargs=None: usual(info, args, kwargs)
+
+
+def _passing_by(info: OpInfo) -> Handler:
+    """For views: they touch no bytes."""
+    call, call_with = quickest_call(info.func)
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return call_with(*args, **kwargs) if kwargs else call(*args)
+
+    return handle
+
+
+def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+    """For ops that create one storage and write none, when no recipes are wanted."""
+    controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
+    call, call_with = quickest_call(info.func)
+    bound, limited = info.bound, controller.allowed < UNLIMITED
+    plain, harmless = PLAIN_TENSORS, NO_TENSORS
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if interrupts:
+            return usual(info, args, kwargs)
+        clock = controller.clock + 1
+        for given in args:
+            if type(given) in plain:
+                try:
+                    storage = table[_address(given)]
+                except (KeyError, RuntimeError):
+                    return usual(info, args, kwargs)
+                storage.touched = clock
+                if storage.value.absent:  # type: ignore[union-attr]
+                    return usual(info, args, kwargs)
+            elif type(given) not in harmless:
+                return usual(info, args, kwargs)
+        if limited:
+            needed = bound(args) if bound is not None else None
+            if needed is None or controller.resident + needed > controller.allowed:
+                return usual(info, args, kwargs)
+        controller.clock = clock
+        out = call_with(*args, **kwargs) if kwargs else call(*args)
+        try:
+            key = _address(out)
+        except (RuntimeError, NotImplementedError, TypeError):
+            engine.unmanaged += out is not None
+            return out
+        if key not in table:
+            if kwargs and info.places and out.device.type != "cpu":
+                engine.unmanaged += 1
+                return out
+            register(out, key)
+        return out
+
+    return handle
+
+
+def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+    """For ops that create one storage and write none. The payload of their recipes is what `Call.unpacked` reads."""
+    controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
+    call, call_with = quickest_call(info.func)
+    bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
+    plain, harmless, surroundings, name, exactness = (
+        PLAIN_TENSORS,
+        NO_TENSORS,
+        Surroundings(),
+        info.name,
+        info.exactness,
+    )
+    operator, same = info.func, engine.geometries.setdefault
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if interrupts:
+            return usual(info, args, kwargs)
+        clock, last = controller.clock + 1, -1
+        reads: list[Value] = []
+        payload = [operator, args, kwargs, surroundings.now()]
+        for place, given in enumerate(args):
+            if type(given) in plain:
+                try:
+                    storage = table[_address(given)]
+                except (KeyError, RuntimeError):
+                    return usual(info, args, kwargs)
+                storage.touched = clock
+                value: Any = storage.value
+                if value.absent:
+                    return usual(info, args, kwargs)
+                value.recorded = True
+                reads.append(value)
+                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                payload.append(same(geometry, geometry))
+                last = place
+            elif type(given) not in harmless:
+                return usual(info, args, kwargs)
+        needed = (bound(args) if bound is not None else None) if limited else 0
+        if needed is None or controller.resident + needed > controller.allowed:
+            return usual(info, args, kwargs)
+        controller.clock = clock
+        payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
+        began = _now()
+        out = call_with(*args, **kwargs) if kwargs else call(*args)
+        recipe = Recipe(clock, name, reads, payload, _now() - began, exactness)
+        append(recipe)
+        try:
+            key = _address(out)
+        except (RuntimeError, NotImplementedError, TypeError):
+            engine.unmanaged += out is not None
+            return out
+        if key not in table:
+            if kwargs and info.places and out.device.type != "cpu":
+                engine.unmanaged += 1
+                return out
+            value = register(out, key).value
+            value.recipe = recipe
+            recipe.creates, recipe.nbytes = (value,), value.storage.nbytes
+        return out
+
+    return handle
+
+
+def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+    """For ops that create nothing, and write their first argument or nothing at all.
+
+    A value that could be recomputed has its next version recorded. Any other value is its own source: if no recipe
+    reads it and there is no copy of it, the new content may take its place.
+    """
+    controller, table, interrupts, overwrite = (
+        engine.controller,
+        engine.table,
+        engine.interrupts,
+        engine.controller.overwrite,
+    )
+    call, call_with = quickest_call(info.func)
+    plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
+    write_recorded = _recorded_write(info, engine) if info.exactness else usual
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if interrupts:
+            return usual(info, args, kwargs)
+        clock = controller.clock + 1
+        first: Any = None
+        for given in args:
+            if type(given) in plain:
+                try:
+                    storage = table[_address(given)]
+                except (KeyError, RuntimeError):
+                    return usual(info, args, kwargs)
+                storage.touched = clock
+                if storage.value.absent:  # type: ignore[union-attr]
+                    return usual(info, args, kwargs)
+                if first is None:
+                    first = storage
+            elif type(given) not in harmless:
+                return usual(info, args, kwargs)
+        if controller.resident > controller.allowed:
+            return usual(info, args, kwargs)
+        if writes:
+            old = first.value
+            if old.dependents:
+                return usual(info, args, kwargs)
+            if old.recipe is not None:
+                return write_recorded(info, args, kwargs)
+        controller.clock = clock
+        try:
+            out = call_with(*args, **kwargs) if kwargs else call(*args)
+        except BaseException:
+            if writes:
+                overwrite(first, None)  # whatever it wrote until then
+            raise
+        if writes and (old.recorded or old.home is not None):
+            overwrite(first, None)
+        return out
+
+    return handle
+
+
+def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
+    """An edge from one version of the first argument to the next, once it is known that everything is ready."""
+    controller, table, overwrite, same = (
+        engine.controller,
+        engine.table,
+        engine.controller.overwrite,
+        engine.geometries.setdefault,
+    )
+    call, call_with = quickest_call(info.func)
+    plain, surroundings = PLAIN_TENSORS, Surroundings()
+
+    def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
+        controller.clock += 1
+        reads: list[Value] = []
+        payload = [info.func, args, kwargs, surroundings.now()]
+        for given in args:
+            if type(given) in plain:
+                value: Any = table[_address(given)].value
+                value.recorded = True
+                reads.append(value)
+                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                payload.append(same(geometry, geometry))
+        payload[1] = _where_tensors_stand(args)
+        written = reads[0].storage
+        began = _now()
+        try:
+            out = call_with(*args, **kwargs) if kwargs else call(*args)
+        except BaseException:
+            overwrite(written, None)  # whatever it wrote until then
+            raise
+        recipe = Recipe(controller.clock, info.name, reads, payload, _now() - began, info.exactness)
+        controller.recipes.append(recipe)
+        recipe.writes = ((0, overwrite(written, recipe)),)
+        return out
+
+    return write
+
+
+def _where_tensors_stand(args: Sequence[Any]) -> list[Any]:
+    return [OPERAND if type(given) in PLAIN_TENSORS else given for given in args]
