@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import hypothesis
@@ -10,6 +11,10 @@ import pytest
 # The same examples on every run and every machine: a failure seen in CI is the failure seen at home.
 hypothesis.settings.register_profile("spillway", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("spillway")
+
+# A shell without job control has what it starts in the background ignore Ctrl-C, and so do all its children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
