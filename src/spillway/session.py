@@ -7,17 +7,18 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Self, final
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.interrupts import DeferredInterrupts
-from spillway.engines.tensors.private import CAN_SWAP
+from spillway.engines.tensors.private import CAN_SWAP, unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
 from spillway.errors import BudgetInfeasible, ModelError, SessionError, SpillFullError
@@ -71,17 +72,18 @@ def manage(
     engine = TensorEngine(resolve(method), allowed, spill_directory)
     try:
         writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
+        shown = LiveLine(allowed) if live else None
+        return Session(models, optimizers, engine, writer, shown, keep_timeline=timeline, return_freed=return_freed)
     except BaseException:
         engine.close()
         raise
-    shown = LiveLine(allowed) if live else None
-    return Session(models, optimizers, engine, writer, shown, keep_timeline=timeline, return_freed=return_freed)
 
 
 @final
 class Session:
     """Training under one budget. Made by `manage`; a context manager that gives everything back at its end."""
 
+    @unheard
     def __init__(
         self,
         models: Sequence[torch.nn.Module],
@@ -103,10 +105,12 @@ class Session:
         self._writer = writer
         self._live = live
         self._keep_timeline = keep_timeline
-        self._fits: dict[str, _Fit] = {}
+        self._fits: dict[tuple[Any, ...], _Fit] = {}
         self._running: _Step | None = None
         self._closed = False
         self._most_pressure = (-1, 0)
+        self._parts = [module for model in models for module in model.modules()]
+        self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
         self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed else None
 
@@ -170,9 +174,16 @@ class Session:
             yield from ((Kind.BUFFER, b) for b in module.buffers())
             yield from ((Kind.GRADIENT, p.grad) for p in module.parameters() if p.grad is not None)
         for optimizer in self._optimizers:
-            values = (value for state in optimizer.state.values() for value in state.values())
+            states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
+            values = (value for state in states for value in state.values())
             yield from ((Kind.OPTIMIZER_STATE, value) for value in values if isinstance(value, torch.Tensor))
-        yield from ((Kind.INPUT, tensor) for tensor in _leaves(batch))
+        yield from ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+
+    def _circumstances(self, signature: str) -> tuple[Any, ...]:
+        """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        training = tuple(module.training for module in self._parts)
+        return signature, modes, training, tuple(parameter.requires_grad for parameter in self._parameters)
 
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
@@ -183,14 +194,16 @@ class Session:
         groups = groups or [[p for module in self._models for p in module.parameters()]]
         return [sum(parameter._version for parameter in parameters) for parameters in groups]
 
-    def _known_to_fit(self, signature: str, batch: Any) -> bool:
-        """Whether the same inputs ran before, kept everything, and would again from where memory stands now."""
-        fit = self._fits.get(signature)
+    def _known_to_fit(self, circumstances: tuple[Any, ...], batch: Any) -> _Fit | None:
+        """The same step on the same sizes, if it ran before, kept everything, and would again from where memory stands
+        now.
+        """
+        fit = self._fits.get(circumstances)
         controller = self._engine.controller
-        if fit is None or not signature or self._keep_timeline or controller.away:
-            return False
+        if fit is None or self._keep_timeline or controller.away:
+            return None
         self._engine.label(self._tensors(batch))  # gradients of steps that were not watched, and the batch itself
-        return fit.peak_from(controller.resident) <= controller.allowed
+        return fit if fit.peak_from(controller.resident) <= controller.allowed else None
 
     def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
         self.history.append(report)
@@ -227,6 +240,7 @@ class _Step:
         self._batch = batch
         self.logged: dict[str, float] = {}
 
+    @unheard
     def __enter__(self) -> Session:
         session = self._session
         if session._closed:
@@ -235,7 +249,9 @@ class _Step:
             raise SessionError("A step is running already; steps do not nest. Leave it before the next begins.")
         self._signature = signature_of(self._batch)
         engine = session._engine
-        self._aside = session._known_to_fit(self._signature, self._batch)
+        self._circumstances = session._circumstances(self._signature)
+        self._fit = session._known_to_fit(self._circumstances, self._batch)
+        self._aside = self._fit is not None
         self._states, self._versions = session._state_entries(), session._versions()
         self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
@@ -248,17 +264,24 @@ class _Step:
             try:
                 record = functools.partial(session._tensors, self._batch) if session._keep_timeline else None
                 engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=record)
+            except BudgetInfeasible as refusal:
+                self._leave()
+                raise self._told(refusal) from None
             except BaseException:
                 self._leave()
                 raise
         return session
+
+    def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        session = self._session
+        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch)
 
     def _leave(self) -> None:
         self._session._running = None
         self._interrupts.__exit__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        session, engine = self._session, self._session._engine
+        engine = self._session._engine
         late: BaseException | None = None
         try:
             if not self._aside:
@@ -270,26 +293,27 @@ class _Step:
         engine.raise_interrupt()
         refusal = error or late
         if isinstance(refusal, BudgetInfeasible):
-            raise smallest_budget(refusal, engine, session._models, session._optimizers, self._batch) from None
+            raise self._told(refusal) from None
         if error is None and late is not None:
             raise late
         if error is None:
             self._conclude(time.perf_counter() - self._began)
 
+    @unheard
     def _conclude(self, seconds: float) -> None:
         session, engine = self._session, self._session._engine
         report = self._aside_report(seconds) if self._aside else self._managed_report(seconds)
         timeline = None
         if not self._aside:
             kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
-            if kept_all and self._is_whole():
+            if kept_all and self._signature and self._is_whole():
                 growth = report.peak_bytes - report.start_bytes
-                session._fits[self._signature] = _Fit(start=report.start_bytes, growth=growth)
+                session._fits[self._circumstances] = _Fit(start=report.start_bytes, growth=growth)
             if engine.history is not None:
                 timeline = engine.history.timeline(len(session.history))
                 engine.history = None
         elif engine.resident_set.read() > engine.reclaimer.limit:
-            session._fits.pop(self._signature, None)  # it grew: watch it again
+            session._fits.pop(self._circumstances, None)  # it grew: watch it again
             engine.resident_set.trim()
         session._finish(report, timeline)
 
@@ -297,8 +321,12 @@ class _Step:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
         needs less than the step that follows on inputs of the same size.
         """
-        updated = all(one != other for one, other in zip(self._versions, self._session._versions(), strict=False))
-        return updated and self._states == self._session._state_entries()
+        session = self._session
+        updated = [one != other for one, other in zip(self._versions, session._versions(), strict=True)]
+        if session._engine.fused_updates:  # which no version tells of
+            fused = [bool(optimizer.defaults.get("fused")) for optimizer in session._optimizers]
+            updated = [any(pair) for pair in zip(updated, fused, strict=True)] if fused else updated
+        return all(updated) and self._states == session._state_entries()
 
     def _managed_report(self, seconds: float) -> StepReport:
         engine, counters = self._session._engine, self._session._engine.controller.counters
@@ -315,9 +343,10 @@ class _Step:
 
     def _aside_report(self, seconds: float) -> StepReport:
         controller = self._session._engine.controller
+        peak = self._fit.peak_from(self._start) if self._fit is not None else 0
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=False, allowed=self._session.allowed,
-            start_bytes=self._start, peak_bytes=self._session._fits[self._signature].peak_from(self._start),
+            start_bytes=self._start, peak_bytes=peak,
             end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
             recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
             refusals={}, escaped=0, unmanaged=0, logged=self.logged,
@@ -325,14 +354,20 @@ class _Step:
 
 
 def signature_of(batch: Any) -> str:
-    """Shapes and dtypes of the tensors in a batch, in order; empty without tensors."""
-    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in _leaves(batch))
+    """Shapes and dtypes of the tensors in a batch, and its numbers, in order; empty without tensors."""
+    leaves = list(_leaves(batch))
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return ""
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    )
 
 
-def _leaves(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
+def _leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
+    if isinstance(batch, torch.Tensor | bool | int | float):
         yield batch
-    elif isinstance(batch, dict) or hasattr(batch, "values"):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from _leaves(value)
     elif isinstance(batch, list | tuple):
@@ -371,6 +406,8 @@ def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.
         raise ModelError(f"The model lies on {len(devices)} devices ({', '.join(devices)}); move it to one.")
     if devices and devices != ["cpu"]:
         raise ModelError(f"The model lies on {devices[0]}; this version manages models on the CPU.")
+    if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
+        raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
     if not any(p.requires_grad for m in models for p in m.parameters()):
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
 

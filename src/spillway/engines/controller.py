@@ -481,6 +481,7 @@ class Controller:
             self.forget_recipes()
             self._empty_graveyard()
             self._distrust_copies()
+            self.young = [storage for storage in self.young if storage.value is not None]
 
     def forget_recipes(self) -> None:
         """Make every value that is not dropped a source, and free the graph of recipes."""

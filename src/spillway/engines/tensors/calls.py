@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 
 from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.private import is_wrapper
 
 Place = int | str | tuple[int | str, int]
 """Where a tensor stands in a call: a position, a keyword, or either with an index into a list."""
@@ -79,7 +81,10 @@ class InEnvironment:
 
     def __enter__(self) -> None:
         self._before = Environment.now()
-        self._guards = [torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast()]
+        self._guards = [
+            torch._C._AutoDispatchBelowADInplaceOrView(),
+            torch._C._DisableAutocast(),
+        ]
         for guard in self._guards:
             guard.__enter__()
         _apply(self._before, self._wanted)
@@ -162,6 +167,28 @@ class Call(NamedTuple):
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """What `tensor_over` needs."""
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a sparse tensor or a wrapper subclass consists of; none for a tensor with bytes of its own."""
+    if is_wrapper(tensor):
+        inner = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+    else:
+        inner = [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
+    for part in inner:
+        yield part
+        yield from inner_tensors(part)
+
+
+_PARTS: Final[Mapping[torch.layout, tuple[str, ...]]] = MappingProxyType(
+    {
+        torch.sparse_coo: ("_indices", "_values"),
+        torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+        torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+        torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+        torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    }
+)
 
 
 def tensor_over(storage: torch.UntypedStorage, geometry: Geometry) -> torch.Tensor:

@@ -14,12 +14,13 @@ import torch
 
 from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.records import DROPPED, Storage, Value
-from spillway.engines.tensors.calls import Geometry
+from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
 from spillway.engines.tensors.mode import Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
@@ -64,6 +65,8 @@ class TensorEngine:
         self.lazy_bits = False
         self.unmanaged = 0
         self.register = build_register(self)
+        self.fused_updates = 0
+        """Fused optimizer ops in this step; torch counts no version for what they write."""
         self.in_step = False
         self.start_bytes: Bytes = 0
         self.ops = 0
@@ -99,10 +102,14 @@ class TensorEngine:
             storage = None
         return storage or self.adopt(tensor)
 
+    @unheard
     def adopt(self, tensor: torch.Tensor) -> Storage | None:
         """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
         by."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
+            self.unmanaged += 1
+            return None
+        if is_wrapper(tensor):  # its storage has a size and no memory
             self.unmanaged += 1
             return None
         if tensor._is_zerotensor():  # its storage has a size and no memory
@@ -127,7 +134,7 @@ class TensorEngine:
         except (RuntimeError, NotImplementedError, TypeError):
             self.unmanaged += 1
             return None
-        if tensor.device.type != "cpu":
+        if tensor.device.type != "cpu" or is_wrapper(tensor):
             self.unmanaged += 1
             return None
         return None if key in self.table else self.register(tensor, key)
@@ -201,6 +208,13 @@ class TensorEngine:
             finally:
                 storage.locks -= 1
 
+    def reveal_inside(self, tensor: torch.Tensor) -> None:
+        """`tensor` has no bytes of its own and an op is about to use it: what is in it comes back and stays."""
+        with torch._C._DisableTorchDispatch():
+            inner = list(inner_tensors(tensor))
+        for part in inner:
+            self.reveal(part, by_address=True)
+
     def recall(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to get another size: its bytes come back."""
         storage = self.table.get(_address_or_none(tensor))
@@ -234,7 +248,9 @@ class TensorEngine:
         controller = self.controller
         for storage in list(self.table.values()):
             self.check_size(storage)  # the user may have changed it between steps
-        controller.resident = sum(s.nbytes for s in self.table.values() if s.value is not None and not s.value.absent)
+        controller.resident = sum(
+            s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
+        )
         self.tier.generation += 1
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
@@ -242,6 +258,7 @@ class TensorEngine:
         controller.make_room(0, "begin step")
         controller.peak = self.start_bytes = controller.resident
         self._first_op = controller.clock
+        self.fused_updates = 0
         self.unmanaged = 0
         self.history = StepHistory(self, record) if record is not None else None
         self._dispatch.push()
@@ -265,6 +282,11 @@ class TensorEngine:
         self.geometries.clear()
         self.tier.generation += 1
 
+    def disarm(self) -> None:
+        """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
+        self.controller.allowed = UNLIMITED
+        self._dispatch.disarm()
+
     def close(self) -> None:
         """Bring everything back, forget everything, give the spill file back to the system."""
         if self._closed:
@@ -286,7 +308,7 @@ class TensorEngine:
 
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
-        return sum(storage.escaped for storage in self.table.values())
+        return sum(storage.escaped for storage in list(self.table.values()))
 
 
 def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:

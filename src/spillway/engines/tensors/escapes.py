@@ -8,6 +8,7 @@ list of open engines is too; with the last engine the methods are as they were.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Final, final
@@ -35,6 +36,7 @@ MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 """Where `to_dlpack` stands as a function; it hands out the address."""
 
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
+_installed = False
 _lock = threading.Lock()
 
 
@@ -45,7 +47,7 @@ class Escapes:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
-            if not len(_open):
+            if not _installed:
                 _install()
             _open.add(engine)
 
@@ -53,11 +55,23 @@ class Escapes:
         """The engine is closed and needs no telling."""
         with _lock:
             _open.discard(self._engine)
-            if not len(_open):
+            if _installed and not len(_open):
                 _uninstall()
 
 
+def _disarm_all() -> None:
+    for engine in tuple(_open):
+        engine.disarm()
+
+
+if hasattr(os, "register_at_fork"):
+    # A worker of a DataLoader is forked in the middle of a step: it shares the spill file and is not in the step.
+    os.register_at_fork(after_in_child=_disarm_all)
+
+
 def _install() -> None:
+    global _installed
+    _installed = True
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
     for module in MODULES:
@@ -70,6 +84,8 @@ def _replace(owner: Any, name: str) -> None:
 
 
 def _uninstall() -> None:
+    global _installed
+    _installed = False
     for module in MODULES:
         module.to_dlpack = module.to_dlpack.__wrapped__
     for name in (*BY_ADDRESS, *READING, *RESIZING):

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Surroundings
-from spillway.engines.tensors.ops import NO_TENSORS, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -51,9 +53,13 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 def _passing_by(info: OpInfo) -> Handler:
     """For views: they touch no bytes."""
     call, call_with = quickest_call(info.func)
+    plain, as_it_came = PLAIN_TENSORS, info.call
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return call_with(*args, **kwargs) if kwargs else call(*args)
+        if args and type(args[0]) in plain:
+            return call_with(*args, **kwargs) if kwargs else call(*args)
+        with torch._C.DisableTorchFunctionSubclass():  # a subclass has had its say
+            return as_it_came(*args, **(kwargs or {}))
 
     return handle
 
@@ -113,7 +119,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         info.name,
         info.exactness,
     )
-    operator, same = info.func, engine.geometries.setdefault
+    operator, same, odd = info.func, engine.geometries.setdefault, ODD_DTYPES
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -125,15 +131,15 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             if type(given) in plain:
                 try:
                     storage = table[_address(given)]
+                    geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
                 except (KeyError, RuntimeError):
                     return usual(info, args, kwargs)
                 storage.touched = clock
                 value: Any = storage.value
-                if value.absent:
+                if value.absent or geometry[3] in odd:
                     return usual(info, args, kwargs)
                 value.recorded = True
                 reads.append(value)
-                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
                 payload.append(same(geometry, geometry))
                 last = place
             elif type(given) not in harmless:
@@ -178,7 +184,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     )
     call, call_with = quickest_call(info.func)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
-    write_recorded = _recorded_write(info, engine) if info.exactness else usual
+    write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -220,7 +226,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     return handle
 
 
-def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
+def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
     """An edge from one version of the first argument to the next, once it is known that everything is ready."""
     controller, table, overwrite, same = (
         engine.controller,
@@ -229,9 +235,11 @@ def _recorded_write(info: OpInfo, engine: TensorEngine) -> Usual:
         engine.geometries.setdefault,
     )
     call, call_with = quickest_call(info.func)
-    plain, surroundings = PLAIN_TENSORS, Surroundings()
+    plain, surroundings, odd = PLAIN_TENSORS, Surroundings(), ODD_DTYPES
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
+        if any(type(given) in plain and given.dtype in odd for given in args):
+            return usual(info, args, kwargs)
         controller.clock += 1
         reads: list[Value] = []
         payload = [info.func, args, kwargs, surroundings.now()]

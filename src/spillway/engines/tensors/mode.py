@@ -29,8 +29,8 @@ from spillway.engines.tensors.calls import (
 )
 from spillway.engines.tensors.handlers import Handler, Usual, handler_for
 from spillway.engines.tensors.machine import tensors_of
-from spillway.engines.tensors.ops import LAZY_BITS, PLAIN_TENSORS, OpInfo
-from spillway.engines.tensors.private import rules_of
+from spillway.engines.tensors.ops import LAZY_BITS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.private import is_wrapper, rules_of, unheard
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ class Dispatch:
         self._class = type(
             "TrackingMode",
             (TorchDispatchMode,),
-            {"__torch_dispatch__": self._build(), "_should_skip_dynamo": classmethod(lambda cls: False)},
+            {
+                "__torch_dispatch__": self._build(),
+                "_should_skip_dynamo": classmethod(lambda cls: False),
+            },
         )
         self._mode: Any = self._class()
 
@@ -80,6 +83,17 @@ class Dispatch:
             rules_of(func)[self._class] = handler
         found = self._handlers[id(func)] = (func, handler)
         return found
+
+    def disarm(self) -> None:
+        """In a forked child: let every op through. The mode itself may be in use and stays where it is."""
+
+        def let_through(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+        for func, _ in self._handlers.values():
+            rules_of(func).pop(self._class, None)
+        self._handlers.clear()
+        type.__setattr__(self._class, "__torch_dispatch__", let_through)
 
     def push(self) -> None:
         """Watch from here."""
@@ -131,7 +145,7 @@ class Seen:
 def build_usual(engine: TensorEngine) -> Usual:
     """What takes the calls that no handler finishes; it counts the op."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
-    plain = PLAIN_TENSORS
+    plain, odd = PLAIN_TENSORS, ODD_DTYPES
     complete = build_completion(engine)
     general = General(engine, complete)
     limited = controller.allowed < UNLIMITED
@@ -162,6 +176,9 @@ def build_usual(engine: TensorEngine) -> Usual:
             value = storage.value
             if value.absent:
                 ready = False
+            if tensor.dtype in odd or tensor.is_nested:
+                controller.clock = clock - 1
+                return general(info, args, kwargs or {})
             reads.append(value)
             places.append(place)
         writes = _written(info.writes, args, table) if info.writes else ()
@@ -222,7 +239,7 @@ def build_completion(engine: TensorEngine) -> Completion:
             engine.unmanaged += 1
             return out
         if key not in table:
-            if (kwargs or opaque) and out.device.type != "cpu":
+            if (kwargs or opaque) and (out.device.type != "cpu" or is_wrapper(out)):
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
@@ -324,6 +341,7 @@ class General:
         self._engine = engine
         self._complete = complete
 
+    @unheard
     def __call__(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         engine = self._engine
         engine.raise_interrupt()
@@ -338,9 +356,10 @@ class General:
         for place, tensor, name in operands(info, args, kwargs):
             storage = engine.lookup(tensor)
             if storage is None:
+                engine.reveal_inside(tensor)
                 seen.opaque = True
                 continue
-            seen.opaque |= tensor.is_conj() or tensor.is_neg()
+            seen.opaque |= tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
             storage.touched = engine.controller.clock
             running_statistic = training and place in info.scratch
             if running_statistic or name in info.schema_writes:
@@ -352,6 +371,7 @@ class General:
                 places.append(place)
         seen.places, seen.scratch, seen.writes = places, scratch, writes
         out = engine.run_short_of_room(seen, self._complete)
+        engine.fused_updates += info.name.startswith("aten::_fused_")
         if info.uncounted:
             torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
         return out

@@ -153,6 +153,19 @@ BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
 
+ODD_DTYPES: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        "complex32", "complex64", "complex128", "qint8", "quint8", "qint32", "quint4x2", "quint2x4",
+    )
+)  # fmt: skip
+"""Dtypes whose tensors are more than their geometry: a lazy conjugation, a quantizer. Ops on them are looked at one by
+one (`General`)."""
+
+OWN_OPS: Final = frozenset({"aten", "prims", "mkldnn", "quantized"})
+"""Namespaces of torch's own ops. Any other op may draw random numbers or have effects that its schema does not tell, so
+it is never run again."""
+
 PLAIN_TENSORS: Final[set[type]] = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 """Types whose bytes are one storage. Other subclasses are looked at one by one."""
 
@@ -216,7 +229,7 @@ class OpInfo:
         argument)."""
         self.scratch = SCRATCH.get(self.name, ())
         self.training = TRAINING_FLAG.get(self.name)
-        self.exactness = NEVER if self.name in NEVER_REPLAYED else SCAFFOLD if self.name in UNINITIALISED else EXACT
+        self.exactness = _exactness(self.name)
         returns = [_tensor_kind(result.type) for result in schema.returns]
         self.single = returns == ["tensor"]
         self.fresh = self.composite or any(
@@ -250,6 +263,12 @@ class OpInfo:
     def trains(self, args: Sequence[Any]) -> bool:
         """Whether an op of `SCRATCH` is called in training."""
         return self.training is None or (len(args) > self.training and bool(args[self.training]))
+
+
+def _exactness(name: str) -> int:
+    if name in NEVER_REPLAYED or name.partition("::")[0] not in OWN_OPS:
+        return NEVER
+    return SCAFFOLD if name in UNINITIALISED else EXACT
 
 
 def _tensor_kind(kind: Any) -> str | None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Final, cast
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 storage_address: Final = cast("Callable[[torch.Tensor], int]", vars(torch._C)["_storage_address"])
 """Address of a tensor's storage object: the cheapest key there is, the same from its birth to its death."""
@@ -15,6 +20,21 @@ storage_of: Final = cast("Callable[[torch.Tensor], torch.UntypedStorage]", torch
 
 CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can exchange the bytes under a storage (2.13 can, 2.11 cannot)."""
+
+
+is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_subclass)
+"""Whether a tensor is a subclass that wraps others: it has a storage with a size and no memory."""
+
+
+def unheard(function: Callable[P, R]) -> Callable[P, R]:
+    """What the function asks of tensors, and the ops that it runs, are no news to a subclass's `__torch_function__`."""
+
+    @functools.wraps(function)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return quietly
 
 
 def rules_of(func: Any) -> dict[type, Callable[..., Any]]:

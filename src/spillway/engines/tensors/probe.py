@@ -64,7 +64,7 @@ def smallest_budget(
     It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
     `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
     """
-    stuck = sum(s.nbytes for s in engine.table.values() if s.escaped or s.nbytes < 4096)
+    stuck = sum(s.nbytes for s in list(engine.table.values()) if s.escaped or s.nbytes < 4096)
     update = max((_update_bytes(optimizer) for optimizer in optimizers), default=0)
     largest = max(error.needed, engine.controller.counters.floor_bytes, update)
     probed = _probe(models, batch) if batch is not None else None

@@ -23,6 +23,9 @@ _SLACK: Bytes = 64
 
 _PAGE: Bytes = 4096
 
+_MOST_KNOWN: Final = 1 << 14
+"""Calls whose size is remembered."""
+
 Formula = Callable[[Sequence[Any]], Bytes]
 
 
@@ -190,15 +193,21 @@ class Sizes:
         """A key for `learn`, and the bytes that the call will create at most."""
         if info.name in DEPENDS_ON_CONTENT and _needs_formula(info, args):
             return None, FORMULAS[info.name](args)
-        key = (info.func, torch.is_grad_enabled(), _key(args), _key(kwargs) if kwargs else None)
+        try:
+            key = (info.func, torch.is_grad_enabled(), _key(args), _key(kwargs) if kwargs else None)
+        except RuntimeError:  # nested tensors have no shape
+            return None, _guess(info, args, kwargs)
         known = self._known.get(key)
         if known is None:
+            if len(self._known) >= _MOST_KNOWN:  # numbers that change from step to step make new keys for ever
+                self._known.clear()
+                self._guessed.clear()
             known = self._known[key] = self._estimate(key, info, args, kwargs)
         return key, known
 
     def learn(self, key: Any, created: Bytes) -> None:
         """What the call really created."""
-        if key is None:
+        if key is None or key not in self._known:  # an op that ran inside this one may have had all forgotten
             return
         if created > self._known[key]:
             self.surprises += 1
@@ -214,8 +223,12 @@ class Sizes:
             return _meta_bytes(info, args, kwargs)
         except Exception:  # a custom op without a meta function fails in whatever way it likes
             self._guessed.add(key)  # and its next result may be larger
-            given = [tensor for _, tensor, _ in operands(info, args, kwargs) if tensor.layout is torch.strided]
-            return int(2 * sum(tensor.nbytes for tensor in given) + _SLACK)
+            return _guess(info, args, kwargs)
+
+
+def _guess(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
+    given = [tensor for _, tensor, _ in operands(info, args, kwargs) if tensor.layout is torch.strided]
+    return int(2 * sum(tensor.nbytes for tensor in given) + _SLACK)
 
 
 def _evident(info: OpInfo, args: Sequence[Any]) -> Bytes | None:

@@ -1,0 +1,185 @@
+"""Tensors that are more, or less, than bytes of their own; and ops that nobody may run twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.data import DataLoader, Dataset
+
+import spillway
+from spillway.methods import LRU
+from tests.cpu.pressure import ORDERS
+
+Body = Callable[[nn.Module], list[Tensor]]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6)])
+
+
+def plain(body: Body) -> list[Tensor]:
+    model = network()
+    torch.manual_seed(1)
+    return body(model)
+
+
+def managed(body: Body, order: str, share: float) -> tuple[list[Tensor], spillway.StepReport]:
+    """The body as one step, under a share of what it takes when nothing has to leave."""
+    model = network()
+    with spillway.manage(model, budget=None, method="keep-all") as memory:
+        torch.manual_seed(1)
+        with memory.step():
+            body(model)
+        peak = memory.history[0].peak_bytes
+    model = network()
+    with spillway.manage(model, budget=int(share * peak), method=ORDERS[order]()) as memory:
+        torch.manual_seed(1)
+        with memory.step():
+            found = body(model)
+    assert memory.history[0].peak_bytes <= memory.allowed
+    return found, memory.history[0]
+
+
+def trained(model: nn.Module, first: Tensor) -> list[Tensor]:
+    loss = model(first).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def sparse(model: nn.Module) -> list[Tensor]:
+    """The values of a sparse matrix are nobody's tensor but its own."""
+    places = torch.arange(256).repeat(2, 1)
+    values = (torch.randn(256) * 2).exp()
+    matrix = torch.sparse_coo_tensor(places, values, (256, 256), check_invariants=False)
+    del values
+    first = trained(model, torch.randn(256, 64))
+    return [*first, torch.sparse.mm(matrix, torch.randn(256, 64))]
+
+
+def wrapped(model: nn.Module) -> list[Tensor]:
+    """A wrapper subclass: a storage with a size and no memory."""
+    one, other = torch.randn(256, 64).exp(), torch.randn(256, 64).exp()
+    both = TwoTensor(one, other)
+    first = trained(model, torch.randn(256, 64))
+    both = both * 2 + 1
+    return [*first, both.a, both.b]
+
+
+def conjugated(model: nn.Module) -> list[Tensor]:
+    """A conjugate view from before: its bit is not in its geometry."""
+    found = CONJUGATED.abs()
+    product = (CONJUGATED.T.conj() @ CONJUGATED) * 2
+    made = product.conj() @ product
+    first = trained(model, torch.randn(256, 64))
+    return [found, *first, made * product]
+
+
+CONJUGATED = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(3)).conj()
+
+
+def quantised(model: nn.Module) -> list[Tensor]:
+    """A quantizer is not in the geometry either."""
+    whole = torch.fake_quantize_per_tensor_affine(torch.randn(256, 64), 0.1, 0, 0, 255)
+    packed = torch.quantize_per_tensor(whole, 0.1, 3, torch.quint8)
+    back = packed.dequantize()
+    return [*trained(model, torch.randn(256, 64)), back]
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
+@pytest.mark.parametrize("share", [0.8, 0.6])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("body", [sparse, wrapped, conjugated, quantised])
+def test_a_step_on_odd_tensors_is_the_same_under_a_budget(body: Body, order: str, share: float) -> None:
+    expected = plain(body)
+    found, report = managed(body, order, share)
+    assert report.moves + report.drops > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_in_an_evaluation_inside_a_step_is_as_without() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 5, 32), torch.arange(5) >= torch.tensor([[5], [3], [2]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        with spillway.manage(encoder, budget="1GiB") as memory, memory.step():
+            assert torch.equal(encoder(x, src_key_padding_mask=padding), expected)
+
+
+def test_a_custom_op_is_never_run_again() -> None:
+    calls = []
+
+    @torch.library.custom_op("spillway_tests::noisy", mutates_args=())
+    def noisy(x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        return x + torch.randn_like(x)
+
+    noisy.register_fake(torch.empty_like)
+
+    def body(model: nn.Module) -> list[Tensor]:
+        noise = [noisy(torch.ones(256, 64)) for _ in range(4)]
+        return [*trained(model, torch.randn(256, 64)), *noise, torch.get_rng_state()]
+
+    expected = plain(body)
+    calls.clear()
+    found, report = managed(body, "recompute first", 0.6)
+    assert len(calls) == 8  # four to learn the peak, four under the budget
+    assert report.drops > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Curious(nn.Parameter):
+    """A parameter whose subclass hears of torch's functions."""
+
+    heard: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.heard.append(func.__name__)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_subclass_hears_of_no_function_that_it_would_not_have_heard_of() -> None:
+    def heard(in_session: bool) -> list[str]:
+        model = nn.Linear(8, 8)
+        model.weight = Curious(torch.ones(8, 8))
+        with spillway.manage(model, budget="1GiB") as memory:
+            Curious.heard = []
+            with memory.step() if in_session else torch.enable_grad():
+                model(torch.ones(2, 8)).sum().backward()
+            return [*Curious.heard]
+
+    assert heard(in_session=True) == heard(in_session=False)
+
+
+class Rows(Dataset[Tensor]):
+    """Rows that a worker computes: it was forked in the middle of a step."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        rows = torch.arange(64.0).repeat(256, 1) * (index + 1)
+        return (rows @ rows.T).sum(dim=1)[:64] * 1e-6
+
+
+def accumulated(model: nn.Module) -> list[Tensor]:
+    for batch in DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+        trained(model, batch.repeat(32, 1))
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_workers_forked_in_a_step_leave_the_spill_file_alone() -> None:
+    expected = accumulated(network())
+    model = network()
+    with spillway.manage(model, budget="900KiB", method=LRU(short_chain=0)) as memory, memory.step():
+        found = accumulated(model)
+    assert memory.history[0].moves > 0
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
