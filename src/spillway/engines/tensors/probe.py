@@ -27,7 +27,7 @@ from spillway.units import Bytes
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
-MARGIN = 1.02
+MARGIN = 1.05
 """Room for what stays below the size at which storages move."""
 
 
@@ -118,6 +118,11 @@ def _without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.M
     return twin
 
 
+_LOSS = 3
+"""A loss outside the model is not run. What the backward of the usual ones needs at once is this many times the model's
+result: `_log_softmax_backward_data` reads two tensors of its size and makes a third."""
+
+
 def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any], fake: FakeTensorMode) -> Bytes:
     with fake:
         sets = _WorkingSets()
@@ -128,7 +133,7 @@ def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any], fak
             total = torch.stack([result.float().sum() for result in results if result.requires_grad]).sum()
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             torch.autograd.grad(total, trained, allow_unused=True)
-    return sets.largest
+    return max(sets.largest, _LOSS * max((result.nbytes for result in results), default=0))
 
 
 def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[Callable[[Any], Any]]:
