@@ -202,7 +202,9 @@ class Session:
         controller = self._engine.controller
         if fit is None or self._keep_timeline or controller.away:
             return None
-        self._engine.label(self._tensors(batch))  # gradients of steps that were not watched, and the batch itself
+        gradients = ((Kind.GRADIENT, p.grad) for p in self._parameters if p.grad is not None)
+        inputs = ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
+        self._engine.label((*gradients, *inputs))  # what may have come without being watched
         return fit if fit.peak_from(controller.resident) <= controller.allowed else None
 
     def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
