@@ -252,6 +252,7 @@ class TensorEngine:
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
         self.tier.generation += 1
+        self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
         controller.begin_step()

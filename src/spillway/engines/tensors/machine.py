@@ -47,6 +47,8 @@ class CpuMachine:
     def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
         self.tier = tier
         self._reclaimer = reclaimer
+        self.returns_pages = True
+        """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
         self._unreadable = _unreadable_range()
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
@@ -61,12 +63,12 @@ class CpuMachine:
         """Write the bytes to a slot and point the storage at its mapping."""
         real = _real(storage)
         slot = self.tier.write(real.data_ptr(), storage.nbytes)
-        _exchange(real, self._mapping(slot))
+        self._exchange(real, self._mapping(slot))
         return slot
 
     def leave(self, storage: Storage, home: Slot) -> None:
         """The slot still holds the same content: point the storage at it again."""
-        _exchange(_real(storage), self._mapping(home))
+        self._exchange(_real(storage), self._mapping(home))
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
@@ -84,7 +86,7 @@ class CpuMachine:
             torch.UntypedStorage,
             torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes),
         )
-        _exchange(_real(storage), nowhere)
+        self._exchange(_real(storage), nowhere)
 
     def give(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
@@ -120,6 +122,12 @@ class CpuMachine:
         """Return freed memory to the system when the resident set has outgrown the account."""
         self._reclaimer.settle()
 
+    def _exchange(self, real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
+        """Point a storage elsewhere and free the bytes it had, pages and all if they are to be returned."""
+        swap_bytes(real, instead)
+        if self.returns_pages:
+            give_pages_back(instead.data_ptr(), instead.nbytes())
+
     def _mapping(self, slot: Slot) -> torch.UntypedStorage:
         mapped = self.tier.mapped(slot)
         view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
@@ -143,12 +151,6 @@ def tensors_of(results: object) -> list[torch.Tensor]:
         for result in results:
             found.extend(tensors_of(result))
     return found
-
-
-def _exchange(real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
-    """Point a storage elsewhere and free the bytes it had, pages and all."""
-    swap_bytes(real, instead)
-    give_pages_back(instead.data_ptr(), instead.nbytes())
 
 
 @functools.cache
