@@ -23,7 +23,7 @@ _SLACK: Bytes = 64
 
 _PAGE: Bytes = 4096
 
-_MOST_KNOWN: Final = 1 << 14
+_MOST_KNOWN: Final = 1 << 10
 """Calls whose size is remembered."""
 
 Formula = Callable[[Sequence[Any]], Bytes]
