@@ -97,7 +97,9 @@ class World:
         except SpillwayError:
             raise
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-            self.note(instruction.name, type(error).__name__, str(error)[:40])
+            # Which view a reshape was is not the same under any dispatch mode.
+            text = str(error).replace("ReshapeAlias", "View").replace("View is a view", "a view")
+            self.note(instruction.name, type(error).__name__, text[:40])
 
     def keep(self, made: Any) -> None:
         for tensor in [made] if isinstance(made, Tensor) else made or ():
