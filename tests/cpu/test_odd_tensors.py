@@ -72,15 +72,16 @@ def wrapped(model: nn.Module) -> list[Tensor]:
 
 
 def conjugated(model: nn.Module) -> list[Tensor]:
-    """A conjugate view from before: its bit is not in its geometry."""
-    found = CONJUGATED.abs()
+    """A conjugate view from before, of a storage that is met without it first: its bit is not in its geometry."""
+    found = COMPLEX.abs()
     product = (CONJUGATED.T.conj() @ CONJUGATED) * 2
     made = product.conj() @ product
     first = trained(model, torch.randn(256, 64))
     return [found, *first, made * product]
 
 
-CONJUGATED = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(3)).conj()
+COMPLEX = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(3))
+CONJUGATED = COMPLEX.conj()
 
 
 def quantised(model: nn.Module) -> list[Tensor]:

@@ -71,7 +71,7 @@ def test_a_version_that_was_overwritten_is_gone() -> None:
     program = started()
     old = program["a"]
     program.run(WRITE, "a")
-    assert (old.absent, old.alive, program["a"].alive) == (GONE, False, True)
+    assert (old.absent, program["a"].absent) == (GONE, HERE)
     assert "gone" in repr(old)
 
 

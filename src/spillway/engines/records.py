@@ -86,11 +86,6 @@ class Value:
         self.wanted = self.chain = 0
         self.recorded = False
 
-    @property
-    def alive(self) -> bool:
-        """Whether this is the current content of a storage that somebody can still reach."""
-        return self.absent != GONE
-
     def __repr__(self) -> str:
         return f"Value({self.storage.number}, {('here', 'dropped', 'away', 'gone')[self.absent]})"
 

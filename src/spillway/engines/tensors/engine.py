@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -35,6 +35,10 @@ Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
 RSS_SLACK = 0.03
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
+
+
+NO_ADDRESS: Final = -1
+"""In place of the address of a storage, where there is none."""
 
 
 @final
@@ -96,11 +100,7 @@ class TensorEngine:
 
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
-        try:
-            storage = self.table.get(_address(tensor))
-        except (RuntimeError, NotImplementedError, TypeError):
-            storage = None
-        return storage or self.adopt(tensor)
+        return self.table.get(_address_or_none(tensor)) or self.adopt(tensor)
 
     @unheard
     def adopt(self, tensor: torch.Tensor) -> Storage | None:
@@ -109,19 +109,12 @@ class TensorEngine:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
             self.unmanaged += 1
             return None
-        if is_wrapper(tensor):  # its storage has a size and no memory
-            self.unmanaged += 1
-            return None
-        if tensor._is_zerotensor():  # its storage has a size and no memory
+        key = _address_or_none(tensor)
+        if key == NO_ADDRESS or is_wrapper(tensor) or tensor._is_zerotensor():  # the last two: a size and no memory
             self.unmanaged += 1
             return None
         if tensor.is_conj() or tensor.is_neg():
             self.note_lazy_bits()
-        try:
-            key = _address(tensor)
-        except (RuntimeError, NotImplementedError):
-            self.unmanaged += 1
-            return None
         if self.in_step:
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
@@ -129,12 +122,8 @@ class TensorEngine:
 
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
-        try:
-            key = _address(tensor)
-        except (RuntimeError, NotImplementedError, TypeError):
-            self.unmanaged += 1
-            return None
-        if tensor.device.type != "cpu" or is_wrapper(tensor):
+        key = _address_or_none(tensor)
+        if key == NO_ADDRESS or tensor.device.type != "cpu" or is_wrapper(tensor):
             self.unmanaged += 1
             return None
         return None if key in self.table else self.register(tensor, key)
@@ -347,5 +336,5 @@ def _ready(seen: Seen) -> bool:
 def _address_or_none(tensor: Any) -> int:
     try:
         return _address(tensor)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return -1
+    except (RuntimeError, TypeError):
+        return NO_ADDRESS

@@ -94,7 +94,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         try:
             key = _address(out)
-        except (RuntimeError, NotImplementedError, TypeError):
+        except (RuntimeError, TypeError):
             engine.unmanaged += out is not None
             return out
         if key not in table:
@@ -155,7 +155,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         append(recipe)
         try:
             key = _address(out)
-        except (RuntimeError, NotImplementedError, TypeError):
+        except (RuntimeError, TypeError):
             engine.unmanaged += out is not None
             return out
         if key not in table:

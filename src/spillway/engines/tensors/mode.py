@@ -235,7 +235,7 @@ def build_completion(engine: TensorEngine) -> Completion:
             return out
         try:
             key = _address(out)
-        except (RuntimeError, NotImplementedError, TypeError):
+        except (RuntimeError, TypeError):
             engine.unmanaged += 1
             return out
         if key not in table:

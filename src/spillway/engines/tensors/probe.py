@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -64,7 +65,7 @@ def smallest_budget(
     It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
     `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
     """
-    stuck = sum(s.nbytes for s in list(engine.table.values()) if s.escaped or s.nbytes < 4096)
+    stuck = sum(s.nbytes for s in list(engine.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
     update = max((_update_bytes(optimizer) for optimizer in optimizers), default=0)
     largest = max(error.needed, engine.controller.counters.floor_bytes, update)
     probed = _probe(models, batch) if batch is not None else None

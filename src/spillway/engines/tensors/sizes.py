@@ -186,8 +186,6 @@ class Sizes:
     def __init__(self) -> None:
         self._known: dict[Any, Bytes] = {}
         self._guessed: set[Any] = set()
-        self.surprises = 0
-        """How often a call created more than was expected of it."""
 
     def expected(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Bytes]:
         """A key for `learn`, and the bytes that the call will create at most."""
@@ -209,8 +207,6 @@ class Sizes:
         """What the call really created."""
         if key is None or key not in self._known:  # an op that ran inside this one may have had all forgotten
             return
-        if created > self._known[key]:
-            self.surprises += 1
         self._known[key] = max(created, self._known[key]) if key in self._guessed else created
 
     def _estimate(self, key: Any, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:

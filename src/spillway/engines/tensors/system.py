@@ -73,14 +73,13 @@ class Reclaimer:
     It looks again when enough was created since to get there.
     """
 
-    __slots__ = ("_resident_set", "_until_look", "limit", "trims")
+    __slots__ = ("_resident_set", "_until_look", "limit")
 
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
         self._until_look: Bytes = 0
         self.limit: Bytes = 1 << 62
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it."""
-        self.trims = 0
 
     def created(self, nbytes: Bytes) -> None:
         """So many bytes are new in memory."""
@@ -93,7 +92,6 @@ class Reclaimer:
         resident = self._resident_set.read()
         if resident > self.limit:
             self._resident_set.trim()
-            self.trims += 1
             resident = self._resident_set.read()
         self._until_look = min(max(self.limit - resident, _LEAST), _MOST)
 
