@@ -141,6 +141,11 @@ class Needs(Counting):
             self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
             self._note_stuck(storage for storage in found if storage)
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._note_stuck(())  # what is read between two ops may have to be recomputed beside a result that dies soon
+        return out
+
     def _note_stuck(self, used: Iterable[Storage]) -> None:
         for storage in used:
             storage.escaped = storage.escaped or self.engine.machine.escaped(storage)

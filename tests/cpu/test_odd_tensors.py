@@ -172,7 +172,7 @@ class Rows(Dataset[Tensor]):
 
 
 def accumulated(model: nn.Module) -> list[Tensor]:
-    for batch in DataLoader(Rows(), batch_size=8, num_workers=2, multiprocessing_context="fork"):
+    for batch in DataLoader(Rows(), batch_size=8, num_workers=1, multiprocessing_context="fork"):
         trained(model, batch.repeat(32, 1))
     return [p.grad for p in model.parameters() if p.grad is not None]
 

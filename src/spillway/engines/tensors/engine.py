@@ -33,7 +33,7 @@ from spillway.units import Bytes
 
 Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
-RSS_SLACK = 0.03
+RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
 
 
@@ -152,11 +152,11 @@ class TensorEngine:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
         if ready and controller.resident + needed <= controller.allowed:
-            return self._run_and_learn(seen, complete, key)
+            return self._run_and_learn(seen, complete, key, needed)
         with controller.lock:
             controller.prepare(info.name, seen.reads, seen.writes, needed)
             try:
-                return self._run_and_learn(seen, complete, key)
+                return self._run_and_learn(seen, complete, key, needed)
             finally:
                 controller.finish(seen.reads, seen.writes)
 
@@ -165,8 +165,10 @@ class TensorEngine:
             with self.controller.lock:
                 self.controller.restore(seen.reads[0])
 
-    def _run_and_learn(self, seen: Seen, complete: Completion, key: Any) -> Any:
+    def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
         before = self.controller.created
+        if needed >= LARGE:
+            self.reclaimer.expect(needed)
         out = seen.run(complete)
         if key is not None and not seen.info.resizes:
             self.sizes.learn(key, self.controller.created - before)

@@ -24,6 +24,7 @@ from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Surroundings
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
+from spillway.engines.tensors.system import LARGE
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -68,7 +69,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create one storage and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = quickest_call(info.func)
-    bound, limited = info.bound, controller.allowed < UNLIMITED
+    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.reclaimer.expect
     plain, harmless = PLAIN_TENSORS, NO_TENSORS
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,6 +91,8 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             needed = bound(args) if bound is not None else None
             if needed is None or controller.resident + needed > controller.allowed:
                 return usual(info, args, kwargs)
+            if needed >= LARGE:
+                expect(needed)
         controller.clock = clock
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         try:
@@ -112,6 +115,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = quickest_call(info.func)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
+    expect = engine.reclaimer.expect
     plain, harmless, surroundings, name, exactness = (
         PLAIN_TENSORS,
         NO_TENSORS,
@@ -147,6 +151,8 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         needed = (bound(args) if bound is not None else None) if limited else 0
         if needed is None or controller.resident + needed > controller.allowed:
             return usual(info, args, kwargs)
+        if needed >= LARGE:
+            expect(needed)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = _now()

@@ -55,6 +55,7 @@ class CpuMachine:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
         call = Call.unpacked(recipe.payload)
         inputs = [_real(storage) for storage in bindings]
+        self._reclaimer.expect(recipe.nbytes)
         results = call.again(inputs)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
@@ -72,6 +73,7 @@ class CpuMachine:
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
+        self._reclaimer.expect(storage.nbytes)
         fresh = fresh_storage(storage.nbytes)
         prefer_huge_pages(fresh.data_ptr(), storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())

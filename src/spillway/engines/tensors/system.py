@@ -68,32 +68,37 @@ and by what ops need inside)."""
 
 @final
 class Reclaimer:
-    """Returns freed memory to the system when the resident set passes a limit.
+    """Returns freed memory to the system before the resident set passes a limit.
 
-    It looks again when enough was created since to get there.
+    It looks when so much was created since the last look, or is about to be, that the limit may be near.
     """
 
-    __slots__ = ("_resident_set", "_until_look", "limit")
+    __slots__ = ("_headroom", "_resident_set", "limit")
 
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
-        self._until_look: Bytes = 0
+        self._headroom: Bytes = 0
         self.limit: Bytes = 1 << 62
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it."""
 
+    def expect(self, nbytes: Bytes) -> None:
+        """So many bytes are about to be created."""
+        if nbytes > self._headroom:
+            self.settle(nbytes)
+
     def created(self, nbytes: Bytes) -> None:
         """So many bytes are new in memory."""
-        self._until_look -= nbytes
-        if self._until_look < 0:
+        self._headroom -= nbytes
+        if self._headroom < 0:
             self.settle()
 
-    def settle(self) -> None:
-        """Look, and return what was freed if need be."""
+    def settle(self, coming: Bytes = 0) -> None:
+        """Look, and return what was freed if what is about to be created would not fit beside it."""
         resident = self._resident_set.read()
-        if resident > self.limit:
+        if resident + coming > self.limit:
             self._resident_set.trim()
             resident = self._resident_set.read()
-        self._until_look = min(max(self.limit - resident, _LEAST), _MOST)
+        self._headroom = max(min(self.limit - resident, _MOST), _LEAST, coming)
 
 
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import hashlib
 import mmap
 import os
 import tempfile
@@ -22,8 +23,8 @@ from spillway.units import Bytes, Seconds, format_bytes
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-_COLUMNS: Final = 2 * 127
-"""Halves of 127 words: no tensor has rows of a prime length, so its rows do not line up with ours."""
+_COLUMNS: Final = 509
+"""A prime: the rows of a tensor and the pages of a file do not line up with columns of so many words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,20 +217,19 @@ def slot_capacity(nbytes: Bytes) -> Bytes:
 
 
 def checksum(address: int, nbytes: Bytes) -> int:
-    """64 bits of the content: 32-bit halves of words summed in columns, the columns then weighted by odd numbers.
+    """64 bits of the content: 64-bit words summed in columns, and a hash of the sums and of what is left over.
 
-    Runs near memory speed. A changed bit, a changed sign, swapped neighbours and swapped pages show; words that swap a
-    multiple of 127 words apart do not, so nothing but damage of the file is judged by it.
+    Runs near memory speed. A changed bit, a changed sign, negation, swapped neighbours, rows and pages show; words
+    that swap a multiple of 509 words apart do not, so nothing but damage of the file is judged by it.
     """
-    halves, rest = divmod(nbytes, 4)
-    data = np.ctypeslib.as_array((ctypes.c_uint32 * halves).from_address(address)) if halves else np.empty(0, np.uint32)
-    rows = halves // _COLUMNS
-    columns = data[: rows * _COLUMNS].reshape(rows, _COLUMNS).sum(axis=0, dtype=np.uint64)
-    tail = data[rows * _COLUMNS :].astype(np.uint64)
-    columns[: tail.size] += tail * np.uint64(0x9E3779B97F4A7C15)
-    weights = np.arange(1, 2 * _COLUMNS, 2, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
-    last = int.from_bytes(ctypes.string_at(address + halves * 4, rest), "little")
-    return (int((columns * weights).sum(dtype=np.uint64)) ^ last ^ nbytes) & (1 << 64) - 1
+    rows = max(nbytes // (8 * _COLUMNS) - 1, 0) | 1  # odd: two changes of sign in a column would cancel
+    summed = rows * 8 * _COLUMNS
+    if summed > nbytes:
+        rows = summed = 0
+    words = np.ctypeslib.as_array((ctypes.c_uint64 * (rows * _COLUMNS)).from_address(address))
+    digest = hashlib.blake2b(np.add.reduce(words.reshape(rows, _COLUMNS), axis=0).data, digest_size=8)
+    digest.update(ctypes.string_at(address + summed, nbytes - summed))
+    return int.from_bytes(digest.digest(), "little") ^ nbytes
 
 
 def _open_unlinked(directory: Path) -> int:
