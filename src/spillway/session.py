@@ -169,10 +169,13 @@ class Session:
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
-        for module in self._models:
-            yield from ((Kind.PARAMETER, p) for p in module.parameters())
-            yield from ((Kind.BUFFER, b) for b in module.buffers())
-            yield from ((Kind.GRADIENT, p.grad) for p in module.parameters() if p.grad is not None)
+        for module in (module for model in self._models for module in model.modules()):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    yield Kind.PARAMETER, parameter
+                    if parameter.grad is not None:
+                        yield Kind.GRADIENT, parameter.grad
+            yield from ((Kind.BUFFER, buffer) for buffer in module._buffers.values() if buffer is not None)
         for optimizer in self._optimizers:
             states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
             values = (value for state in states for value in state.values())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
 
 import spillway
 from spillway.methods import LRU
@@ -184,3 +185,15 @@ def test_workers_forked_in_a_step_leave_the_spill_file_alone() -> None:
         found = accumulated(model)
     assert memory.history[0].moves > 0
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_a_flop_counter_around_a_step_does_not_count_what_is_run_again() -> None:
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(1))
+    with FlopCounterMode(display=False) as expected:
+        trained(network(), x)
+    model = network()
+    with spillway.manage(model, budget=600_000, method=ORDERS["recompute first"]()) as memory:
+        with FlopCounterMode(display=False) as found, memory.step():
+            trained(model, x)
+    assert memory.history[0].recomputed_ops
+    assert found.get_total_flops() == expected.get_total_flops()

@@ -5,12 +5,13 @@ Rule 8 has nothing to keep yet: no method makes a lossy home.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from typing import final
 
 import pytest
 
-from spillway.engines.records import AWAY, DROPPED, HERE
+from spillway.engines.records import AWAY, DROPPED, HERE, Recipe
 from spillway.errors import BudgetInfeasible, SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.base import AbstractPolicy, Drop, MemoryView, Move, Proposal
 from spillway.methods.keep_all import KeepAll
@@ -301,14 +302,23 @@ def test_rule_11_the_end_of_a_step_keeps_the_budget_by_moving() -> None:
 
 
 def test_rule_11_recipes_die_at_the_end_of_a_step() -> None:
+    gc.collect()
+    before = recipes_alive()
     program = started()
-    recipe = program["a"].recipe
-    assert recipe is not None
-    assert recipe.reads
-    program.end_step()
-    assert program["a"].recipe is None
-    assert (recipe.reads, recipe.creates, recipe.payload, program.controller.recipes) == ((), (), None, [])
+    assert program["a"].recipe is not None
+    assert recipes_alive() > before
+    gc.disable()
+    try:
+        program.end_step()
+        assert recipes_alive() == before, "they die at once, whether garbage is collected or not"
+    finally:
+        gc.enable()
+    assert (program["a"].recipe, program.controller.recipes) == (None, [])
     assert not program.drop("a"), "what is alive has become a source"
+
+
+def recipes_alive() -> int:
+    return sum(type(thing) is Recipe for thing in gc.get_objects())
 
 
 def test_rule_11_a_write_to_a_source_makes_a_source_so_that_chains_never_grow_from_step_to_step() -> None:

@@ -488,7 +488,10 @@ class Controller:
         if self.dropped:
             return
         for recipe in self.recipes:
-            recipe.forget()
+            for value in recipe.creates:
+                value.recipe = None
+            for _, value in recipe.writes:
+                value.recipe = None
         self.recipes.clear()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:

@@ -113,15 +113,6 @@ class Recipe:
         self.writes: Sequence[tuple[int, Value]] = ()
         self.nbytes: Bytes = 0
 
-    def forget(self) -> None:
-        """Make sources of the values it made, and let go of everything."""
-        for value in self.creates:
-            value.recipe = None
-        for _, value in self.writes:
-            value.recipe = None
-        self.reads = self.creates = self.writes = ()
-        self.payload = None
-
     def __repr__(self) -> str:
         return f"Recipe({self.number}, {self.name})"
 

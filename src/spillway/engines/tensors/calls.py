@@ -71,9 +71,18 @@ class Surroundings:
         return last
 
 
+_GUARDS: Final = (
+    torch._C._AutoDispatchBelowADInplaceOrView,
+    torch._C._DisableAutocast,
+    torch._C._DisableTorchDispatch,
+)
+
+
 @final
 class InEnvironment:
-    """Context manager: the settings of the original call, without autograd and autocast, which stood above it."""
+    """Context manager: the settings of the original call, without autograd and autocast, which stood above it, and
+    unseen by the user's own dispatch modes, which saw the original.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self._wanted = environment
@@ -81,12 +90,10 @@ class InEnvironment:
 
     def __enter__(self) -> None:
         self._before = Environment.now()
-        self._guards = [
-            torch._C._AutoDispatchBelowADInplaceOrView(),
-            torch._C._DisableAutocast(),
-        ]
-        for guard in self._guards:
+        for kind in _GUARDS:  # a guard acts when it is made: each is entered before the next is made
+            guard = kind()
             guard.__enter__()
+            self._guards.append(guard)
         _apply(self._before, self._wanted)
 
     def __exit__(self, *exception: object) -> None:
@@ -162,6 +169,12 @@ class Call(NamedTuple):
                 return self.func(*args, **kwargs)
             finally:
                 generator.set_state(present)
+
+
+def random_state(kwargs: Mapping[str, Any] | None) -> tuple[torch.Generator, torch.Tensor]:
+    """The generator that a call draws from, and its state now."""
+    generator = (kwargs or {}).get("generator") or torch.default_generator
+    return generator, generator.get_state()
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

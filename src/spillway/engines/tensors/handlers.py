@@ -21,7 +21,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import OPERAND, Surroundings
+from spillway.engines.tensors.calls import OPERAND, Call, Surroundings, random_state
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.system import LARGE
@@ -241,14 +241,14 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
         engine.geometries.setdefault,
     )
     call, call_with = quickest_call(info.func)
-    plain, surroundings, odd = PLAIN_TENSORS, Surroundings(), ODD_DTYPES
+    plain, surroundings, odd, seeded = PLAIN_TENSORS, Surroundings(), ODD_DTYPES, info.seeded
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
         if any(type(given) in plain and given.dtype in odd for given in args):
             return usual(info, args, kwargs)
         controller.clock += 1
         reads: list[Value] = []
-        payload = [info.func, args, kwargs, surroundings.now()]
+        payload: Any = [info.func, args, kwargs, surroundings.now()]
         for given in args:
             if type(given) in plain:
                 value: Any = table[_address(given)].value
@@ -257,6 +257,8 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
                 geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
                 payload.append(same(geometry, geometry))
         payload[1] = _where_tensors_stand(args)
+        if seeded:
+            payload = Call.unpacked(payload)._replace(random=random_state(kwargs))
         written = reads[0].storage
         began = _now()
         try:

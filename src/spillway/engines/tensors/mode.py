@@ -25,6 +25,7 @@ from spillway.engines.tensors.calls import (
     Surroundings,
     geometry_of,
     operands,
+    random_state,
     with_holes,
 )
 from spillway.engines.tensors.handlers import Handler, Usual, handler_for
@@ -278,7 +279,8 @@ class Recorder:
         for place in places:
             recorded.append((place, geometry_of(holes[place])))
             holes[place] = None
-        call = Call(info.func, holes, kwargs, recorded, self._surroundings.now())
+        random = random_state(kwargs) if info.seeded else None
+        call = Call(info.func, holes, kwargs, recorded, self._surroundings.now(), random=random)
         return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
 
     def note_writes(
@@ -319,10 +321,7 @@ def _record_generally(
     holes, named = with_holes(args, kwargs)
     wanted = set(places)
     recorded = [(place, geometry_of(t)) for place, t, _ in operands(info, args, kwargs) if place in wanted]
-    random = None
-    if info.seeded:
-        generator = kwargs.get("generator") or torch.default_generator
-        random = (generator, generator.get_state())
+    random = random_state(kwargs) if info.seeded else None
     return Call(info.func, holes, named, recorded, Environment.now(), (0,), scratch, random)
 
 

@@ -245,7 +245,8 @@ class OpInfo:
             positional
             and "list" not in kinds
             and all(kind in ("tensor", None) for kind in returns)
-            and not (self.seeded or self.scratch or self.composite or self.exactness == NEVER)
+            and not (self.scratch or self.composite or self.exactness == NEVER)
+            and (not self.seeded or (self.writes == (0,) and not self.fresh))
             and self.name not in LAZY_BITS
             and all(place in self.tensors for place in self.writes)
         )

@@ -137,16 +137,15 @@ _madvise = _find_madvise()
 
 def reset_peak() -> None:
     """Let the system's own peak counter start anew (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as file:
+        file.write(b"5")
 
 
 def peak_rss() -> Bytes:
     """Highest resident set size since `reset_peak`, files mapped included; 0 where the system does not say."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError), open("/proc/self/status", "rb", buffering=0) as file:
+        _, _, rest = file.read(1 << 14).partition(b"VmHWM:")
+        return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
     return 0
 
 
