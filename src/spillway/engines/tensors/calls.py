@@ -91,7 +91,7 @@ class InEnvironment:
     def __enter__(self) -> None:
         self._before = Environment.now()
         for kind in _GUARDS:  # a guard acts when it is made: each is entered before the next is made
-            guard = kind()
+            guard: Any = kind()
             guard.__enter__()
             self._guards.append(guard)
         _apply(self._before, self._wanted)
