@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -77,6 +77,9 @@ def manage(
     except BaseException:
         engine.close()
         raise
+
+
+_NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
 
 @final
@@ -169,17 +172,22 @@ class Session:
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
+        parameters, gradients, buffers, states = _NAMED  # looking a member up takes as long as the rest
         for module in (module for model in self._models for module in model.modules()):
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    yield Kind.PARAMETER, parameter
+                    yield parameters, parameter
                     if parameter.grad is not None:
-                        yield Kind.GRADIENT, parameter.grad
-            yield from ((Kind.BUFFER, buffer) for buffer in module._buffers.values() if buffer is not None)
+                        yield gradients, parameter.grad
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    yield buffers, buffer
         for optimizer in self._optimizers:
-            states = (state for state in optimizer.state.values() if isinstance(state, Mapping))
-            values = (value for state in states for value in state.values())
-            yield from ((Kind.OPTIMIZER_STATE, value) for value in values if isinstance(value, torch.Tensor))
+            for state in optimizer.state.values():
+                if isinstance(state, dict | Mapping):
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor):
+                            yield states, value
         yield from ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
 
     def _circumstances(self, signature: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,6 +43,16 @@ Completion = Callable[..., Any]
 _now = time.perf_counter
 
 
+class Known(NamedTuple):
+    """An op that was met."""
+
+    func: Any
+    """Kept alive, and so its id."""
+    handler: Handler
+    rules: dict[type, Handler]
+    """Where torch looks for the handler (`rules_of`)."""
+
+
 @final
 class Dispatch:
     """The mode of one engine, and its handlers.
@@ -56,7 +66,7 @@ class Dispatch:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         self._usual = build_usual(engine)
-        self._handlers: dict[int, tuple[Any, Handler]] = {}
+        self._handlers: dict[int, Known] = {}
         self._watching = False
         self._class = type(
             "TrackingMode",
@@ -72,18 +82,17 @@ class Dispatch:
         handlers, learn = self._handlers, self._learn
 
         def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            _, handler = handlers.get(id(func)) or learn(func)
-            return handler(mode, func, types, args, kwargs)
+            known = handlers.get(id(func)) or learn(func)
+            return known.handler(mode, func, types, args, kwargs)
 
         return dispatch
 
-    def _learn(self, func: Any) -> tuple[Any, Handler]:
+    def _learn(self, func: Any) -> Known:
         info = self._engine.infos.get(id(func)) or self._engine.learn_op(func)
-        handler = handler_for(info, self._engine, self._usual)
+        known = self._handlers[id(func)] = Known(func, handler_for(info, self._engine, self._usual), rules_of(func))
         if self._watching:
-            rules_of(func)[self._class] = handler
-        found = self._handlers[id(func)] = (func, handler)
-        return found
+            known.rules[self._class] = known.handler
+        return known
 
     def disarm(self) -> None:
         """In a forked child: let every op through. The mode itself may be in use and stays where it is."""
@@ -91,29 +100,27 @@ class Dispatch:
         def let_through(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return func(*args, **(kwargs or {}))
 
-        for func, _ in self._handlers.values():
-            rules_of(func).pop(self._class, None)
-        self._handlers.clear()
+        self.start_anew()
         type.__setattr__(self._class, "__torch_dispatch__", let_through)
 
     def push(self) -> None:
         """Watch from here."""
         self._watching = True
-        for func, handler in self._handlers.values():
-            rules_of(func)[self._class] = handler
+        for known in self._handlers.values():
+            known.rules[self._class] = known.handler
         self._mode.__enter__()
 
     def pop(self) -> None:
         """Watch no longer."""
         self._mode.__exit__(None, None, None)
         self._watching = False
-        for func, _ in self._handlers.values():
-            rules_of(func).pop(self._class, None)
+        for known in self._handlers.values():
+            known.rules.pop(self._class, None)
 
     def start_anew(self) -> None:
         """What is known about ops has changed: make their handlers again when they come next."""
-        for func, _ in self._handlers.values():
-            rules_of(func).pop(self._class, None)
+        for known in self._handlers.values():
+            known.rules.pop(self._class, None)
         self._handlers.clear()
 
 
