@@ -276,7 +276,8 @@ class _Step:
         if not self._aside:
             try:
                 record = functools.partial(session._tensors, self._batch) if session._keep_timeline else None
-                engine.begin_step(session._tensors(self._batch), base_rss=session._base_rss, record=record)
+                tensors = session._tensors(self._batch)
+                engine.begin_step(tensors, base_rss=session._base_rss, record=record, signature=self._signature)
             except BudgetInfeasible as refusal:
                 self._leave()
                 raise self._told(refusal) from None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.records import AWAY, DROPPED
-from spillway.methods import LRU, AbstractPolicy, Drop, Move
+from spillway.methods import LRU, AbstractPolicy, Delta, Drop, Move
 from spillway.session import Session
 
 Image: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...], bytes]
@@ -23,13 +23,20 @@ PLENTY = 1 << 30
 
 Way: TypeAlias = type[Drop] | type[Move]
 
+
+def copying_beside() -> AbstractPolicy:
+    """Nearly everything is copied out while ops run, and much is fetched."""
+    return Delta(early=0.01, enough=1.0, most_copies_out=4, most_copies_in=4)
+
+
 ORDERS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {
         "recompute first": lambda: LRU(short_chain=32, worth=inf),
         "move first": lambda: LRU(short_chain=0),
+        "copy beside": copying_beside,
     }
 )
-"""Both ends of what the policy can be told."""
+"""Both ends of what the policy can be told, and copies under way at all times."""
 
 
 def put_away(memory: Session, tensor: torch.Tensor, way: Way) -> bool:

@@ -24,6 +24,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.methods import LRU, AbstractPolicy, KeepAll
+from tests.cpu.pressure import copying_beside
 from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until
 from tests.cpu.programs import random_program
 from tests.cpu.world import Instruction, Part, Program
@@ -35,6 +36,7 @@ POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
     "recompute first": lambda: LRU(short_chain=32, worth=inf),
     "move first": lambda: LRU(short_chain=0),
     "as it comes": LRU,
+    "copy beside": copying_beside,
     SHAKEN: lambda: LRU(short_chain=32, worth=inf),
 }
 

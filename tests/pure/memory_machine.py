@@ -105,9 +105,24 @@ class Home:
     """A slot of the slower tier. `mapping` is what readers see: a private copy that they may write."""
 
     def __init__(self, items: list[int], nbytes: Bytes) -> None:
+        self.nbytes = nbytes
+        self.reading: Cell | None = None
+        """What is still being copied here: its content is what the cell holds when the copy ends."""
+        self.fill(items)
+
+    def fill(self, items: list[int]) -> None:
         self.items = tuple(items)
         self.mapping = list(items)
-        self.nbytes = nbytes
+
+
+@final
+class Arrival:
+    """Bytes on their way in."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.nbytes = home.nbytes
+        self.looks = 0
 
 
 @final
@@ -120,6 +135,7 @@ class Cell:
         self.home: Home | None = None
         self.users = 0
         self.kept = False
+        self.storage: Storage | None = None
         self.escaped = False
 
 
@@ -130,9 +146,13 @@ class MemoryMachine:
     def __init__(self, tier_bytes: Bytes) -> None:
         self.tier_bytes = tier_bytes
         self.homes: set[Home] = set()
+        self.arrivals: set[Arrival] = set()
         self.cells: weakref.WeakSet[Cell] = weakref.WeakSet()
         self.peak: Bytes = 0
         self.replayed: list[str] = []
+        self.reading: list[Home] = []
+        self.flights: set[str] = set()
+        """Kinds of copies that ran beside ops: out, in, abandoned."""
         self.before: Callable[[str], None] = lambda action: None
         """Called with the name of every action before it happens."""
         self.died: Callable[[Storage], None] = lambda storage: None
@@ -140,7 +160,8 @@ class MemoryMachine:
 
     def present(self) -> Bytes:
         """Bytes in memory, counted anew."""
-        return sum(cell.nbytes for cell in self.cells if cell.items is not None)
+        arriving = sum(arrival.nbytes for arrival in self.arrivals)
+        return arriving + sum(cell.nbytes for cell in self.cells if cell.items is not None)
 
     def new_cell(self, items: list[int], nbytes: Bytes) -> Cell:
         cell = Cell(items, nbytes)
@@ -174,6 +195,7 @@ class MemoryMachine:
     def page_in(self, storage: Storage, home: Home) -> bool:
         self.before("page_in")
         assert home in self.homes, "a home is read after it was given back"
+        assert home.reading is None, "a home is read before it is written"
         storage.handle.items, storage.handle.home = list(home.mapping), None
         self.note_peak()
         return tuple(home.mapping) == home.items
@@ -181,11 +203,75 @@ class MemoryMachine:
     def leave(self, storage: Storage, home: Home) -> None:
         self.before("leave")
         assert home in self.homes, "a home is used after it was given back"
+        self.finish(home)
         storage.handle.items, storage.handle.home = None, home
+
+    def start_out(self, storage: Storage) -> Home:
+        self.before("start_out")
+        if sum(home.nbytes for home in self.homes) + storage.nbytes > self.tier_bytes:
+            raise SpillFullError(f"The tier of {self.tier_bytes} bytes is full.")
+        home = Home([], storage.nbytes)
+        home.reading, home.reading.storage = storage.handle, storage
+        present_items(storage)
+        self.homes.add(home)
+        self.reading.append(home)
+        self.flights.add("out")
+        return home
+
+    def finish(self, home: Home) -> None:
+        """The copy to the home ends, with what its source holds by now."""
+        if home.reading is not None:
+            assert home.reading.items is not None, "a storage's bytes were freed while they were copied"
+            home.fill(home.reading.items)
+            home.reading = None
+
+    def reap(self) -> None:
+        """Every second copy has ended by now; who lived on for one dies."""
+        for home in self.reading[::2]:
+            self.finish(home)
+        self.let_go()
+
+    def let_go(self) -> None:
+        done = [home for home in self.reading if home.reading is None]
+        self.reading = [home for home in self.reading if home.reading is not None]
+        del done
+        for cell in [cell for cell in self.cells if cell.storage is not None and not self.is_read(cell)]:
+            storage, cell.storage = cell.storage, None
+            if cell.users == 0 and not cell.kept and storage is not None and storage.handle is not None:
+                self.died(storage)
+
+    def is_read(self, cell: Cell) -> bool:
+        return any(home.reading is cell for home in self.reading)
+
+    def start_in(self, storage: Storage, home: Home) -> Arrival:
+        self.before("start_in")
+        assert home in self.homes, "a home is read after it was given back"
+        assert home.reading is None, "a home is read before it is written"
+        arrival = Arrival(home)
+        self.arrivals.add(arrival)
+        self.note_peak()
+        return arrival
+
+    def arrived(self, arrival: Arrival) -> bool:
+        arrival.looks += 1
+        return arrival.looks > 2
+
+    def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
+        self.arrivals.remove(arrival)
+        self.flights.add("in")
+        return self.page_in(storage, arrival.home)
+
+    def abandon(self, arrival: Arrival) -> None:
+        assert arrival.home in self.homes, "a home was given back while it was read"
+        self.flights.add("abandoned")
+        self.arrivals.remove(arrival)
 
     def release(self, storage: Storage) -> None:
         self.before("release")
         present_items(storage)
+        for home in self.reading:
+            if home.reading is storage.handle:
+                self.finish(home)
         storage.handle.items = None
 
     def give(self, source: Storage, target: Storage) -> None:
@@ -202,11 +288,12 @@ class MemoryMachine:
         if storage.handle is None:
             return
         storage.handle.kept = False
-        if storage.handle.users == 0:
+        if storage.handle.users == 0 and not self.is_read(storage.handle):
             self.died(storage)
 
     def discard(self, home: Home) -> None:
         self.homes.remove(home)
+        home.reading = None
 
     def escaped(self, storage: Storage) -> bool:
         return bool(storage.handle.escaped)
@@ -272,7 +359,7 @@ class Program:
     def free(self, name: str) -> None:
         storage = self.names.pop(name)
         storage.handle.users -= 1
-        if storage.handle.users == 0 and not storage.handle.kept:
+        if storage.handle.users == 0 and not storage.handle.kept and not self.machine.is_read(storage.handle):
             self._die(storage)
 
     def look(self, name: str) -> list[int]:
@@ -339,6 +426,8 @@ class Program:
     def _ready(
         self, name: str, operands: Sequence[Storage], writes: Sequence[Storage], needed: Bytes, act: Callable[[], T]
     ) -> T:
+        if self.controller.policy.foresees:
+            self.controller.copies.foresee()
         self.controller.clock += 1
         for storage in operands:
             storage.touched = self.controller.clock
@@ -454,7 +543,12 @@ def error_of(kind: type[E], act: Callable[..., Any], *args: Any) -> E:
 def audit(program: Program) -> None:
     """Between ops: nothing is locked or wanted, every count is what a fresh count gives."""
     controller, machine = program.controller, program.machine
-    controller._empty_graveyard()
+    controller.empty_graveyard()
+    for home in machine.reading:
+        machine.finish(home)
+    machine.let_go()
+    controller.empty_graveyard()
+    assert len(machine.arrivals) == len(controller.copies.arriving)
     program.check_account("the audit")
     values = list(living(program))
     assert controller.dropped == {value for value in values if value.absent == DROPPED}

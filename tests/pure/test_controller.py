@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from spillway.engines.controller import FIRST_TEMPORARY
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.ir.timeline import Change
@@ -53,7 +54,7 @@ def test_what_happens_is_written_down_as_it_happens() -> None:
     program.move("a")
     program.read("a")
     program.free("a")
-    x, a, temporary = 1, 2, 3
+    x, a, temporary = 1, 2, FIRST_TEMPORARY + 1
     assert [(clock, storage.number, change) for clock, storage, change in program.controller.events] == [
         (0, x, Change.CREATE),
         (1, a, Change.CREATE),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import EXACT, HERE, NEVER, SCAFFOLD
 from spillway.errors import BudgetInfeasible, SpillFullError
-from spillway.methods.base import AbstractPolicy, Candidate, Drop, MemoryView, Move, Proposal
+from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
@@ -27,7 +27,7 @@ Action = tuple[str, tuple[Any, ...]]
 BETWEEN_STEPS = ("source", "poke", "begin_step")
 """Actions before which room was not made yet."""
 
-FALLIBLE = ("run", "page_out", "page_in", "settle")
+FALLIBLE = ("run", "page_out", "page_in", "start_out", "start_in", "settle")
 """What a machine does that can go wrong; everything else only exchanges pointers."""
 
 
@@ -53,6 +53,34 @@ class Adversary(AbstractPolicy):
             yield Drop(storage) if self._random.random() < 0.7 else Move(storage)
 
 
+@final
+class Foreseeing(AbstractPolicy):
+    """An adversary that begins copies of anything, in and out, before every op."""
+
+    name = "foreseeing"
+    foresees = True
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._adversary = Adversary(seed)
+        self._seen: dict[Candidate, None] = {}
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        yield from self._adversary.relieve(view, needed)
+
+    def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
+        present, moved = list(view.candidates()), list(view.moved())
+        self._seen.update(dict.fromkeys((*present, *moved)))
+        assert set(view.due()) <= set(moved)
+        assert view.arriving * ITEM <= view.resident
+        for _ in range(self._random.randrange(5)):
+            kind = self._random.choices([Copy, Fetch, Move, Drop], [4, 4, 2, 1])[0]
+            likely = moved if kind is Fetch else present
+            among = likely if likely and self._random.random() < 0.9 else list(self._seen)
+            if among:
+                yield kind(self._random.choice(among))
+
+
 POLICIES: dict[str, Callable[[int], AbstractPolicy]] = {
     "move only": lambda seed: LRU(short_chain=0),
     "lru": lambda seed: LRU(),
@@ -60,6 +88,7 @@ POLICIES: dict[str, Callable[[int], AbstractPolicy]] = {
     "drop whatever there is": lambda seed: Eager(),
     "keep-all": lambda seed: KeepAll(),
     "adversary": Adversary,
+    "foreseeing": Foreseeing,
 }
 
 
@@ -241,6 +270,27 @@ def test_a_managed_program_computes_what_plain_code_computes_or_is_refused_with_
     ends_well(program, plain)
 
 
+@settings(max_examples=150)
+@given(
+    actions=programs(),
+    spare=st.integers(0, 6),
+    seed=st.integers(0, 1 << 16),
+    tier_bytes=st.sampled_from([UNLIMITED, UNLIMITED, 4 * ITEM]),
+)
+def test_copies_that_run_beside_the_program_change_nothing(
+    actions: list[Action], spare: int, seed: int, tier_bytes: Bytes
+) -> None:
+    allowed = largest_op(actions) + spare * ITEM
+    program, plain = Program(allowed, Foreseeing(seed), tier_bytes=tier_bytes), Plain()
+    error = refusal(lambda: run_beside(program, plain, actions))
+    event(f"{type(error).__name__}, {min(len(program.machine.flights), 3)} kinds of flights")
+    if isinstance(error, BudgetInfeasible):
+        assert error.allowed == allowed < error.needed <= error.smallest_budget
+    if error is not None:
+        refusal(program.end_step)
+    ends_well(program, plain)
+
+
 def refusal(act: Callable[[], object]) -> BudgetInfeasible | SpillFullError | None:
     """How `act` was refused, without the frames that would keep what it worked on alive; None if it was not."""
     try:
@@ -299,7 +349,7 @@ def test_no_budget_below_the_smallest_of_a_refusal_works_for_any_policy(
 def test_an_exception_at_any_moment_leaves_every_account_right_and_every_content_where_it_was(
     actions: list[Action], seed: int, stops: list[int]
 ) -> None:
-    program, plain = Program(largest_op(actions) + ITEM, Adversary(seed)), Plain()
+    program, plain = Program(largest_op(actions) + ITEM, Foreseeing(seed)), Plain()
     count = 0
 
     def interrupt(action: str) -> None:
@@ -323,7 +373,7 @@ def test_an_exception_at_any_moment_leaves_every_account_right_and_every_content
 @settings(max_examples=50)
 @given(actions=programs(), seed=st.integers(0, 1 << 16))
 def test_after_closing_every_byte_is_in_memory_again(actions: list[Action], seed: int) -> None:
-    program, plain = Program(largest_op(actions) + ITEM, Adversary(seed)), Plain()
+    program, plain = Program(largest_op(actions) + ITEM, Foreseeing(seed)), Plain()
     refusal(lambda: run_beside(program, plain, actions[:-1]))
     program.controller.bring_back_all(list(program.names.values()))
     assert all(program[name].absent == HERE for name in program.names)

@@ -22,19 +22,20 @@ NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and no
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
+from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
 from spillway.engines.replay import Ancestry, Replay, ancestry, chain_fits, grow_chains
+from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
-from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
+from spillway.errors import EngineError, SpillError, SpillFullError
 from spillway.ir.timeline import Change
-from spillway.methods.base import AbstractPolicy, Drop, Proposal
+from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal
 from spillway.units import Bytes
 
 SMALLEST_MOVABLE: Bytes = 4096
@@ -43,8 +44,8 @@ SMALLEST_MOVABLE: Bytes = 4096
 CHAIN_CAP = 32
 """The longest chain of replays, in ops, that a drop may lead to (rule 4)."""
 
-PATIENCE = 1 << 16
-"""Refusals after which a policy that still has no room is not asked any further."""
+FIRST_TEMPORARY = 1 << 40
+"""Temporaries of replays are numbered from here."""
 
 UNLIMITED: Bytes = 1 << 62
 """The budget of a session that only keeps account."""
@@ -55,9 +56,10 @@ class Controller:
     """Owns values, cuts, locks, the budget and the replay stack. Callers hold `lock`."""
 
     __slots__ = (
-        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_tier_full", "allowed", "away",
-        "chain_cap", "clock", "counters", "created", "dropped", "events", "first_op", "lock", "machine", "peak",
-        "policy", "recipes", "resident", "view", "young",
+        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "_signature",
+        "allowed", "away",
+        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
+        "machine", "peak", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -79,16 +81,23 @@ class Controller:
         self.events: list[tuple[int, Storage, Change]] | None = None
         self._graveyard: list[Value] = []
         self._copied: list[Value] = []  # present values whose home is still valid, and some that left again
-        self._tier_full = ""  # what the slower tier said when room was last made
+        self.tier_full = ""  # what the slower tier said when room was last made
         self._next_number = 0
+        self._next_temporary = FIRST_TEMPORARY
+        self._signature = ""
         self._drops_allowed = True
+        self.in_backward = False
+        self.copies = Copies(self)
         self.view = View(self)
 
     # ------------------------------------------------------------------ storages come and go
 
-    def adopt(self, key: int, nbytes: Bytes, handle: Any) -> Storage:
+    def adopt(self, key: int, nbytes: Bytes, handle: Any, *, temporary: bool = False) -> Storage:
         """Take a present storage into account. Its value is a source until somebody gives it a recipe."""
-        self._next_number = number = self._next_number + 1
+        if temporary:  # replays differ from step to step; the numbers of what the step itself creates do not
+            self._next_temporary = number = self._next_temporary + 1
+        else:
+            self._next_number = number = self._next_number + 1
         storage = Storage(number, key, nbytes, handle, self.clock)
         self.created += nbytes
         self.resident = resident = self.resident + nbytes
@@ -137,19 +146,24 @@ class Controller:
             self.young.append(storage)  # only now it may leave
         storage.nbytes = nbytes
 
-    def _empty_graveyard(self) -> None:
+    def empty_graveyard(self) -> None:
         graveyard = self._graveyard
         while graveyard:
             value = graveyard.pop()
             if value.leaves is not None:
                 self.dropped.discard(value)
                 self.cut_loose(value)
+            self.copies.abandon(value)
             self._discard_home(value)
 
     def _discard_home(self, value: Value) -> None:
         if value.home is not None:
             home, value.home = value.home, None
             self.machine.discard(home)
+
+    def note_copied(self, value: Value) -> None:
+        """A present value has a home that is good until it is written, or until the step ends."""
+        self._copied.append(value)
 
     def _distrust_copies(self) -> None:
         """Rule 7. Between steps a present storage may be written unseen: its home is good for nothing afterwards."""
@@ -208,10 +222,10 @@ class Controller:
         value, doomed = storage.value, storage.written
         storage.written = True
         try:
-            self._empty_graveyard()
+            self.empty_graveyard()
             while value is not None and value.dependents:
                 self.restore(next(iter(value.dependents)))
-                self._empty_graveyard()
+                self.empty_graveyard()
         finally:
             storage.written = doomed
 
@@ -225,62 +239,35 @@ class Controller:
             SpillFullError: It would have been enough if the slower tier had room.
         """
         if self._graveyard:
-            self._empty_graveyard()
+            self.empty_graveyard()
         if self.resident + needed <= self.allowed:
             return
-        self._tier_full = ""
-        self._ask_policy(needed)
+        self.tier_full = ""
+        self.copies.land()
+        ask_policy(self, needed)
         if self.resident + needed > self.allowed:
-            self._last_resort(needed)
+            self.copies.land(wait=True)
+            use_last_resort(self, needed)
         self.machine.settle()
         if self.resident + needed > self.allowed:
-            self._refuse_step(needed, name)
-
-    def _ask_policy(self, needed: Bytes) -> None:
-        granted, refused = None, 0
-        with contextlib.closing(self.policy.relieve(self.view, self.resident + needed - self.allowed)) as proposals:
-            while self.resident + needed > self.allowed and refused < PATIENCE:
-                try:
-                    proposal = next(proposals) if granted is None else proposals.send(granted)
-                except StopIteration:
-                    return
-                granted = self.grant(proposal)
-                refused += not granted
-                if self._graveyard:
-                    self._empty_graveyard()
+            raise refusal(self, needed, name)
 
     def grant(self, proposal: Proposal) -> bool:
         """Carry a proposal out, or refuse and count it (rule 9)."""
         storage = proposal.storage
         if not isinstance(storage, Storage):
             raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
-        return self._while_held(self._drop if isinstance(proposal, Drop) else self._move, storage)
+        if isinstance(proposal, Copy | Fetch):
+            return self.copies.begin(proposal)
+        return self.while_held(self.drop if isinstance(proposal, Drop) else self.move, storage)
 
-    def _while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
+    def while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
         """Let it leave, or refuse. A collection of garbage must not take it away half-way."""
         self._hold(storage)
         try:
             return leave(storage)
         finally:
             self._unhold(storage)
-
-    def _last_resort(self, needed: Bytes) -> None:
-        """What no method proposed: move whatever may leave, and where the tier is full, drop it."""
-        for leave in (self._move, self._drop):
-            for storage in list(self.view.candidates()):
-                if self.resident + needed <= self.allowed:
-                    return
-                self._while_held(leave, storage)
-                self._empty_graveyard()
-
-    def _refuse_step(self, needed: Bytes, name: str) -> None:
-        if self._tier_full and self.counters.floor_bytes <= self.allowed:
-            raise SpillFullError(self._tier_full)
-        smallest = max(self.resident + needed, self.counters.floor_bytes)
-        raise BudgetInfeasible(
-            needed=smallest, allowed=self.allowed, op=name, op_index=max(self.clock - self.first_op - 1, 0),
-            smallest_budget=smallest, exact=False,
-        )  # fmt: skip
 
     def may_leave(self, storage: Storage) -> bool:
         """Whether a present storage is free to leave: not locked (rule 3), not escaped (rule 10)."""
@@ -291,30 +278,34 @@ class Controller:
             return False
         return True
 
-    def _move(self, storage: Storage) -> bool:
+    def move(self, storage: Storage) -> bool:
         value = storage.value
         if value is None or value.absent or not self.may_leave(storage):
             self.counters.refuse("not free to leave")
             return False
         began = time.perf_counter()
-        if value.home is None:
-            try:
+        try:
+            if value.home is None:
                 value.home = self.machine.page_out(storage)
-            except SpillFullError as error:
-                self._tier_full = str(error)
-                self.counters.refuse("slower tier full")
-                return False
-            self.counters.bytes_out += storage.nbytes
-        else:
-            self.machine.leave(storage, value.home)
+                self.counters.bytes_out += storage.nbytes
+            else:
+                self.machine.leave(storage, value.home)
+        except SpillError as error:
+            self._discard_home(value)
+            if not isinstance(error, SpillFullError):
+                raise
+            self.tier_full = str(error)
+            self.counters.refuse("slower tier full")
+            return False
         value.absent = AWAY
         self.away += 1
+        self.copies.left(storage)
         self.counters.stall_seconds += time.perf_counter() - began
         self.counters.moves += 1
         self._left(storage, Change.MOVE)
         return True
 
-    def _drop(self, storage: Storage) -> bool:
+    def drop(self, storage: Storage) -> bool:
         value, found = storage.value, self.way_back(storage)
         if value is None or isinstance(found, str):
             self.counters.refuse(str(found))
@@ -420,29 +411,32 @@ class Controller:
             raise EngineError(f"{name} found {value!r} where a moved value was expected.")
         storage.locks += 1
         try:
-            self.make_room(storage.nbytes, name)
+            early = value in self.copies.arriving
+            if not early:
+                self.make_room(storage.nbytes, name)
             began = time.perf_counter()
-            unchanged = self.machine.page_in(storage, value.home)
+            unchanged = self.copies.arrive(value) if early else self.machine.page_in(storage, value.home)
         finally:
             storage.locks -= 1
         if unchanged:
-            self._copied.append(value)
+            self.note_copied(value)
         else:
             self._discard_home(value)
         self.counters.stall_seconds += time.perf_counter() - began
         self.counters.bytes_in += storage.nbytes
         value.absent = HERE
         self.away -= 1
+        self.copies.came_back(storage, early=early)
         self.came_back(storage, Change.PAGE_IN)
 
     def _restore_dropped(self) -> None:
         """Rule 11: nothing stays dropped; what has to make room for it is moved."""
-        self._empty_graveyard()
+        self.empty_graveyard()
         self._drops_allowed = False
         try:
             while self.dropped:
                 self.restore(next(iter(self.dropped)))
-                self._empty_graveyard()
+                self.empty_graveyard()
         finally:
             self._drops_allowed = True
 
@@ -462,25 +456,29 @@ class Controller:
 
     # ------------------------------------------------------------------ steps
 
-    def begin_step(self) -> None:
-        """Start counting anew."""
-        self._empty_graveyard()
+    def begin_step(self, signature: str = "") -> None:
+        """Start counting anew. Steps of one signature are expected to want the same things in the same order."""
+        self.empty_graveyard()
         self._distrust_copies()
         self.counters = Counters()
         self.peak = self.resident
         self.first_op = self.clock
+        self._signature = signature
+        self.copies.begin_step(signature, self._next_number)
 
     def end_step(self) -> None:
         """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""
         try:
+            self.copies.end_step(self._signature)
             self._restore_dropped()
         except BaseException:
             self._bring_back(list(self.dropped))
             raise
         finally:
             self.forget_recipes()
-            self._empty_graveyard()
+            self.empty_graveyard()
             self._distrust_copies()
+            self.machine.reap()
             self.young = [storage for storage in self.young if storage.value is not None]
 
     def forget_recipes(self) -> None:
@@ -496,6 +494,6 @@ class Controller:
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
-        self._empty_graveyard()
+        self.empty_graveyard()
         values = [*self.dropped, *(storage.value for storage in storages if storage.value is not None)]
         self._bring_back(values)

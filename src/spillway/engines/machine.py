@@ -25,7 +25,26 @@ class Machine(Protocol):
         between)."""
 
     def leave(self, storage: Storage, home: Any) -> None:
-        """Free the bytes again: `home` still holds the same content."""
+        """Free the bytes: `home` holds the same content, or will when a copy is done that this waits for. Raises
+        `SpillFullError` if that copy failed, then nothing has changed."""
+
+    def start_out(self, storage: Storage) -> Any:
+        """Begin to copy the bytes to the slower tier; the home where they will be. The storage lives until then."""
+
+    def start_in(self, storage: Storage, home: Any) -> Any:
+        """Begin to bring the bytes back, beside the storage; a token for the three that follow."""
+
+    def arrived(self, arrival: Any) -> bool:
+        """Whether `finish_in` would not wait."""
+
+    def finish_in(self, storage: Storage, arrival: Any) -> bool:
+        """Give the bytes to the storage; what `page_in` returns."""
+
+    def abandon(self, arrival: Any) -> None:
+        """They are not wanted: free them."""
+
+    def reap(self) -> None:
+        """Let go of storages that lived on for copies which are done by now."""
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; nothing is kept."""
@@ -40,7 +59,7 @@ class Machine(Protocol):
         """Stop keeping it alive."""
 
     def discard(self, home: Any) -> None:
-        """The home is not needed any more."""
+        """The home is not needed any more, nor a copy to it that is under way."""
 
     def escaped(self, storage: Storage) -> bool:
         """Whether something that the machine cannot see may hold the storage's address (rule 10)."""

@@ -126,6 +126,8 @@ class Counters:
     stall_seconds: Seconds = 0.0
     bytes_out: Bytes = 0
     bytes_in: Bytes = 0
+    early_out: Bytes = 0
+    early_in: Bytes = 0
     dropped_bytes: Bytes = 0
     drops: int = 0
     moves: int = 0

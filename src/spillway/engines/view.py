@@ -92,6 +92,28 @@ class View:
         out_and_in = self._controller.machine.transfer_seconds(storage.nbytes)
         return out_and_in / 2 if value is not None and value.home is not None else out_and_in
 
+    def copied(self, storage: Candidate) -> bool:
+        """Whether its value has a home."""
+        return isinstance(storage, Storage) and storage.value is not None and storage.value.home is not None
+
+    def moved(self) -> Iterator[Storage]:
+        """Moved storages, the one that left first in front."""
+        return self._controller.copies.in_order_of_leaving()
+
+    def due(self) -> Iterator[Storage]:
+        """Moved storages in the order in which the last step wanted them."""
+        return self._controller.copies.in_order_of_use()
+
+    @property
+    def arriving(self) -> int:
+        """Storages on their way back."""
+        return len(self._controller.copies.arriving)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs a backward."""
+        return self._controller.in_backward
+
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive and that are present now."""
         found = self._ancestry(storage)

@@ -10,16 +10,21 @@ from spillway.methods.base import (
     AbstractPlanner,
     AbstractPolicy,
     Candidate,
+    Copy,
     Drop,
+    Fetch,
     MemoryView,
     Move,
     Problem,
     Proposal,
 )
+from spillway.methods.delta import Delta
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 
-METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType({KeepAll.name: KeepAll, LRU.name: LRU})
+METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
+    {KeepAll.name: KeepAll, LRU.name: LRU, Delta.name: Delta, "delta-published": Delta.as_published}
+)
 """Every method by the name that users write."""
 
 
@@ -42,7 +47,10 @@ __all__ = [
     "AbstractPlanner",
     "AbstractPolicy",
     "Candidate",
+    "Copy",
+    "Delta",
     "Drop",
+    "Fetch",
     "KeepAll",
     "MemoryView",
     "Move",

@@ -45,7 +45,21 @@ class Move:
     storage: Candidate
 
 
-Proposal = Drop | Move
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Begin to copy the bytes to the slower tier while ops run. They stay; moving them afterwards costs nothing."""
+
+    storage: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to bring a moved storage back while ops run."""
+
+    storage: Candidate
+
+
+Proposal = Drop | Move | Copy | Fetch
 
 
 class MemoryView(Protocol):
@@ -74,6 +88,23 @@ class MemoryView(Protocol):
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         """Time to copy `storage` out and in again, by the bandwidth measured so far."""
+
+    def copied(self, storage: Candidate) -> bool:
+        """Whether a copy of it in the slower tier is there or under way."""
+
+    def moved(self) -> Iterator[Candidate]:
+        """Storages in the slower tier that are not on their way back, the one that left first in front."""
+
+    def due(self) -> Iterator[Candidate]:
+        """Those of them that the last such step wanted back from here on, in that order."""
+
+    @property
+    def arriving(self) -> int:
+        """Storages on their way back; they count as resident."""
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs a backward."""
 
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive."""
@@ -105,6 +136,16 @@ class AbstractPolicy(ABC):
 
     uses_recipes: bool = True
     """Whether it ever proposes a `Drop`; without recipes an op costs less to track."""
+
+    foresees: bool = False
+    """Whether `foresee` is of any use; asking costs time."""
+
+    def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
+        """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.
+
+        Asked whenever a large storage was created and whenever one came back.
+        """
+        yield from ()
 
     @abstractmethod
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:

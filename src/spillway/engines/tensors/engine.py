@@ -72,6 +72,8 @@ class TensorEngine:
         self.fused_updates = 0
         """Fused optimizer ops in this step; torch counts no version for what they write."""
         self.in_step = False
+        self.foresees = policy.foresees and allowed < UNLIMITED
+        """Whether the policy is asked while ops run."""
         self.start_bytes: Bytes = 0
         self.ops = 0
         self.history: StepHistory | None = None
@@ -145,6 +147,9 @@ class TensorEngine:
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
         """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
         info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
+        if info.resizes:
+            for storage in seen.writes:
+                self.machine.wait_for_readers(storage)
         if info.fresh or info.resizes:
             bound = info.bound(seen.args) if info.bound is not None and seen.args else None
             needed = bound or 0
@@ -159,6 +164,19 @@ class TensorEngine:
                 return self._run_and_learn(seen, complete, key, needed)
             finally:
                 controller.finish(seen.reads, seen.writes)
+                self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
+        if self.foresees and self.in_step and not self.interrupts:
+            self.interrupts.append(self._foresee)
+
+    def _foresee(self) -> None:
+        controller = self.controller
+        if self.in_step:
+            with controller.lock, torch._C._DisableTorchDispatch():
+                controller.in_backward = torch._C._current_graph_task_id() >= 0
+                controller.copies.foresee()
 
     def _restore_what_sizes_read(self, seen: Seen) -> None:
         if seen.info.name in READS_CONTENT:
@@ -209,7 +227,10 @@ class TensorEngine:
     def recall(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to get another size: its bytes come back."""
         storage = self.table.get(_address_or_none(tensor))
-        if storage is None or storage.value is None or not storage.value.absent:
+        if storage is None or storage.value is None:
+            return
+        self.machine.wait_for_readers(storage)
+        if not storage.value.absent:
             return
         with self.controller.lock, torch._C._DisableTorchDispatch():
             self._bring_back(storage)
@@ -224,13 +245,14 @@ class TensorEngine:
     # ------------------------------------------------------------------ steps
 
     def begin_step(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None, record: Named | None = None
-    ) -> None:
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None,
+        record: Named | None = None, signature: str = "",
+    ) -> None:  # fmt: skip
         """Take the given tensors into account, come under the budget, and start watching.
 
         `base_rss` is the resident set without any of this; it and the budget together are what the resident set is
         kept to, and without it freed memory stays with the allocator. `record` gives the tensors known by name to a
-        timeline.
+        timeline; steps of one `signature` are expected to be alike.
 
         Raises:
             BudgetInfeasible: What cannot leave is more than the budget.
@@ -246,7 +268,7 @@ class TensorEngine:
         self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
-        controller.begin_step()
+        controller.begin_step(signature)
         controller.make_room(0, "begin step")
         controller.peak = self.start_bytes = controller.resident
         self._first_op = controller.clock
@@ -294,7 +316,7 @@ class TensorEngine:
             self.resident_set.close()
 
     def raise_interrupt(self) -> None:
-        """Deliver a Ctrl-C that arrived while the engine could not be interrupted."""
+        """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead."""
         while self.interrupts:
             self.interrupts.pop()()
 
@@ -321,6 +343,7 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
         storage = watch.record = table[key] = adopt(key, nbytes, watch)
         if nbytes >= LARGE:
             created(nbytes)
+            engine.look_ahead()
         if engine.history is not None:
             engine.history.note_kind(storage)
         return storage

@@ -24,6 +24,7 @@ class DeferredInterrupts:
         self._pending = pending
         self._previous: Any = None
         self._installed = False
+        self._caught: tuple[int, FrameType | None] = (0, None)
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -42,8 +43,12 @@ class DeferredInterrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if not _inside_engine(frame):
             self._previous(number, frame)
-        elif not self._pending:
-            self._pending.append(lambda: self._previous(number, frame))
+        elif self._deliver not in self._pending:  # other things wait for the next op too
+            self._caught = number, frame
+            self._pending.append(self._deliver)
+
+    def _deliver(self) -> None:
+        self._previous(*self._caught)
 
 
 def _inside_engine(frame: FrameType | None) -> bool:

@@ -13,7 +13,8 @@ import functools
 import mmap
 import weakref
 from collections.abc import Sequence
-from typing import Final, cast, final
+from concurrent.futures import Future, wait
+from typing import Final, NamedTuple, cast, final
 
 import torch
 
@@ -40,6 +41,13 @@ class Watch(weakref.ref[torch.UntypedStorage]):
     record: Storage
 
 
+class Arrival(NamedTuple):
+    """Bytes that a worker brings back."""
+
+    fresh: torch.UntypedStorage
+    reading: Future[bool]
+
+
 @final
 class CpuMachine:
     """Carries out what the controller decides, on CPU tensors, with the disk as the slower tier."""
@@ -50,6 +58,7 @@ class CpuMachine:
         self.returns_pages = True
         """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
         self._unreadable = _unreadable_range()
+        self._leaving: list[tuple[Slot, torch.UntypedStorage]] = []  # what workers read is kept alive
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
@@ -68,17 +77,61 @@ class CpuMachine:
         return slot
 
     def leave(self, storage: Storage, home: Slot) -> None:
-        """The slot still holds the same content: point the storage at it again."""
+        """The slot holds the same content, or will in a moment: point the storage at it."""
+        self.tier.finish_write(home)
         self._exchange(_real(storage), self._mapping(home))
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
-        self._reclaimer.expect(storage.nbytes)
-        fresh = fresh_storage(storage.nbytes)
-        prefer_huge_pages(fresh.data_ptr(), storage.nbytes)
+        fresh = self._fresh(storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())
         swap_bytes(_real(storage), fresh)
         return unchanged
+
+    def start_out(self, storage: Storage) -> Slot:
+        """Let a worker write the bytes to a slot."""
+        real = _real(storage)
+        slot = self.tier.start_write(real.data_ptr(), storage.nbytes)
+        self._leaving.append((slot, real))
+        return slot
+
+    def start_in(self, storage: Storage, home: Slot) -> Arrival:
+        """Let a worker read the bytes into fresh memory."""
+        fresh = self._fresh(storage.nbytes)
+        return Arrival(fresh, self.tier.start_read(home, fresh.data_ptr()))
+
+    def arrived(self, arrival: Arrival) -> bool:
+        """Whether the worker is done."""
+        return arrival.reading.done()
+
+    def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
+        """Wait for the worker and point the storage at what it read."""
+        unchanged = arrival.reading.result()
+        swap_bytes(_real(storage), arrival.fresh)
+        return unchanged
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Its memory dies with the arrival, once the worker has let go of it."""
+        if not arrival.reading.cancel():
+            wait([arrival.reading])
+
+    def reap(self) -> None:
+        """Let go of storages that a worker has read; some may die here, and not in the worker's thread."""
+        if self._leaving:
+            self._leaving = [(slot, real) for slot, real in self._leaving if not self.tier.written(slot)]
+
+    def wait_for_readers(self, storage: Storage) -> None:
+        """No worker reads the bytes afterwards: they are about to be put elsewhere."""
+        if not self._leaving:
+            return
+        real = _real(storage)
+        wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
+
+    def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
+        self._reclaimer.expect(nbytes)
+        fresh = fresh_storage(nbytes)
+        prefer_huge_pages(fresh.data_ptr(), nbytes)
+        return fresh
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; the storage points at memory that cannot be read."""
@@ -88,6 +141,7 @@ class CpuMachine:
             torch.UntypedStorage,
             torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes),
         )
+        self.wait_for_readers(storage)
         self._exchange(_real(storage), nowhere)
 
     def give(self, source: Storage, target: Storage) -> None:

@@ -159,7 +159,9 @@ def build_usual(engine: TensorEngine) -> Usual:
     limited = controller.allowed < UNLIMITED
 
     def usual(info: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
-        if not info.fast or interrupts:
+        if interrupts:
+            engine.raise_interrupt()
+        if not info.fast:
             return general(info, args, kwargs or {})
         controller.clock = clock = controller.clock + 1
         reads: list[Value] = []

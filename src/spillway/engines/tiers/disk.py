@@ -9,8 +9,11 @@ import hashlib
 import mmap
 import os
 import tempfile
+import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -23,20 +26,24 @@ from spillway.units import Bytes, Seconds, format_bytes
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
+_WORKERS: Final = 2
+"""Threads that copy while ops run: one may read while the other writes."""
 _COLUMNS: Final = 509
 """A prime: the rows of a tensor and the pages of a file do not line up with columns of so many words."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """Where one value's bytes lie in the file."""
+    """Where one value's bytes lie in the file, or will when they are written."""
 
     offset: Bytes
     nbytes: Bytes
     capacity: Bytes
-    checksum: int
     generation: int
     """The step in which it was written: between steps the user may write through the mapping, unseen."""
+    checksum: int = 0
+    writing: Future[None] | None = None
+    """A write that nobody has waited for yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +71,8 @@ class DiskTier:
         self.generation = 0
         self._bytes_moved: Bytes = 0
         self._seconds_moving: Seconds = 0.0
+        self._lock = threading.Lock()  # of the two above
+        self._workers: ThreadPoolExecutor | None = None
 
     @property
     def used(self) -> Bytes:
@@ -81,24 +90,37 @@ class DiskTier:
         Raises:
             SpillFullError: The file system has no room; nothing has changed.
         """
-        began = time.perf_counter()
-        capacity = slot_capacity(nbytes)
-        source = (ctypes.c_char * nbytes).from_address(address)
+        slot = self._reserve(nbytes)
         try:
-            offset = self._take(capacity)
-            self._write_at(offset, capacity, memoryview(source))
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise SpillFullError(
-                    f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some "
-                    f"space there or choose another with spill_directory=."
-                ) from error
-            raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
-        self._used += capacity
-        content = checksum(address, nbytes)
-        slot = Slot(offset=offset, nbytes=nbytes, capacity=capacity, checksum=content, generation=self.generation)
-        self._note(nbytes, began)
+            self._fill(slot, address)
+        except BaseException:
+            self.free(slot)
+            raise
         return slot
+
+    def start_write(self, address: int, nbytes: Bytes) -> Slot:
+        """The slot that a worker copies `nbytes` at `address` into; they have to stay there until it is `written`.
+
+        Raises:
+            SpillFullError: The file cannot be made longer.
+        """
+        slot = self._reserve(nbytes)
+        slot.writing = self._pool().submit(self._fill, slot, address)
+        return slot
+
+    def written(self, slot: Slot) -> bool:
+        """Whether `finish_write` would not wait."""
+        return slot.writing is None or slot.writing.done()
+
+    def finish_write(self, slot: Slot) -> None:
+        """Wait for the worker.
+
+        Raises:
+            SpillFullError: The file system had no room for the bytes; the slot is good for nothing.
+        """
+        writing, slot.writing = slot.writing, None
+        if writing is not None:
+            writing.result()
 
     def read(self, slot: Slot, address: int) -> bool:
         """Copy a slot to `address`; whether the slot still holds the same content as what was read.
@@ -116,6 +138,10 @@ class DiskTier:
         self._note(slot.nbytes, began)
         return unchanged
 
+    def start_read(self, slot: Slot, address: int) -> Future[bool]:
+        """Let a worker do what `read` does."""
+        return self._pool().submit(self.read, slot, address)
+
     def mapped(self, slot: Slot) -> Mapped:
         """The slot's bytes, readable (and privately writable) in place."""
         buffer, begin = self._windows[slot.offset // _WINDOW]
@@ -125,6 +151,9 @@ class DiskTier:
         """Give a slot back for reuse."""
         if self.closed:
             return
+        writing, slot.writing = slot.writing, None
+        if writing is not None and not writing.cancel():
+            wait([writing])  # it must not write into what the slot holds next
         self._forget_pages(slot)
         self._free[slot.capacity].append(slot.offset)
         self._used -= slot.capacity
@@ -138,14 +167,50 @@ class DiskTier:
     def close(self) -> None:
         """Give the file back to the system. Bytes that are still mapped stay readable until their storages die."""
         if not self.closed:
+            if self._workers is not None:
+                self._workers.shutdown(wait=True, cancel_futures=True)
             os.close(self._file)
             self._file = -1
             self._windows.clear()
             self._free.clear()
 
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._workers is None:
+            self._workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="spillway-disk")
+        return self._workers
+
+    def _reserve(self, nbytes: Bytes) -> Slot:
+        capacity = slot_capacity(nbytes)
+        with self._told(nbytes):
+            offset = self._take(capacity)
+        self._used += capacity
+        return Slot(offset=offset, nbytes=nbytes, capacity=capacity, generation=self.generation)
+
+    def _fill(self, slot: Slot, address: int) -> None:
+        began = time.perf_counter()
+        source = (ctypes.c_char * slot.nbytes).from_address(address)
+        with self._told(slot.nbytes):
+            self._write_at(slot.offset, memoryview(source))
+        slot.checksum = checksum(address, slot.nbytes)
+        self._note(slot.nbytes, began)
+
+    @contextlib.contextmanager
+    def _told(self, nbytes: Bytes) -> Iterator[None]:
+        """The system's errors in our words."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise SpillFullError(
+                    f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some "
+                    f"space there or choose another with spill_directory=."
+                ) from error
+            raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
+
     def _note(self, nbytes: Bytes, began: float) -> None:
-        self._bytes_moved += nbytes
-        self._seconds_moving += time.perf_counter() - began
+        with self._lock:
+            self._bytes_moved += nbytes
+            self._seconds_moving += time.perf_counter() - began
 
     def _take(self, capacity: Bytes) -> Bytes:
         if self._free[capacity]:
@@ -168,14 +233,10 @@ class DiskTier:
             self._windows.extend([(mapping, first * _WINDOW)] * (windows - first))
         self._end = end
 
-    def _write_at(self, offset: Bytes, capacity: Bytes, source: memoryview) -> None:
+    def _write_at(self, offset: Bytes, source: memoryview) -> None:
         done = 0
-        try:
-            while done < len(source):
-                done += os.pwrite(self._file, source[done:], offset + done)
-        except OSError:
-            self._free[capacity].append(offset)
-            raise
+        while done < len(source):
+            done += os.pwrite(self._file, source[done:], offset + done)
 
     def _read_file(self, slot: Slot, address: int) -> None:
         target = memoryview((ctypes.c_char * slot.nbytes).from_address(address)).cast("B")

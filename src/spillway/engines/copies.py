@@ -1,0 +1,181 @@
+"""Copies that are under way while ops run: the controller's side of rule 5.
+
+A copy *out* leaves the storage where it is: it is present and counts, and its value has a home before the bytes are
+there. Whoever lets it leave, or gives the home up, waits for the copy. A copy *in* counts from its beginning, before
+the bytes can be used. Neither outlives its step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, final
+
+from spillway.engines.records import AWAY, Storage, Value
+from spillway.errors import EngineError, SpillError
+from spillway.methods.base import Copy, Fetch
+
+if TYPE_CHECKING:
+    from spillway.engines.controller import Controller
+
+KNOWN_ORDERS = 64
+"""Signatures of steps whose order of coming back is remembered."""
+
+
+@final
+class Copies:
+    """What is on its way out or in, and in which order the last step wanted what was away."""
+
+    __slots__ = ("_controller", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places", "arriving")
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self.arriving: dict[Value, Any] = {}
+        """Copies in, by the value that they bring."""
+        self._moved: dict[int, Storage] = {}
+        self._first = 0
+        self._orders: dict[str, list[int]] = {}
+        self._order: list[int] = []
+        self._places: dict[int, int] = {}
+        self._next = 0
+        self._foreseeing = False
+
+    # ------------------------------------------------------------------ what a policy foresees
+
+    def foresee(self) -> None:
+        """Let the policy begin copies, in and out; nothing that it proposes here is necessary."""
+        controller = self._controller
+        if self._foreseeing:  # making room for a copy is no occasion for another
+            return
+        self._foreseeing = True
+        try:
+            self.land()
+            granted = None
+            with contextlib.closing(controller.policy.foresee(controller.view)) as proposals:
+                while True:
+                    try:
+                        proposal = next(proposals) if granted is None else proposals.send(granted)
+                    except StopIteration:
+                        return
+                    granted = controller.grant(proposal)
+        finally:
+            self._foreseeing = False
+
+    def begin(self, proposal: Copy | Fetch) -> bool:
+        """Begin a copy, or refuse and count it (rule 9)."""
+        storage: Any = proposal.storage
+        return self._begin_out(storage) if isinstance(proposal, Copy) else self._begin_in(storage)
+
+    def _begin_out(self, storage: Storage) -> bool:
+        controller, value = self._controller, storage.value
+        if value is None or value.absent or value.home is not None or not controller.may_leave(storage):
+            controller.counters.refuse("not free to be copied")
+            return False
+        try:
+            value.home = controller.machine.start_out(storage)
+        except SpillError:
+            controller.counters.refuse("slower tier full")
+            return False
+        controller.note_copied(value)
+        controller.counters.bytes_out += storage.nbytes
+        controller.counters.early_out += storage.nbytes
+        return True
+
+    def _begin_in(self, storage: Storage) -> bool:
+        controller, value = self._controller, storage.value
+        if value is None or value.absent != AWAY or value in self.arriving:
+            controller.counters.refuse("not away")
+            return False
+        if controller.resident + storage.nbytes > controller.allowed:
+            controller.counters.refuse("no room to bring it back early")
+            return False
+        self.arriving[value] = controller.machine.start_in(storage, value.home)
+        controller.resident += storage.nbytes
+        controller.peak = max(controller.peak, controller.resident)
+        return True
+
+    # ------------------------------------------------------------------ arrivals
+
+    def land(self, *, wait: bool = False) -> None:
+        """Take in what has arrived; with `wait`, all that is on its way."""
+        machine = self._controller.machine
+        machine.reap()
+        for value in [value for value, arrival in self.arriving.items() if wait or machine.arrived(arrival)]:
+            if value.absent == AWAY and value in self.arriving:
+                self._controller.restore(value)
+
+    def arrive(self, value: Value) -> bool:
+        """Wait for the bytes of a value and give them to its storage; whether its home is still good.
+
+        The account is as if the copy had not begun: the caller takes the bytes into it.
+        """
+        arrival = self.arriving.pop(value, None)
+        if arrival is None:
+            raise EngineError(f"{value!r} is not on its way.")
+        storage = value.storage
+        self._controller.resident -= storage.nbytes
+        unchanged = self._controller.machine.finish_in(storage, arrival)
+        self._controller.counters.early_in += storage.nbytes
+        return unchanged
+
+    def abandon(self, value: Value) -> None:
+        """The bytes of a value are not wanted any more: they stay where they are."""
+        arrival = self.arriving.pop(value, None)
+        if arrival is not None:
+            self._controller.machine.abandon(arrival)
+            self._controller.resident -= value.storage.nbytes
+
+    # ------------------------------------------------------------------ the order of the last step
+
+    def begin_step(self, signature: str, first: int) -> None:
+        """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
+        still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
+        self._first, self._order, self._next = first, [], 0
+        self._moved = {self._key(storage): storage for storage in still_away}
+        known = self._orders.get(signature) or next(reversed(self._orders.values()), [])
+        self._places = {key: place for place, key in enumerate(known)}
+
+    def end_step(self, signature: str) -> None:
+        """Nothing is on its way afterwards."""
+        for value in list(self.arriving):
+            self.abandon(value)
+        self._controller.machine.reap()
+        self._orders.pop(signature, None)
+        if len(self._orders) >= KNOWN_ORDERS:
+            del self._orders[next(iter(self._orders))]
+        self._orders[signature] = self._order
+
+    def left(self, storage: Storage) -> None:
+        """It was moved."""
+        self._moved[self._key(storage)] = storage
+
+    def came_back(self, storage: Storage, *, early: bool) -> None:
+        """An op wanted it, or it came back before one did."""
+        key = self._key(storage)
+        self._moved.pop(key, None)
+        self._order.append(key)
+        if not early:
+            self._next = self._places.get(key, self._next - 1) + 1
+
+    def in_order_of_leaving(self) -> Iterator[Storage]:
+        """Moved storages that are not on their way back, the one that left first in front."""
+        for storage in list(self._moved.values()):
+            if self._is_away(storage):
+                yield storage
+
+    def in_order_of_use(self) -> Iterator[Storage]:
+        """The same in the order in which the last step of that signature (or else the last step) wanted them, from the
+        one after what came back last."""
+        expected = sorted((place, key) for key in self._moved if (place := self._places.get(key, -1)) >= self._next)
+        for _, key in expected:
+            storage = self._moved.get(key)
+            if storage is not None and self._is_away(storage):
+                yield storage
+
+    def _is_away(self, storage: Storage) -> bool:
+        value = storage.value
+        return value is not None and value.absent == AWAY and value not in self.arriving
+
+    def _key(self, storage: Storage) -> int:
+        """Positive and the same in every step that makes the same storages, for those of the step; else negative."""
+        return storage.number - self._first if storage.number > self._first else -storage.number

@@ -1,0 +1,50 @@
+"""Making room when it is short: what the policy proposes, then everything, then a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from spillway.errors import BudgetInfeasible, SpillFullError
+from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.engines.controller import Controller
+
+PATIENCE = 1 << 16
+"""Refusals after which a policy that still has no room is not asked any further."""
+
+
+def ask_policy(controller: Controller, needed: Bytes) -> None:
+    """Grant what the policy proposes until `needed` more bytes fit."""
+    granted, refused, short = None, 0, controller.resident + needed - controller.allowed
+    with contextlib.closing(controller.policy.relieve(controller.view, short)) as proposals:
+        while controller.resident + needed > controller.allowed and refused < PATIENCE:
+            try:
+                proposal = next(proposals) if granted is None else proposals.send(granted)
+            except StopIteration:
+                return
+            granted = controller.grant(proposal)
+            refused += not granted
+            controller.empty_graveyard()
+
+
+def use_last_resort(controller: Controller, needed: Bytes) -> None:
+    """What no method proposed: move whatever may leave, and where the tier is full, drop it."""
+    for leave in (controller.move, controller.drop):
+        for storage in list(controller.view.candidates()):
+            if controller.resident + needed <= controller.allowed:
+                return
+            controller.while_held(leave, storage)
+            controller.empty_graveyard()
+
+
+def refusal(controller: Controller, needed: Bytes, name: str) -> BudgetInfeasible | SpillFullError:
+    """Why the op cannot run."""
+    if controller.tier_full and controller.counters.floor_bytes <= controller.allowed:
+        return SpillFullError(controller.tier_full)
+    smallest = max(controller.resident + needed, controller.counters.floor_bytes)
+    return BudgetInfeasible(
+        needed=smallest, allowed=controller.allowed, op=name,
+        op_index=max(controller.clock - controller.first_op - 1, 0), smallest_budget=smallest, exact=False,
+    )  # fmt: skip
