@@ -29,6 +29,9 @@ def copying_beside() -> AbstractPolicy:
     return Delta(early=0.01, enough=1.0, most_copies_out=4, most_copies_in=4)
 
 
+ENDS = ("recompute first", "move first")
+"""Both ends of what a policy can be told."""
+
 ORDERS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {
         "recompute first": lambda: LRU(short_chain=32, worth=inf),
@@ -36,7 +39,7 @@ ORDERS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
         "copy beside": copying_beside,
     }
 )
-"""Both ends of what the policy can be told, and copies under way at all times."""
+"""These, and copies under way at all times."""
 
 
 def put_away(memory: Session, tensor: torch.Tensor, way: Way) -> bool:

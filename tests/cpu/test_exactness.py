@@ -86,8 +86,10 @@ def assert_kept(reports: list[spillway.StepReport], budget: int) -> None:
     assert [report.allowed for report in reports] == [budget] * 5
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize(
+    ("order", "share"),
+    [(order, share) for order in ORDERS for share in SHARES if order != "copy beside" or share == 35],
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works(
     name: str, share: int, order: str
@@ -104,7 +106,7 @@ def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works
     assert sum(report.drops + report.moves for report in run.reports) > 0
 
 
-@pytest.mark.parametrize("method", ["lru", "keep-all"])
+@pytest.mark.parametrize("method", ["lru", "delta", "delta-published", "keep-all"])
 @pytest.mark.parametrize("name", A_FEW)
 def test_the_methods_as_they_are_named_train_to_the_same_bits_at_half_the_memory(name: str, method: str) -> None:
     budget = plain_peak(name) // 2

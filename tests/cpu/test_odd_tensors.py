@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import spillway
-from spillway.methods import LRU
 from tests.cpu.pressure import ORDERS
 
 Body = Callable[[nn.Module], list[Tensor]]
@@ -189,10 +188,11 @@ def accumulated(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def test_workers_forked_in_a_step_leave_the_spill_file_alone() -> None:
+@pytest.mark.parametrize("order", ["move first", "copy beside"])
+def test_workers_forked_in_a_step_leave_the_spill_file_alone(order: str) -> None:
     expected = accumulated(network())
     model = network()
-    with spillway.manage(model, budget="900KiB", method=LRU(short_chain=0)) as memory, memory.step():
+    with spillway.manage(model, budget="900KiB", method=ORDERS[order]()) as memory, memory.step():
         found = accumulated(model)
     assert memory.history[0].moves > 0
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))

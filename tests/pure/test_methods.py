@@ -2,71 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from math import inf, nan
 from typing import Any
 
 import pytest
 
 from spillway.errors import UnknownMethodError, UsageError
-from spillway.methods import LRU, METHODS, AbstractPolicy, Candidate, Drop, KeepAll, Move, Proposal, resolve
-from spillway.units import Bytes, Seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
-    """One storage, and what the view tells about it."""
-
-    number: int
-    nbytes: Bytes = 1000
-    touched: int = 0
-    chain: int | None = None
-    recompute: Seconds = inf
-    transfer: Seconds = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Shelves:
-    """A view of literal storages, least recently used first."""
-
-    storages: tuple[Shelf, ...]
-    allowed: Bytes = 0
-    resident: Bytes = 0
-    clock: int = 10
-
-    def candidates(self) -> Iterator[Shelf]:
-        return iter(self.storages)
-
-    def chain(self, storage: Candidate) -> int | None:
-        return self._shelf(storage).chain
-
-    def recompute_seconds(self, storage: Candidate) -> Seconds:
-        return self._shelf(storage).recompute
-
-    def transfer_seconds(self, storage: Candidate) -> Seconds:
-        return self._shelf(storage).transfer
-
-    def held_bytes(self, storage: Candidate) -> Bytes:
-        return 0
-
-    def _shelf(self, storage: Candidate) -> Shelf:
-        return next(shelf for shelf in self.storages if shelf.number == storage.number)
-
-
-def proposals(policy: AbstractPolicy, *storages: Shelf, refused: tuple[Proposal, ...] = ()) -> list[Proposal]:
-    """Everything that the policy proposes when all but `refused` is granted and it is never enough."""
-    made: list[Proposal] = []
-    asked: Generator[Proposal, bool, None] = policy.relieve(Shelves(storages), 1)
-    answer: bool | None = None
-    while True:
-        try:
-            proposal = next(asked) if answer is None else asked.send(answer)
-        except StopIteration:
-            return made
-        made.append(proposal)
-        answer = proposal not in refused
-
+from spillway.methods import LRU, METHODS, Drop, KeepAll, Move, resolve
+from tests.pure.shelves import Shelf, proposals
 
 CHEAP = Shelf(number=1, chain=2, recompute=0.5)
 LONG = Shelf(number=2, chain=5, recompute=0.5)
@@ -122,7 +65,7 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
     assert {name: resolve(name).name for name in METHODS} == {name: name for name in METHODS}
-    assert sorted(METHODS) == ["keep-all", "lru"]
+    assert sorted(METHODS) == ["delta", "delta-published", "keep-all", "lru"]
 
 
 def test_every_name_gives_a_policy_of_its_own() -> None:
@@ -138,10 +81,10 @@ def test_a_policy_object_is_taken_as_it_is() -> None:
 def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
     with pytest.raises(UnknownMethodError) as caught:
         resolve(method)
-    assert str(caught.value) == f"There is no method {method!r}; choose one of keep-all, lru."
+    assert str(caught.value) == f"There is no method {method!r}; choose one of delta, delta-published, keep-all, lru."
 
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of keep-all, lru"):
+    with pytest.raises(UnknownMethodError, match="choose one of delta, delta-published, keep-all, lru"):
         resolve(method)  # type: ignore[arg-type]

@@ -68,7 +68,9 @@ class Copies:
 
     def _begin_out(self, storage: Storage) -> bool:
         controller, value = self._controller, storage.value
-        if value is None or value.absent or value.home is not None or not controller.may_leave(storage):
+        # What is exposed may be given another size at any moment, away from the bytes that are being read.
+        free = storage.value is not None and not storage.exposed and controller.may_leave(storage)
+        if value is None or value.absent or value.home is not None or not free:
             controller.counters.refuse("not free to be copied")
             return False
         try:

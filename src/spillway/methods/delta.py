@@ -91,10 +91,12 @@ class Delta(AbstractPolicy):
     @classmethod
     def as_published(cls) -> Self:
         """The paper's choices."""
-        return cls(
+        policy = cls(
             filter="base", enough=0.75, both_ways=False, releases_in_backward=False, releases_early=True,
             in_order_of_use=False,
         )  # fmt: skip
+        policy.name = "delta-published"
+        return policy
 
     # ------------------------------------------------------------------ Filter and Director
 

@@ -208,6 +208,7 @@ class TensorEngine:
         with self.controller.lock, torch._C._DisableTorchDispatch():
             storage.locks += 1
             try:
+                self.machine.wait_for_readers(storage)  # whoever has the storage may give it another size
                 if by_address:
                     self.controller.restore_dependents(storage)  # a write through the address would not be seen
                 if storage.value.absent == DROPPED or (by_address and storage.value.absent):
@@ -299,7 +300,14 @@ class TensorEngine:
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
         self.controller.allowed = UNLIMITED
+        self.foresees = False
         self._dispatch.disarm()
+
+    def await_copies(self) -> None:
+        """No copy is under way afterwards."""
+        with self.controller.lock, torch._C._DisableTorchDispatch():
+            self.controller.copies.land(wait=True)
+            self.machine.await_copies_out()
 
     def close(self) -> None:
         """Bring everything back, forget everything, give the spill file back to the system."""

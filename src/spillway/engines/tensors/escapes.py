@@ -59,14 +59,20 @@ class Escapes:
                 _uninstall()
 
 
+def _await_copies() -> None:
+    for engine in tuple(_open):
+        engine.await_copies()
+
+
 def _disarm_all() -> None:
     for engine in tuple(_open):
         engine.disarm()
 
 
 if hasattr(os, "register_at_fork"):
-    # A worker of a DataLoader is forked in the middle of a step: it shares the spill file and is not in the step.
-    os.register_at_fork(after_in_child=_disarm_all)
+    # A worker of a DataLoader is forked in the middle of a step: it shares the spill file and is not in the step. The
+    # threads that copy are not forked with it.
+    os.register_at_fork(before=_await_copies, after_in_child=_disarm_all)
 
 
 def _install() -> None:

@@ -127,6 +127,10 @@ class CpuMachine:
         real = _real(storage)
         wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
 
+    def await_copies_out(self) -> None:
+        """No worker reads anything afterwards."""
+        wait([slot.writing for slot, _ in self._leaving if slot.writing is not None])
+
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)
         fresh = fresh_storage(nbytes)
