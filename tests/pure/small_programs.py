@@ -9,7 +9,8 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import NEVER, SCAFFOLD
 from spillway.methods.base import AbstractPolicy, Drop, MemoryView, Proposal
 from spillway.units import Bytes
-from tests.pure.memory_machine import Op, Plain, Program
+from tests.pure.cells import Op
+from tests.pure.memory_machine import Plain, Program
 
 MAKE = Op(name="make", creates=(1,))
 MAKE_TWO = Op(name="make two", creates=(1, 1))

@@ -12,7 +12,8 @@ from spillway.engines.records import AWAY, DROPPED, GONE, HERE
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.ir.timeline import Change
 from spillway.methods.base import Drop
-from tests.pure.memory_machine import ITEM, Op, Plain, Program, audit
+from tests.pure.cells import ITEM, Op
+from tests.pure.memory_machine import Plain, Program, audit
 from tests.pure.small_programs import EMPTY, FILL, MAKE, MAKE_TWO, WRITE, Eager, chain_of_ops, made_from, started
 
 # ---------------------------------------------------------------------- the account

@@ -17,7 +17,8 @@ from spillway.methods.base import AbstractPolicy, Drop, MemoryView, Move, Propos
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
-from tests.pure.memory_machine import ITEM, Op, OpFailed, Plain, Program, audit, error_of
+from tests.pure.cells import ITEM, Op, OpFailed
+from tests.pure.memory_machine import Plain, Program, audit, error_of
 from tests.pure.small_programs import FAIL, MAKE, NOISE, ONCE, SHAKE, WRITE, Eager, chain_of_ops, made_from, started
 
 # ---------------------------------------------------------------------- rule 5

@@ -18,7 +18,8 @@ from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, 
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
-from tests.pure.memory_machine import ITEM, Op, OpFailed, Plain, Program, audit
+from tests.pure.cells import ITEM, Op, OpFailed
+from tests.pure.memory_machine import Plain, Program, audit
 from tests.pure.small_programs import Eager
 
 Action = tuple[str, tuple[Any, ...]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import inf
 
 from spillway.engines.records import EXACT, Recipe
-from tests.pure.memory_machine import ITEM, Op, Program, audit
+from tests.pure.cells import ITEM, Op
+from tests.pure.memory_machine import Program, audit
 from tests.pure.small_programs import MAKE, ONCE, chain_of_ops, started
 
 

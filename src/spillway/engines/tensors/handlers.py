@@ -116,14 +116,8 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     call, call_with = quickest_call(info.func)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
     expect = engine.reclaimer.expect
-    plain, harmless, surroundings, name, exactness = (
-        PLAIN_TENSORS,
-        NO_TENSORS,
-        Surroundings(),
-        info.name,
-        info.exactness,
-    )
-    operator, same, odd = info.func, engine.geometries.setdefault, ODD_DTYPES
+    plain, harmless, odd, operator = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.func
+    surroundings, same, name, exactness = Surroundings(), engine.geometries.setdefault, info.name, info.exactness
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
