@@ -27,6 +27,8 @@ from spillway.units import Bytes
 PLAIN: Final = "plain"
 DEFAULT: Final = "spillway lru"
 MOVES: Final = "spillway, moves only"
+DELTA: Final = "spillway delta"
+DELTA_KEPT: Final = "spillway delta, freed memory kept"
 KEPT: Final = "spillway lru, freed memory kept"
 CHECKPOINT: Final = "checkpoint"
 
@@ -60,7 +62,7 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Measure every workload."""
     rows = [row for task in size.tasks for row in _rows(task, size, tell)]
-    limited = [row for row in rows if row["competitor"] in (DEFAULT, KEPT)]
+    limited = [row for row in rows if row["competitor"] in (DEFAULT, KEPT, DELTA, DELTA_KEPT)]
     return Result(
         title="time per step at half of the plain peak",
         columns=COLUMNS,
@@ -107,6 +109,8 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
         DEFAULT: job("lru", budget),
         KEPT: job("lru", budget, return_freed=False),
         MOVES: job("lru that moves only", budget),
+        DELTA: job("delta", budget),
+        DELTA_KEPT: job("delta", budget, return_freed=False),
         CHECKPOINT: job(checkpoints=True),
     }
     answers = _in_turns(jobs, size, lambda text: tell(f"{task.workload}: {text}"))

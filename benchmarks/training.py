@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from benchmarks.timing import Clock
 from spillway.engines.tensors.system import PeakMemory
-from spillway.methods import LRU, AbstractPolicy, KeepAll
+from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
 from spillway.workloads.deep_narrow import Layer
@@ -24,7 +24,7 @@ from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
 
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
-    {"lru": LRU, "lru that moves only": lambda: LRU(short_chain=0), "keep-all": KeepAll}
+    {"lru": LRU, "lru that moves only": lambda: LRU(short_chain=0), "delta": Delta, "keep-all": KeepAll}
 )
 """What a session of a competitor may be told."""
 
