@@ -26,7 +26,7 @@ Way: TypeAlias = type[Drop] | type[Move]
 
 def copying_beside() -> AbstractPolicy:
     """Nearly everything is copied out while ops run, and much is fetched."""
-    return Delta(early=0.01, enough=1.0, most_copies_out=4, most_copies_in=4)
+    return Delta(early=0.01, enough=1.0, spare=1.0, most_copies_out=4, most_copies_in=4)
 
 
 ENDS = ("recompute first", "move first")

@@ -71,17 +71,23 @@ def foreseen(policy: Delta, *present: Shelf, resident: int, refused: tuple[Propo
 
 def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first() -> None:
     assert foreseen(Delta(), *THREE, resident=750) == []
-    assert foreseen(Delta(), *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
+    assert foreseen(Delta(spare=1), *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
 
 
 def test_a_copy_that_was_refused_is_not_one_of_those_that_began() -> None:
-    made = foreseen(Delta(), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),))
+    made = foreseen(Delta(spare=1), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),))
     assert made == [Copy(OLD_AND_SMALL), Copy(BETWEEN), Copy(LARGE)]
 
 
 def test_what_has_a_copy_or_is_to_be_evicted_is_not_copied() -> None:
     there = Shelf(number=4, copied=True)
-    assert foreseen(Delta(), there, CHEAP, OLD_AND_SMALL, resident=800) == [Copy(OLD_AND_SMALL)]
+    assert foreseen(Delta(spare=9), there, CHEAP, OLD_AND_SMALL, resident=800) == [Copy(OLD_AND_SMALL)]
+
+
+def test_copies_go_only_so_far_ahead_of_need() -> None:
+    there, cheap = Shelf(number=4, nbytes=100, copied=True), Shelf(number=5, nbytes=100, chain=1, recompute=0.1)
+    assert foreseen(Delta(spare=0.2), there, cheap, BETWEEN, resident=800) == []
+    assert foreseen(Delta(spare=0.3), there, cheap, BETWEEN, LARGE, resident=800) == [Copy(BETWEEN)]
 
 
 def test_as_published_release_begins_at_the_mark_whether_room_is_short_or_not() -> None:
@@ -121,7 +127,15 @@ def test_without_copies_in_or_out_nothing_is_foreseen() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"early": 0.0}, {"early": 1.1}, {"enough": -inf}, {"most_copies_in": -1}, {"most_copies_out": -1}]
+    "arguments",
+    [
+        {"early": 0.0},
+        {"early": 1.1},
+        {"enough": -inf},
+        {"spare": -0.1},
+        {"most_copies_in": -1},
+        {"most_copies_out": -1},
+    ],
 )
 def test_delta_refuses_shares_and_numbers_that_make_no_sense(arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"^DELTA needs `early` and `enough` above 0 and up to 1, .*; got .*\.$"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator, Mapping
-from itertools import islice
 from math import inf
 from types import MappingProxyType
 from typing import Final, Self, final
@@ -17,9 +16,6 @@ from typing import Final, Self, final
 from spillway.errors import UsageError
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.units import Bytes, Seconds
-
-LOOKS: Final = 64
-"""Storages that one look ahead considers for copies out: it comes often, and most of them were looked at before."""
 
 Score = Callable[[Bytes, int], float]
 """How soon a storage is released, by its bytes m and its staleness s in ops: the higher, the sooner."""
@@ -45,8 +41,8 @@ class Delta(AbstractPolicy):
       one way.
     - `releases_in_backward`: room is also made in the backward. The paper releases before the loss alone
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
-    - `releases_early`: at `early` of the budget copies out start, and the bytes stay until room is short. The paper
-      releases at that mark, needed or not (algorithm 1).
+    - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
+      bytes stay until room is short. The paper releases down to that mark, needed or not (algorithm 1).
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
       in the backward. The paper's queue is first in, first out (algorithm 4): the order of the forward.
     - `enough`: share of the budget up to which the Prefetcher finds "memory enough"; in the paper the early mark.
@@ -59,6 +55,7 @@ class Delta(AbstractPolicy):
     Arguments:
         filter: One of `FILTERS`.
         early: Share of the budget from which copies out begin; the paper's 3/4.
+        spare: Share of the budget for which copies are there, or need not be, before room is short.
         most_copies_out: Copies out that a look ahead may begin.
         most_copies_in: The paper's n: reloads that are under way at a time.
     """
@@ -67,20 +64,21 @@ class Delta(AbstractPolicy):
     foresees = True
 
     def __init__(
-        self, *, filter: str = "lru", early: float = 0.75, enough: float = 0.9, most_copies_out: int = 2,
-        most_copies_in: int = 2, both_ways: bool = True, releases_in_backward: bool = True,
+        self, *, filter: str = "lru", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
+        most_copies_out: int = 2, most_copies_in: int = 2, both_ways: bool = True, releases_in_backward: bool = True,
         releases_early: bool = False, in_order_of_use: bool = True,
     ) -> None:  # fmt: skip
         if filter not in FILTERS:
             raise UsageError(f"DELTA has no filter {filter!r}; choose one of {', '.join(FILTERS)}.")
-        if not (0 < early <= 1 and 0 < enough <= 1 and most_copies_out >= 0 and most_copies_in >= 0):
+        if not (0 < early <= 1 and 0 < enough <= 1 and spare >= 0 and most_copies_out >= 0 and most_copies_in >= 0):
             raise UsageError(
-                f"DELTA needs `early` and `enough` above 0 and up to 1, and numbers of copies of 0 or more; got "
-                f"{early}, {enough}, {most_copies_out} and {most_copies_in}."
+                f"DELTA needs `early` and `enough` above 0 and up to 1, and `spare` and numbers of copies of 0 or "
+                f"more; got {early}, {enough}, {spare}, {most_copies_out} and {most_copies_in}."
             )
         self.filter = filter
         self.early = early
         self.enough = enough
+        self.spare = spare
         self.most_copies_out = most_copies_out
         self.most_copies_in = most_copies_in
         self.both_ways = both_ways
@@ -142,10 +140,13 @@ class Delta(AbstractPolicy):
             yield from self._prefetch(view, self.enough * view.allowed)
 
     def _start_early(self, view: MemoryView, mark: float) -> Generator[Proposal, bool, None]:
-        begun = 0
-        for storage in islice(self._by_score(view), LOOKS):
+        begun, ahead = 0, 0
+        for storage in self._by_score(view):
             if begun >= self.most_copies_out or (self.releases_early and view.resident <= mark):
                 return
+            if not self.releases_early and ahead >= self.spare * view.allowed:
+                return
+            ahead += storage.nbytes
             if view.copied(storage):
                 if self.releases_early:
                     yield Move(storage)
@@ -157,6 +158,8 @@ class Delta(AbstractPolicy):
     def _prefetch(self, view: MemoryView, enough: float) -> Generator[Proposal, bool, None]:
         """While memory is enough and fewer than n are under way."""
         under_way = view.arriving
+        if under_way >= self.most_copies_in or view.resident >= enough:
+            return
         for storage in view.due() if self.in_order_of_use else view.moved():
             if under_way >= self.most_copies_in or view.resident + storage.nbytes > enough:
                 return
