@@ -54,9 +54,9 @@ def manage(
         method: How to decide what leaves: a name or a policy object.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
-        return_freed: Return freed memory to the system whenever the process's resident set passes the budget by 3 %.
-            False leaves it to the allocator: steps under pressure are faster, and the process may take twice the
-            budget and more, because the allocator keeps what it cannot reuse.
+        return_freed: Return freed memory to the system when the process's resident set is about to pass the budget
+            by 5 %. False leaves it to the allocator: steps under pressure are faster, and the process may take twice
+            the budget and more, because the allocator keeps what it cannot reuse.
         run_file: JSON lines with the figures of every step.
         timeline: Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`.
         live: Show one line in the terminal while training.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,12 +28,13 @@ ITEMS = 64 << 10
 class Gate:
     """Where workers wait until they are let through."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, first: int = 1 << 30) -> None:
+        """It holds up the `first` calls."""
         self.open = threading.Event()
-        plainly = getattr(DiskTier, method)
+        plainly, numbers = getattr(DiskTier, method), itertools.count()
 
         def held_up(tier: DiskTier, slot: Slot, address: int) -> Any:
-            assert self.open.wait(timeout=60)
+            assert next(numbers) >= first or self.open.wait(timeout=60)
             return plainly(tier, slot, address)
 
         monkeypatch.setattr(DiskTier, method, held_up)
@@ -150,6 +153,40 @@ def test_a_write_into_what_is_being_copied_is_not_lost(memory: Session, monkeypa
     assert torch.equal(tensor, torch.ones(ITEMS))
 
 
+def test_an_older_version_that_is_still_read_is_waited_for(memory: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, "_fill", first=1)
+    tensor = torch.zeros(ITEMS)
+    assert begin(memory, tensor, Copy)
+    tensor += 1
+    assert begin(memory, tensor, Copy), "the new version has no copy"
+    with gate.opened_soon():
+        assert put_away(memory, tensor, Move)
+    assert torch.equal(tensor, torch.ones(ITEMS))
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_system_without_threads_refuses_copies_and_nothing_else(
+    memory: Session, monkeypatch: pytest.MonkeyPatch, which: int
+) -> None:
+    start, numbers = threading.Thread.start, itertools.count(1)
+
+    def seldom(thread: threading.Thread) -> None:
+        if next(numbers) == which:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    out, back = torch.arange(ITEMS), torch.arange(ITEMS) * 2
+    put_away(memory, back, Move)
+    threads, before = threading.active_count(), memory._engine.tier.used
+    monkeypatch.setattr(threading.Thread, "start", seldom)
+    assert not begin(memory, out, Copy)
+    assert (threading.active_count(), memory._engine.tier.used) == (threads, before)
+    numbers = itertools.count(1)
+    assert not begin(memory, back, Fetch)
+    assert memory._engine.controller.counters.refusals == {"no worker": 2}
+    assert torch.equal(back, out * 2)
+
+
 def test_a_disk_that_is_full_is_found_out_when_the_storage_is_to_leave(memory: Session) -> None:
     tensor = torch.arange(ITEMS)
     tier = memory._engine.tier
@@ -224,3 +261,31 @@ def test_nothing_is_on_its_way_when_a_step_has_ended(closes: bool) -> None:
     memory.close()
     assert torch.equal(out, torch.arange(ITEMS) + 1)
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == (threads, files)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_process_that_is_forked_waits_for_no_worker_that_it_does_not_have(
+    memory: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    damaged, whole = torch.arange(ITEMS), torch.arange(ITEMS) * 2
+    put_away(memory, damaged, Move)
+    put_away(memory, whole, Move)
+    value = storage_of(memory, damaged).value
+    assert value is not None
+    file, place = memory._engine.tier._file, value.home.offset + 1000
+    right = os.pread(file, 7, place)
+    os.pwrite(file, b"damaged", place)
+    gate = Gate(monkeypatch, "read")
+    assert begin(memory, damaged, Fetch)
+    assert begin(memory, whole, Fetch)
+    with gate.opened_soon():
+        child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # a child that hangs ends with another status
+        os._exit(42 if whole.tolist()[-1] == 2 * ITEMS - 2 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+    os.pwrite(file, right, place)
+    with pytest.raises(spillway.errors.SpillCorruptedError):
+        damaged + 1
+    assert torch.equal(damaged, torch.arange(ITEMS))
+    assert torch.equal(whole, torch.arange(ITEMS) * 2)

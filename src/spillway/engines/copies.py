@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
 from spillway.engines.records import AWAY, Storage, Value
-from spillway.errors import EngineError, SpillError
+from spillway.errors import EngineError, SpillError, SpillFullError
 from spillway.methods.base import Copy, Fetch
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Copies:
         self._foreseeing = True
         try:
             self.land()
+            controller.empty_graveyard()
             granted = None
             with contextlib.closing(controller.policy.foresee(controller.view)) as proposals:
                 while True:
@@ -58,6 +59,7 @@ class Copies:
                     except StopIteration:
                         return
                     granted = controller.grant(proposal)
+                    controller.empty_graveyard()
         finally:
             self._foreseeing = False
 
@@ -75,8 +77,8 @@ class Copies:
             return False
         try:
             value.home = controller.machine.start_out(storage)
-        except SpillError:
-            controller.counters.refuse("slower tier full")
+        except SpillError as error:
+            controller.counters.refuse("slower tier full" if isinstance(error, SpillFullError) else "no worker")
             return False
         controller.note_copied(value)
         controller.counters.bytes_out += storage.nbytes
@@ -91,7 +93,11 @@ class Copies:
         if controller.resident + storage.nbytes > controller.allowed:
             controller.counters.refuse("no room to bring it back early")
             return False
-        self.arriving[value] = controller.machine.start_in(storage, value.home)
+        try:
+            self.arriving[value] = controller.machine.start_in(storage, value.home)
+        except SpillError:
+            controller.counters.refuse("no worker")
+            return False
         controller.resident += storage.nbytes
         controller.peak = max(controller.peak, controller.resident)
         return True

@@ -19,7 +19,7 @@ from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import CpuMachine, Watch
 from spillway.engines.tensors.mode import Completion, Dispatch, Seen
-from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.ops import SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
@@ -186,7 +186,7 @@ class TensorEngine:
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
         before = self.controller.created
         if needed >= LARGE:
-            self.reclaimer.expect(needed)
+            self.reclaimer.expect(needed if key is not None else needed // SAFETY_OF_BOUNDS)
         out = seen.run(complete)
         if key is not None and not seen.info.resizes:
             self.sizes.learn(key, self.controller.created - before)
@@ -304,10 +304,8 @@ class TensorEngine:
         self._dispatch.disarm()
 
     def await_copies(self) -> None:
-        """No copy is under way afterwards."""
-        with self.controller.lock, torch._C._DisableTorchDispatch():
-            self.controller.copies.land(wait=True)
-            self.machine.await_copies_out()
+        """No worker is busy afterwards. Changes nothing else: it may be asked by any thread, and at any moment."""
+        self.machine.await_workers(list(self.controller.copies.arriving.values()))
 
     def close(self) -> None:
         """Bring everything back, forget everything, give the spill file back to the system."""

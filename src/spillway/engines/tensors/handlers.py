@@ -22,7 +22,7 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Surroundings, random_state
-from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.system import LARGE
 
@@ -92,7 +92,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             if needed is None or controller.resident + needed > controller.allowed:
                 return usual(info, args, kwargs)
             if needed >= LARGE:
-                expect(needed)
+                expect(needed // SAFETY_OF_BOUNDS)
         controller.clock = clock
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         try:
@@ -146,7 +146,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         if needed is None or controller.resident + needed > controller.allowed:
             return usual(info, args, kwargs)
         if needed >= LARGE:
-            expect(needed)
+            expect(needed // SAFETY_OF_BOUNDS)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = _now()

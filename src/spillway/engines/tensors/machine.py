@@ -71,6 +71,7 @@ class CpuMachine:
 
     def page_out(self, storage: Storage) -> Slot:
         """Write the bytes to a slot and point the storage at its mapping."""
+        self.wait_for_readers(storage)
         real = _real(storage)
         slot = self.tier.write(real.data_ptr(), storage.nbytes)
         self._exchange(real, self._mapping(slot))
@@ -79,6 +80,7 @@ class CpuMachine:
     def leave(self, storage: Storage, home: Slot) -> None:
         """The slot holds the same content, or will in a moment: point the storage at it."""
         self.tier.finish_write(home)
+        self.wait_for_readers(storage)  # an older version may still be on its way out
         self._exchange(_real(storage), self._mapping(home))
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
@@ -127,9 +129,10 @@ class CpuMachine:
         real = _real(storage)
         wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
 
-    def await_copies_out(self) -> None:
-        """No worker reads anything afterwards."""
-        wait([slot.writing for slot, _ in self._leaving if slot.writing is not None])
+    def await_workers(self, arrivals: Sequence[Arrival]) -> None:
+        """Nothing is read or written by a worker afterwards; what they have to tell is not heard yet."""
+        wait([arrival.reading for arrival in arrivals])
+        wait([writing for slot, _ in list(self._leaving) if (writing := slot.writing) is not None])
 
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)

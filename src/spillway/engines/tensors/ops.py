@@ -153,6 +153,9 @@ BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
 
+SAFETY_OF_BOUNDS: Final = 4
+"""How many times the likely size most bounds are: they allow for 16 bytes an element."""
+
 ODD_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (

@@ -82,7 +82,7 @@ class Reclaimer:
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it."""
 
     def expect(self, nbytes: Bytes) -> None:
-        """So many bytes are about to be created."""
+        """So many bytes are about to be created. They count when they are: what was expected need not come."""
         if nbytes > self._headroom:
             self.settle(nbytes)
 
@@ -98,7 +98,7 @@ class Reclaimer:
         if resident + coming > self.limit:
             self._resident_set.trim()
             resident = self._resident_set.read()
-        self._headroom = max(min(self.limit - resident, _MOST), _LEAST, coming)
+        self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
 
 
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:

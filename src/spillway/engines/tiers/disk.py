@@ -103,9 +103,11 @@ class DiskTier:
 
         Raises:
             SpillFullError: The file cannot be made longer.
+            SpillError: The system gives no thread.
         """
+        workers = self._pool()
         slot = self._reserve(nbytes)
-        slot.writing = self._pool().submit(self._fill, slot, address)
+        slot.writing = workers.submit(self._fill, slot, address)
         return slot
 
     def written(self, slot: Slot) -> bool:
@@ -139,7 +141,11 @@ class DiskTier:
         return unchanged
 
     def start_read(self, slot: Slot, address: int) -> Future[bool]:
-        """Let a worker do what `read` does."""
+        """Let a worker do what `read` does.
+
+        Raises:
+            SpillError: The system gives no thread.
+        """
         return self._pool().submit(self.read, slot, address)
 
     def mapped(self, slot: Slot) -> Mapped:
@@ -175,8 +181,18 @@ class DiskTier:
             self._free.clear()
 
     def _pool(self) -> ThreadPoolExecutor:
+        """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
         if self._workers is None:
-            self._workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="spillway-disk")
+            workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="spillway-disk")
+            together = threading.Barrier(_WORKERS)
+            try:
+                for _ in range(_WORKERS):
+                    workers.submit(together.wait)
+            except RuntimeError as error:
+                together.abort()
+                workers.shutdown(wait=True, cancel_futures=True)
+                raise SpillError(f"The system gives no thread for copies beside the ops: {error}.") from error
+            self._workers = workers
         return self._workers
 
     def _reserve(self, nbytes: Bytes) -> Slot:
