@@ -18,7 +18,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.ir import read_run
 from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
-from tests.cpu.pressure import ORDERS
+from tests.cpu.pressure import ENDS, ORDERS
 from tests.cpu.training import WIDTH, adam, batch_of, network, train
 
 
@@ -45,7 +45,7 @@ def step_of(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Tensor:
 # ---------------------------------------------------------------------- reports
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ENDS)
 def test_a_report_tells_what_happened(order: str) -> None:
     model = network()
     optimizer = adam(model)
