@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 import spillway
 from spillway.methods import AbstractPolicy, Drop, Move
 from tests.cpu.families import FAMILIES, Built, State, difference, state_of
-from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way
+from tests.cpu.pressure import ENDS, ORDERS, PLENTY, InputsLeave, Way
 
 SHARES = (70, 50, 35)
 """Budgets in percent of the plain peak."""
@@ -87,10 +88,8 @@ def assert_kept(reports: list[spillway.StepReport], budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "share"),
-    [(order, share) for order in ORDERS for share in SHARES if order != "copy beside" or share == 35],
+    ("name", "order", "share"), [*product(FAMILIES, ENDS, SHARES), *product(A_FEW, ["copy beside"], [35])]
 )
-@pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works(
     name: str, share: int, order: str
 ) -> None:
