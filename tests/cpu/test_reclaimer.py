@@ -1,0 +1,76 @@
+"""When freed memory goes back to the system: before the limit is passed, and not oftener than need be."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from spillway.engines.tensors.system import Reclaimer
+from spillway.units import MiB
+
+LIMIT = 100 * MiB
+
+
+class Resident:
+    """A resident set of which a part is freed memory."""
+
+    def __init__(self, used: int, freed: int) -> None:
+        self.used, self.freed = used, freed
+        self.reads = self.trims = 0
+
+    def read(self) -> int:
+        self.reads += 1
+        return self.used + self.freed
+
+    def trim(self) -> None:
+        self.trims += 1
+        self.freed = 0
+
+
+def reclaimer(resident: Resident) -> Reclaimer:
+    made = Reclaimer(cast(Any, resident))
+    made.limit = LIMIT
+    made.settle()
+    resident.reads = 0
+    return made
+
+
+def test_freed_memory_goes_back_before_what_comes_would_pass_the_limit() -> None:
+    resident = Resident(used=60 * MiB, freed=30 * MiB)
+    reclaimer(resident).expect(10 * MiB)
+    assert resident.trims == 0, "it fits"
+    reclaimer(resident).expect(11 * MiB)
+    assert (resident.trims, resident.read()) == (1, 60 * MiB)
+
+
+def test_far_from_the_limit_it_looks_every_four_megabytes() -> None:
+    resident = Resident(used=10 * MiB, freed=0)
+    watching = reclaimer(resident)
+    for _ in range(16):
+        watching.created(1 * MiB)
+    assert resident.reads == 3
+
+
+def test_near_the_limit_it_looks_every_two_megabytes() -> None:
+    resident = Resident(used=99 * MiB, freed=0)
+    watching = reclaimer(resident)
+    for _ in range(12):
+        watching.created(1 * MiB)
+    assert resident.reads == 4
+
+
+def test_what_was_expected_and_did_not_come_hides_nothing_that_comes_later() -> None:
+    resident = Resident(used=40 * MiB, freed=0)
+    watching = reclaimer(resident)
+    watching.expect(50 * MiB)  # a bound: 4 bytes were created
+    resident.reads = 0
+    for _ in range(5):
+        watching.created(1 * MiB)
+    assert resident.reads == 1
+
+
+def test_without_a_limit_nothing_is_ever_trimmed() -> None:
+    resident = Resident(used=1 << 40, freed=1 << 40)
+    watching = Reclaimer(cast(Any, resident))
+    watching.expect(1 << 40)
+    watching.created(1 << 40)
+    assert resident.trims == 0
