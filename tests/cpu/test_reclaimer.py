@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from spillway.engines.tensors.system import Reclaimer
 from spillway.units import MiB
 
@@ -42,20 +44,13 @@ def test_freed_memory_goes_back_before_what_comes_would_pass_the_limit() -> None
     assert (resident.trims, resident.read()) == (1, 60 * MiB)
 
 
-def test_far_from_the_limit_it_looks_every_four_megabytes() -> None:
-    resident = Resident(used=10 * MiB, freed=0)
+@pytest.mark.parametrize(("used", "looks"), [(10 * MiB, 3), (99 * MiB, 5)], ids=["every 4 MiB", "every 2 MiB"])
+def test_near_the_limit_it_looks_oftener(used: int, looks: int) -> None:
+    resident = Resident(used=used, freed=0)
     watching = reclaimer(resident)
     for _ in range(16):
         watching.created(1 * MiB)
-    assert resident.reads == 3
-
-
-def test_near_the_limit_it_looks_every_two_megabytes() -> None:
-    resident = Resident(used=99 * MiB, freed=0)
-    watching = reclaimer(resident)
-    for _ in range(12):
-        watching.created(1 * MiB)
-    assert resident.reads == 4
+    assert resident.reads == looks
 
 
 def test_what_was_expected_and_did_not_come_hides_nothing_that_comes_later() -> None:

@@ -59,3 +59,21 @@ class Eager(AbstractPolicy):
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
         for storage in view.candidates():
             yield Drop(storage)
+
+
+@final
+class Stubborn(AbstractPolicy):
+    """Proposes the same thing for ever, when room is short and when it looks ahead."""
+
+    name = "stubborn"
+    foresees = True
+
+    def __init__(self) -> None:
+        self.proposal: Proposal | None = None
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        while self.proposal is not None:
+            yield self.proposal
+
+    def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
+        return self.relieve(view, 0)

@@ -12,14 +12,27 @@ from typing import final
 import pytest
 
 from spillway.engines.records import AWAY, DROPPED, HERE, Recipe
+from spillway.engines.room import PATIENCE
 from spillway.errors import BudgetInfeasible, SpillCorruptedError, SpillError, SpillFullError
-from spillway.methods.base import AbstractPolicy, Drop, MemoryView, Move, Proposal
+from spillway.methods.base import AbstractPolicy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
 from tests.pure.cells import ITEM, Op, OpFailed
 from tests.pure.memory_machine import Plain, Program, audit, error_of
-from tests.pure.small_programs import FAIL, MAKE, NOISE, ONCE, SHAKE, WRITE, Eager, chain_of_ops, made_from, started
+from tests.pure.small_programs import (
+    FAIL,
+    MAKE,
+    NOISE,
+    ONCE,
+    SHAKE,
+    WRITE,
+    Eager,
+    Stubborn,
+    chain_of_ops,
+    made_from,
+    started,
+)
 
 # ---------------------------------------------------------------------- rule 5
 
@@ -138,20 +151,6 @@ def test_rule_7_an_op_that_fails_half_way_invalidates_what_it_was_writing() -> N
 
 
 @final
-class Stubborn(AbstractPolicy):
-    """Proposes the same thing for ever."""
-
-    name = "stubborn"
-
-    def __init__(self) -> None:
-        self.proposal: Proposal | None = None
-
-    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
-        while self.proposal is not None:
-            yield self.proposal
-
-
-@final
 class Note(AbstractPolicy):
     """Proposes what it was told to and writes down the answers."""
 
@@ -221,6 +220,16 @@ def test_rule_9_an_interrupted_policy_does_not_forget_who_may_leave() -> None:
     program.machine.before = program.check_account
     assert list(program.controller.view.candidates()) == [program.names["x"], program.names["y"]]
     assert caught.value.__traceback__ is not None, "and that although the frames are still there"
+    audit(program)
+
+
+def test_rule_9_a_policy_that_never_ends_to_look_ahead_is_not_asked_any_further() -> None:
+    policy = Stubborn()
+    program = Program(policy=policy)
+    program.source("x", [3])
+    policy.proposal = Fetch(program.names["x"])
+    program.run(MAKE, "x", "a")
+    assert program.controller.counters.refusals == {"not away": PATIENCE}
     audit(program)
 
 

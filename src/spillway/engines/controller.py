@@ -1,6 +1,7 @@
 """The state machine that keeps the budget: torch-free, one for every machine.
 
-NOTE [Safety rules]. They live here, in `engines.replay` (its other half) and nowhere else; code points back at them.
+NOTE [Safety rules]. They live here, in `engines.replay` and `engines.copies` (its other parts) and nowhere else; code
+points back at them.
 
  1. An op never runs with an absent input.
  2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
@@ -56,8 +57,7 @@ class Controller:
     """Owns values, cuts, locks, the budget and the replay stack. Callers hold `lock`."""
 
     __slots__ = (
-        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "_signature",
-        "allowed", "away",
+        "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
         "machine", "peak", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
@@ -84,7 +84,6 @@ class Controller:
         self.tier_full = ""  # what the slower tier said when room was last made
         self._next_number = 0
         self._next_temporary = FIRST_TEMPORARY
-        self._signature = ""
         self._drops_allowed = True
         self.in_backward = False
         self.copies = Copies(self)
@@ -463,13 +462,12 @@ class Controller:
         self.counters = Counters()
         self.peak = self.resident
         self.first_op = self.clock
-        self._signature = signature
         self.copies.begin_step(signature, self._next_number)
 
     def end_step(self) -> None:
         """Rule 11: restore what was dropped, then forget every recipe; what is alive becomes a source."""
         try:
-            self.copies.end_step(self._signature)
+            self.copies.end_step()
             self._restore_dropped()
         except BaseException:
             self._bring_back(list(self.dropped))

@@ -7,11 +7,11 @@ the bytes can be used. Neither outlives its step.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
 from spillway.engines.records import AWAY, Storage, Value
+from spillway.engines.room import grant_in_turn
 from spillway.errors import EngineError, SpillError, SpillFullError
 from spillway.methods.base import Copy, Fetch
 
@@ -26,7 +26,10 @@ KNOWN_ORDERS = 64
 class Copies:
     """What is on its way out or in, and in which order the last step wanted what was away."""
 
-    __slots__ = ("_controller", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places", "arriving")
+    __slots__ = (
+        "_controller", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places", "_signature",
+        "arriving",
+    )  # fmt: skip
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -34,6 +37,7 @@ class Copies:
         """Copies in, by the value that they bring."""
         self._moved: dict[int, Storage] = {}
         self._first = 0
+        self._signature = ""
         self._orders: dict[str, list[int]] = {}
         self._order: list[int] = []
         self._places: dict[int, int] = {}
@@ -51,15 +55,7 @@ class Copies:
         try:
             self.land()
             controller.empty_graveyard()
-            granted = None
-            with contextlib.closing(controller.policy.foresee(controller.view)) as proposals:
-                while True:
-                    try:
-                        proposal = next(proposals) if granted is None else proposals.send(granted)
-                    except StopIteration:
-                        return
-                    granted = controller.grant(proposal)
-                    controller.empty_graveyard()
+            grant_in_turn(controller, controller.policy.foresee(controller.view), lambda: False)
         finally:
             self._foreseeing = False
 
@@ -138,20 +134,20 @@ class Copies:
     def begin_step(self, signature: str, first: int) -> None:
         """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
         still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
-        self._first, self._order, self._next = first, [], 0
+        self._signature, self._first, self._order, self._next = signature, first, [], 0
         self._moved = {self._key(storage): storage for storage in still_away}
         known = self._orders.get(signature) or next(reversed(self._orders.values()), [])
         self._places = {key: place for place, key in enumerate(known)}
 
-    def end_step(self, signature: str) -> None:
+    def end_step(self) -> None:
         """Nothing is on its way afterwards."""
         for value in list(self.arriving):
             self.abandon(value)
         self._controller.machine.reap()
-        self._orders.pop(signature, None)
+        self._orders.pop(self._signature, None)
         if len(self._orders) >= KNOWN_ORDERS:
             del self._orders[next(iter(self._orders))]
-        self._orders[signature] = self._order
+        self._orders[self._signature] = self._order
 
     def left(self, storage: Storage) -> None:
         """It was moved."""

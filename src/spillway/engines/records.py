@@ -119,7 +119,10 @@ class Recipe:
 
 @dataclass(slots=True)
 class Counters:
-    """What happened in one step. Counts, bytes and seconds; reset when a step begins."""
+    """What happened in one step. Counts, bytes and seconds; reset when a step begins.
+
+    `early_out` and `early_in` are those of the bytes out and in that were copied while ops ran.
+    """
 
     recomputed_ops: int = 0
     recomputed_seconds: Seconds = 0.0

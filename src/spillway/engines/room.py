@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING
 
 from spillway.errors import BudgetInfeasible, SpillFullError
+from spillway.methods.base import Proposal
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
 
 PATIENCE = 1 << 16
-"""Refusals after which a policy that still has no room is not asked any further."""
+"""Refusals after which a policy is not asked any further."""
 
 
-def ask_policy(controller: Controller, needed: Bytes) -> None:
-    """Grant what the policy proposes until `needed` more bytes fit."""
-    granted, refused, short = None, 0, controller.resident + needed - controller.allowed
-    with contextlib.closing(controller.policy.relieve(controller.view, short)) as proposals:
-        while controller.resident + needed > controller.allowed and refused < PATIENCE:
+def grant_in_turn(
+    controller: Controller, proposals: Generator[Proposal, bool, None], enough: Callable[[], bool]
+) -> None:
+    """Grant or refuse one proposal after the other, until it is enough, the policy ends, or patience does."""
+    granted, refused = None, 0
+    with contextlib.closing(proposals):
+        while not enough() and refused < PATIENCE:
             try:
                 proposal = next(proposals) if granted is None else proposals.send(granted)
             except StopIteration:
@@ -27,6 +31,12 @@ def ask_policy(controller: Controller, needed: Bytes) -> None:
             granted = controller.grant(proposal)
             refused += not granted
             controller.empty_graveyard()
+
+
+def ask_policy(controller: Controller, needed: Bytes) -> None:
+    """Grant what the policy proposes until `needed` more bytes fit."""
+    proposals = controller.policy.relieve(controller.view, controller.resident + needed - controller.allowed)
+    grant_in_turn(controller, proposals, lambda: controller.resident + needed <= controller.allowed)
 
 
 def use_last_resort(controller: Controller, needed: Bytes) -> None:
