@@ -5,6 +5,8 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
 	$(python) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(python))))
 
 RUN := $(VENV)/bin
+# The tests of one file run one after the other, several files beside each other.
+BESIDE := --numprocesses=auto --maxprocesses=4 --dist=loadscope
 INSTALLED := $(VENV)/installed
 
 .PHONY: demo test check bench clean
@@ -14,8 +16,8 @@ demo: $(INSTALLED)
 
 # First the part that promises to do without torch, with torch refused to every import; then what needs torch.
 test: $(INSTALLED)
-	$(RUN)/python -m pytest --without-torch tests/pure tests/architecture
-	$(RUN)/python -m pytest --ignore=tests/pure
+	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture
+	$(RUN)/python -m pytest $(BESIDE) --ignore=tests/pure
 
 check: $(INSTALLED)
 	$(RUN)/ruff check

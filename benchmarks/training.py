@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -111,11 +112,21 @@ class Trainer:
 
     def __call__(self) -> dict[str, Any]:
         clock, batch = Clock(), next(self._batches)
+        before = resource.getrusage(resource.RUSAGE_SELF)
         with clock.running(), self._step(batch):
             loss = float(self._workload.train_step(batch))
+        after = resource.getrusage(resource.RUSAGE_SELF)
         report = None if self._session is None else self._session.history[-1].to_json()
         rss = self._memory.above_start()
-        return {"wall": clock.wall[0], "cpu": clock.cpu[0], "loss": loss.hex(), "rss": rss, "report": report}
+        return {
+            "wall": clock.wall[0],
+            "cpu": clock.cpu[0],
+            "system": after.ru_stime - before.ru_stime,
+            "faults": after.ru_minflt - before.ru_minflt,
+            "loss": loss.hex(),
+            "rss": rss,
+            "report": report,
+        }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:
         return nullcontext() if self._session is None else self._session.step(batch)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import command, machine, random_programs, show
-from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, PLAIN
+from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
 from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result, text_columns
@@ -56,12 +56,14 @@ def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
 
 def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_the_peak() -> None:
     rows = rows_by(quick("half_memory"), "competitor")
-    assert list(rows) == [PLAIN, DEFAULT, KEPT, MOVES, DELTA, DELTA_KEPT, CHECKPOINT]
+    assert list(rows) == [PLAIN, DEFAULT, KEPT, MOVES, DELTA, DELTA_KEPT, NEARLY_ALL, CHECKPOINT]
     assert all(row["identical"] for row in rows.values())
     for name in (DEFAULT, KEPT, MOVES, DELTA, DELTA_KEPT):
         assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"] == rows[PLAIN]["peak_bytes"] // 2
         assert rows[name]["bytes_out"] > 0
     assert rows[MOVES]["recomputed_share"] == 0
+    assert rows[DEFAULT]["bytes_out"] > rows[NEARLY_ALL]["bytes_out"]
+    assert rows[PLAIN]["peak_bytes"] * 97 // 100 == rows[NEARLY_ALL]["budget_bytes"] >= rows[NEARLY_ALL]["peak_bytes"]
     assert rows[CHECKPOINT]["peak_bytes"] < rows[PLAIN]["peak_bytes"]
     assert rows[PLAIN]["ratio"] == 1
 

@@ -161,30 +161,27 @@ class Program:
             for storage in writes:
                 self.controller.overwrite(storage, None)
             raise
-        recipe: Recipe | None = None
-        if self.recipes_wanted and op.exactness != NEVER:
-            recipe = Recipe(self.controller.clock, op.name, reads, call, 1e-9, op.exactness)
+        replayable = self.recipes_wanted and op.exactness != NEVER
+        edges: list[tuple[int, Value]] = []
         for storage in dict.fromkeys(writes):
-            self._note_write(storage, None if storage in hidden else recipe, reads)
-        storages = [self._register(items, recipe) for items in created]
-        if recipe is not None:
-            recipe.creates = [value_of(storage) for storage in storages]
-            recipe.nbytes = sum(storage.nbytes for storage in storages)
+            old = value_of(storage)
+            new = self.controller.overwrite(storage, None)
+            if replayable and storage not in hidden and old.recipe is not None:
+                edges.append((reads.index(old), new))
+        storages = [self._register(items) for items in created]
+        if replayable:
+            made, nbytes = [value_of(storage) for storage in storages], sum(storage.nbytes for storage in storages)
+            recipe = Recipe(
+                self.controller.clock, op.name, reads, call, 1e-9, op.exactness, tuple(made), tuple(edges), nbytes
+            )
+            for value in (*made, *(value for _, value in edges)):
+                value.recipe = recipe
             self.controller.recipes.append(recipe)
         return storages
 
-    def _note_write(self, storage: Storage, recipe: Recipe | None, reads: Sequence[Value]) -> None:
-        old = value_of(storage)
-        replayable = recipe is not None and old.recipe is not None
-        value = self.controller.overwrite(storage, recipe if replayable else None)
-        if replayable and recipe is not None:
-            recipe.writes = (*recipe.writes, (reads.index(old), value))
-
-    def _register(self, items: list[int], recipe: Recipe | None) -> Storage:
+    def _register(self, items: list[int]) -> Storage:
         cell = self.machine.new_cell(items, len(items) * ITEM)
-        storage = self.controller.adopt(0, cell.nbytes, cell)
-        value_of(storage).recipe = recipe
-        return storage
+        return self.controller.adopt(0, cell.nbytes, cell)
 
     def _bind(self, name: str, storage: Storage) -> None:
         storage.handle.users += 1
@@ -290,12 +287,12 @@ def chain_of(value: Value) -> int:
     """Ops that would run to bring a value back now, each path counted: a second, slow way to say `Value.chain`."""
     if value.absent != DROPPED or value.recipe is None:
         return 0
-    recipes, leaves, stack = {value.recipe}, set[Value](), [value.recipe]
+    recipes, leaves, stack = {value.recipe.number}, set[Value](), [value.recipe]
     while stack:
         for read in stack.pop().reads:
             if read.absent != GONE:
                 leaves.add(read)
-            elif read.recipe is not None and read.recipe not in recipes:
-                recipes.add(read.recipe)
+            elif read.recipe is not None and read.recipe.number not in recipes:
+                recipes.add(read.recipe.number)
                 stack.append(read.recipe)
     return len(recipes) + sum(chain_of(leaf) for leaf in leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from spillway.engines.records import EXACT, Recipe
+from spillway.engines.records import EXACT
 from tests.pure.cells import ITEM, Op
 from tests.pure.memory_machine import Program, audit
 from tests.pure.small_programs import MAKE, ONCE, chain_of_ops, started
@@ -19,9 +19,9 @@ def order(program: Program) -> str:
 def take_seconds(program: Program, **seconds: float) -> None:
     """Say how long the ops that made these names took when they ran."""
     for name, duration in seconds.items():
-        recipe: Recipe | None = program[name].recipe
-        assert recipe is not None
-        recipe.seconds = duration
+        value = program[name]
+        assert value.recipe is not None
+        value.recipe = value.recipe._replace(seconds=duration)
 
 
 def test_candidates_come_least_recently_used_first() -> None:

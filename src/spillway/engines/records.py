@@ -2,14 +2,14 @@
 
 A *storage* is the unit of residency, a *value* is a storage at one version of its content, a *recipe* is the op that
 created a value. These records are written on every op of a step, so they are plain classes with positional
-constructors and defaults on the class instead of the frozen dataclasses used elsewhere.
+constructors and a tuple instead of the frozen dataclasses used elsewhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from spillway.units import Bytes, Seconds
 
@@ -90,7 +90,7 @@ class Value:
         return f"Value({self.storage.number}, {('here', 'dropped', 'away', 'gone')[self.absent]})"
 
 
-class Recipe:
+class Recipe(NamedTuple):
     """An op that ran, in enough detail to run it again.
 
     `reads` are the values it read; `creates` the values of the storages it created, in the order in which
@@ -98,20 +98,15 @@ class Recipe:
     belongs to the machine: the call itself. `nbytes` is what the created storages need.
     """
 
-    __slots__ = ("creates", "exactness", "name", "nbytes", "number", "payload", "reads", "seconds", "writes")
-
-    def __init__(
-        self, number: int, name: str, reads: Sequence[Value], payload: Any, seconds: Seconds, exactness: int
-    ) -> None:
-        self.number = number
-        self.name = name
-        self.reads = reads
-        self.payload = payload
-        self.seconds = seconds
-        self.exactness = exactness
-        self.creates: Sequence[Value] = ()
-        self.writes: Sequence[tuple[int, Value]] = ()
-        self.nbytes: Bytes = 0
+    number: int
+    name: str
+    reads: Sequence[Value]
+    payload: Any
+    seconds: Seconds
+    exactness: int
+    creates: Sequence[Value] = ()
+    writes: Sequence[tuple[int, Value]] = ()
+    nbytes: Bytes = 0
 
     def __repr__(self) -> str:
         return f"Recipe({self.number}, {self.name})"

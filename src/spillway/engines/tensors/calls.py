@@ -142,14 +142,15 @@ class Call(NamedTuple):
 
         That is the op, its arguments, keywords and environment, and then the geometry of each operand. Of the arguments
         there is a tuple of those behind the operands where operands come first, else a list with `OPERAND` in each of
-        their places.
+        their places. An op with several results is paired with the positions of those with a storage of their own.
         """
         if isinstance(payload, Call):
             return payload
         func, args, kwargs, environment, *geometries = payload
+        func, outputs = func if isinstance(func, tuple) else (func, (0,))
         holes: list[Any] = [OPERAND] * len(geometries) + list(args) if isinstance(args, tuple) else args
         places = [place for place, given in enumerate(holes) if given is OPERAND]
-        return Call(func, holes, kwargs, list(zip(places, geometries, strict=True)), environment)
+        return Call(func, holes, kwargs, list(zip(places, geometries, strict=True)), environment, outputs)
 
     def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
         """Make the call on tensors over `storages`; the random state and the settings end as they were."""

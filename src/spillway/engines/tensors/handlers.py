@@ -1,6 +1,6 @@
 """What the dispatch mode does for the ops that make up nearly all of a step: one function per op, made for it.
 
-NOTE [The shortest way]. What is known about an op once and for all (is it a view, does it create one storage, does it
+NOTE [The shortest way]. What is known about an op once and for all (is it a view, does it create storages, does it
 write its first argument) is decided when its function is made. The function looks each tensor's storage up by the
 address of its storage object, compares one bound with the budget, runs the op and registers what it created. State
 lives in closure cells.
@@ -12,9 +12,10 @@ the op.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,6 +23,7 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Surroundings, random_state
+from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.system import LARGE
@@ -36,6 +38,8 @@ Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
 """Takes any call at all."""
 
 _now = time.perf_counter
+_recipe = cast("Callable[[tuple[Any, ...]], Recipe]", functools.partial(tuple.__new__, Recipe))
+"""A recipe of all its fields, in a third of the time that naming them takes."""
 
 
 def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
@@ -43,7 +47,7 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     if info.view:
         return _passing_by(info)
     if info.fast and not info.resizes:
-        if info.fresh and info.single and not info.writes:
+        if info.fresh and not info.writes:
             recorded = engine.controller.policy.uses_recipes and info.exactness
             return (_creating_with_recipe if recorded else _creating)(info, engine, usual)
         if not info.fresh and info.writes in ((), (0,)):
@@ -66,11 +70,12 @@ def _passing_by(info: OpInfo) -> Handler:
 
 
 def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
-    """For ops that create one storage and write none, when no recipes are wanted."""
+    """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = quickest_call(info.func)
     bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.reclaimer.expect
     plain, harmless = PLAIN_TENSORS, NO_TENSORS
+    several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -95,6 +100,8 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
                 expect(needed // SAFETY_OF_BOUNDS)
         controller.clock = clock
         out = call_with(*args, **kwargs) if kwargs else call(*args)
+        if several is not None:
+            return several(out, clock, [], None, 0.0)
         try:
             key = _address(out)
         except (RuntimeError, TypeError):
@@ -111,13 +118,13 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 
 
 def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
-    """For ops that create one storage and write none. The payload of their recipes is what `Call.unpacked` reads."""
+    """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = quickest_call(info.func)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
-    expect = engine.reclaimer.expect
-    plain, harmless, odd, operator = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.func
+    plain, harmless, odd, operator, expect = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.func, engine.reclaimer.expect
     surroundings, same, name, exactness = Surroundings(), engine.geometries.setdefault, info.name, info.exactness
+    several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -151,8 +158,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = _now()
         out = call_with(*args, **kwargs) if kwargs else call(*args)
-        recipe = Recipe(clock, name, reads, payload, _now() - began, exactness)
-        append(recipe)
+        seconds = _now() - began
+        if several is not None:
+            return several(out, clock, reads, payload, seconds)
         try:
             key = _address(out)
         except (RuntimeError, TypeError):
@@ -162,9 +170,11 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             if kwargs and info.places and out.device.type != "cpu":
                 engine.unmanaged += 1
                 return out
-            value = register(out, key).value
-            value.recipe = recipe
-            recipe.creates, recipe.nbytes = (value,), value.storage.nbytes
+            storage = register(out, key)
+            made = (storage.value,)
+            recipe = _recipe((clock, name, reads, payload, seconds, exactness, made, (), storage.nbytes))
+            storage.value.recipe = recipe  # type: ignore[union-attr]
+            append(recipe)
         return out
 
     return handle
@@ -236,23 +246,26 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
     )
     call, call_with = quickest_call(info.func)
     plain, surroundings, odd, seeded = PLAIN_TENSORS, Surroundings(), ODD_DTYPES, info.seeded
+    append, made, operator, name, exactness = controller.recipes.append, _recipe, info.func, info.name, info.exactness
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
-        if any(type(given) in plain and given.dtype in odd for given in args):
-            return usual(info, args, kwargs)
-        controller.clock += 1
         reads: list[Value] = []
-        payload: Any = [info.func, args, kwargs, surroundings.now()]
-        for given in args:
+        payload: Any = [operator, args, kwargs, surroundings.now()]
+        last = -1
+        for place, given in enumerate(args):
             if type(given) in plain:
+                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                if geometry[3] in odd:
+                    return usual(info, args, kwargs)
                 value: Any = table[_address(given)].value
                 value.recorded = True
                 reads.append(value)
-                geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
                 payload.append(same(geometry, geometry))
-        payload[1] = _where_tensors_stand(args)
+                last = place
+        payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         if seeded:
             payload = Call.unpacked(payload)._replace(random=random_state(kwargs))
+        controller.clock = clock = controller.clock + 1
         written = reads[0].storage
         began = _now()
         try:
@@ -260,12 +273,40 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
         except BaseException:
             overwrite(written, None)  # whatever it wrote until then
             raise
-        recipe = Recipe(controller.clock, info.name, reads, payload, _now() - began, info.exactness)
-        controller.recipes.append(recipe)
-        recipe.writes = ((0, overwrite(written, recipe)),)
+        seconds = _now() - began
+        value = overwrite(written, None)
+        value.recipe = recipe = made((clock, name, reads, payload, seconds, exactness, (), ((0, value),), 0))
+        append(recipe)
         return out
 
     return write
+
+
+def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., Any]:
+    """What registers the results of an op that has several, under one recipe if there is a payload for it; it returns
+    them."""
+    register, append, made = engine.register_new, engine.controller.recipes.append, _recipe
+    name, exactness, operator = info.name, info.exactness, info.func
+
+    def finish(out: Any, clock: int, reads: list[Value], payload: list[Any] | None, seconds: float) -> Any:
+        created: list[Value] = []
+        positions: list[int] = []
+        nbytes = 0
+        for position, tensor in enumerate(tensors_of(out)):
+            storage = register(tensor)
+            if storage is not None:
+                created.append(storage.value)  # type: ignore[arg-type]  # its tensor is alive
+                positions.append(position)
+                nbytes += storage.nbytes
+        if created and payload is not None:
+            payload[0] = (operator, tuple(positions))
+            recipe = made((clock, name, reads, payload, seconds, exactness, created, (), nbytes))
+            for value in created:
+                value.recipe = recipe
+            append(recipe)
+        return out
+
+    return finish
 
 
 def _where_tensors_stand(args: Sequence[Any]) -> list[Any]:

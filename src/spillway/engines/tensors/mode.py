@@ -31,7 +31,7 @@ from spillway.engines.tensors.calls import (
 from spillway.engines.tensors.handlers import Handler, Usual, handler_for
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
-from spillway.engines.tensors.private import is_wrapper, rules_of, unheard
+from spillway.engines.tensors.private import rules_of, unheard
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -211,52 +211,35 @@ def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storag
 
 def build_completion(engine: TensorEngine) -> Completion:
     """The function that runs an op that is ready to run, and registers what it created and wrote."""
-    controller, table, register, recorder = engine.controller, engine.table, engine.register, Recorder(engine)
-    recording, recipes, overwrite = controller.policy.uses_recipes, controller.recipes, controller.overwrite
+    recorder, overwrite = Recorder(engine), engine.controller.overwrite
+    recording = engine.controller.policy.uses_recipes
 
     def complete(
         info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value], places: Sequence[Place],
         writes: Sequence[Any], scratch: Sequence[Operand] = (), opaque: bool = False,
     ) -> Any:  # fmt: skip
-        recipe: Recipe | None = None
+        payload: Any = None
         if recording and info.exactness and not opaque and (info.fresh or _has_history(writes)):
-            recipe = recorder.recipe(info, args, kwargs, reads, places, scratch)
-            began = _now()
+            payload = recorder.payload(info, args, kwargs, reads, places, scratch)
+        began = _now()
         try:
             out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         except BaseException:
             for storage in writes:
                 overwrite(storage, None)  # whatever it wrote until then
             raise
-        if recipe is not None:
-            recipe.seconds = _now() - began
-            recipes.append(recipe)
+        seconds = _now() - began
+        edges: Sequence[tuple[int, Value]] = ()
         if writes:
             if recording or info.resizes:
-                recorder.note_writes(info, reads, writes, recipe)
+                edges = recorder.note_writes(info, reads, writes, replayable=payload is not None)
             else:
                 for storage in writes:
                     if storage.value.home is not None:
                         overwrite(storage, None)
-        if not info.fresh or out is None:
-            return out
-        if not info.single:
-            recorder.note_creations(out, recipe)
-            return out
-        try:
-            key = _address(out)
-        except (RuntimeError, TypeError):
-            engine.unmanaged += 1
-            return out
-        if key not in table:
-            if (kwargs or opaque) and (out.device.type != "cpu" or is_wrapper(out)):
-                engine.unmanaged += 1
-                return out
-            storage = register(out, key)
-            if recipe is not None and (value := storage.value) is not None:
-                value.recipe = recipe
-                recipe.creates = (value,)
-                recipe.nbytes = storage.nbytes
+        created = recorder.note_creations(out) if info.fresh and out is not None else {}
+        if payload is not None and (created or edges):
+            recorder.write_down(info, reads, payload, seconds, created, edges)
         return out
 
     return complete
@@ -273,55 +256,65 @@ class Recorder:
         self._controller = engine.controller
         self._surroundings = Surroundings()
 
-    def recipe(
+    def payload(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
         places: Sequence[Any], scratch: Sequence[Operand],
-    ) -> Recipe:  # fmt: skip
+    ) -> Call:  # fmt: skip
         """The op about to run, in enough detail to run it again."""
         for value in reads:
             value.recorded = True
         if not info.fast:
-            call = _record_generally(info, args, kwargs or {}, places, scratch)
-            return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
+            return _record_generally(info, args, kwargs or {}, places, scratch)
         holes = list(args)
         recorded: list[Operand] = []
         for place in places:
             recorded.append((place, geometry_of(holes[place])))
             holes[place] = None
         random = random_state(kwargs) if info.seeded else None
-        call = Call(info.func, holes, kwargs, recorded, self._surroundings.now(), random=random)
-        return Recipe(self._controller.clock, info.name, reads, call, 0.0, info.exactness)
+        return Call(info.func, holes, kwargs, recorded, self._surroundings.now(), random=random)
 
     def note_writes(
-        self, info: OpInfo, reads: Sequence[Value], writes: Sequence[Storage], recipe: Recipe | None
-    ) -> None:
+        self, info: OpInfo, reads: Sequence[Value], writes: Sequence[Storage], *, replayable: bool
+    ) -> list[tuple[int, Value]]:
         """In-place: an edge from one version to the next if the old one can be recomputed, else a new source."""
         edges: list[tuple[int, Value]] = []
         for storage in dict.fromkeys(writes):  # a list may hold several views of one
             old = storage.value
-            if recipe is not None and old is not None and old.recipe is not None and old in reads:
-                edges.append((reads.index(old), self._controller.overwrite(storage, recipe)))
-            else:
-                self._controller.overwrite(storage, None)
+            new = self._controller.overwrite(storage, None)
+            if replayable and old is not None and old.recipe is not None and old in reads:
+                edges.append((reads.index(old), new))
             if info.resizes:
                 self._engine.check_size(storage)
-        if edges and recipe is not None:
-            recipe.writes = edges
+        return edges
 
-    def note_creations(self, out: Any, recipe: Recipe | None) -> None:
-        """Register the storages of several results."""
-        created: list[Value] = []
-        positions: list[int] = []
+    def note_creations(self, out: Any) -> dict[int, Value]:
+        """Register the storages of the results: their values by position."""
+        created: dict[int, Value] = {}
         for position, tensor in enumerate(tensors_of(out)):
             storage = self._engine.register_new(tensor)
             if storage is not None and storage.value is not None:
-                created.append(storage.value)
-                positions.append(position)
-                storage.value.recipe = recipe
-        if recipe is not None:
-            recipe.creates = created
-            recipe.nbytes = sum(value.storage.nbytes for value in created)
-            recipe.payload = recipe.payload._replace(outputs=tuple(positions))
+                created[position] = storage.value
+        return created
+
+    def write_down(
+        self, info: OpInfo, reads: Sequence[Value], payload: Call, seconds: float, created: dict[int, Value],
+        edges: Sequence[tuple[int, Value]],
+    ) -> None:  # fmt: skip
+        """The recipe of what the op created and wrote."""
+        recipe = Recipe(
+            self._controller.clock,
+            info.name,
+            reads,
+            payload._replace(outputs=tuple(created)),
+            seconds,
+            info.exactness,
+            creates=tuple(created.values()),
+            writes=edges,
+            nbytes=sum(value.storage.nbytes for value in created.values()),
+        )
+        for value in (*recipe.creates, *(value for _, value in edges)):
+            value.recipe = recipe
+        self._controller.recipes.append(recipe)
 
 
 def _record_generally(
