@@ -228,7 +228,7 @@ def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway:
     assert (document["run_file"], document["report"]) == ("run.jsonl", "page.html")
     run = read_run("run.jsonl")
     assert [step["logged"]["loss"] for step in run.steps] == document["losses"]
-    assert "Memory over the ops of step" in Path("page.html").read_text("utf-8")
+    assert "Memory over the time of step" in Path("page.html").read_text("utf-8")
 
 
 def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:

@@ -90,4 +90,5 @@ def transfers_beside(transfers: Collection[Transfer], stalled: list[Interval]) -
     """Seconds of the copies, and those of them in which compute did not wait."""
     intervals = [(transfer.began, transfer.ended) for transfer in transfers]
     hidden = sum(ended - began - overlap((began, ended), stalled) for began, ended in intervals)
-    return Transfers(seconds=total(intervals), hidden_seconds=round(hidden, 9))
+    seconds = total(intervals)
+    return Transfers(seconds=seconds, hidden_seconds=min(round(hidden, 9), seconds))

@@ -94,8 +94,8 @@ class Transfers:
 def transfers_of(spans: Iterable[Span]) -> Transfers:
     """Sum the copies of the lanes copy-out and copy-in."""
     copies = [span for span in spans if span.lane in (Lane.COPY_OUT, Lane.COPY_IN)]
-    hidden = sum(span.seconds - span.stalled for span in copies)
-    return Transfers(seconds=sum(span.seconds for span in copies), hidden_seconds=round(hidden, 9))
+    seconds, hidden = sum(span.seconds for span in copies), sum(span.seconds - span.stalled for span in copies)
+    return Transfers(seconds=seconds, hidden_seconds=min(round(hidden, 9), seconds))
 
 
 def merged(intervals: Iterable[Interval], gap: Seconds = 0.0) -> list[Interval]:
@@ -109,14 +109,28 @@ def merged(intervals: Iterable[Interval], gap: Seconds = 0.0) -> list[Interval]:
     return joined
 
 
-def overlap(interval: Interval, others: Sequence[Interval]) -> Seconds:
-    """Seconds of `interval` that lie within `others`, which are disjoint and in order, as `merged` gives them."""
+def within(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
+    """The parts of `interval` that lie within `others`, which are disjoint and in order, as `merged` gives them."""
     began, ended = interval
-    total, at = 0.0, max(bisect_left(others, (began, began)) - 1, 0)
+    parts, at = [], max(bisect_left(others, (began, began)) - 1, 0)
     while at < len(others) and others[at][0] < ended:
-        total += max(min(ended, others[at][1]) - max(began, others[at][0]), 0.0)
+        part = max(began, others[at][0]), min(ended, others[at][1])
+        if part[0] < part[1]:
+            parts.append(part)
         at += 1
-    return min(total, ended - began)
+    return parts
+
+
+def outside(interval: Interval, others: Sequence[Interval]) -> list[Interval]:
+    """The parts of `interval` that lie within none of `others`."""
+    edges = [interval[0], *(edge for part in within(interval, others) for edge in part), interval[1]]
+    return [part for part in zip(edges[::2], edges[1::2], strict=True) if part[0] < part[1]]
+
+
+def overlap(interval: Interval, others: Sequence[Interval]) -> Seconds:
+    """Seconds of those parts."""
+    began, ended = interval
+    return min(total(within(interval, others)), ended - began)
 
 
 def total(intervals: Iterable[Interval]) -> Seconds:
