@@ -28,7 +28,7 @@ from spillway.units import Bytes, Seconds, format_bytes
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-_WORKERS: Final = 2
+WORKERS: Final = 2
 """Threads that copy while ops run: one may read while the other writes."""
 _COLUMNS: Final = 509
 """A prime: the rows of a tensor and the pages of a file do not line up with columns of so many words."""
@@ -190,10 +190,10 @@ class DiskTier:
     def _pool(self) -> ThreadPoolExecutor:
         """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
         if self._workers is None:
-            workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="spillway-disk")
-            together = threading.Barrier(_WORKERS)
+            workers = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="spillway-disk")
+            together = threading.Barrier(WORKERS)
             try:
-                for _ in range(_WORKERS):
+                for _ in range(WORKERS):
                     workers.submit(together.wait)
             except RuntimeError as error:
                 together.abort()
