@@ -40,6 +40,7 @@ NEED_TORCH = (
     "advisor",
     "integrations",
     "workloads",
+    "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",
     "runs.child",
 )

@@ -31,7 +31,7 @@ RECORDS: list[dict[str, Any]] = [
     {"step": {"step": 1, "peak_bytes": 95, "logged": {"loss": 1.25}}},
     {"timeline": TIMELINE.to_json()},
 ]
-FULL_HEADER = {"format": "spillway-run", "version": 1, "budget_bytes": 100, "method": "lru"}
+FULL_HEADER = {"format": "spillway-run", "version": 2, "budget_bytes": 100, "method": "lru"}
 
 
 def written(path: Path) -> bytes:
@@ -59,7 +59,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_every_line_is_json_that_names_what_it_is(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in written(tmp_path / "run.jsonl").splitlines()]
     assert [set(line) - {"crc32"} for line in lines] == [set(FULL_HEADER), {"step"}, {"step"}, {"timeline"}]
-    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":1,"budget_bytes":100,')
+    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":2,"budget_bytes":100,')
 
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
@@ -214,8 +214,8 @@ def test_a_foreign_file_is_refused_in_one_sentence(tmp_path: Path, content: byte
 
 
 def test_a_newer_file_is_refused_with_both_versions(tmp_path: Path) -> None:
-    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":2,"sealed":"otherwise"}\n')
-    assert "line 1: written in version 2 of the format, and this Spillway reads up to 1" in str(error)
+    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":3,"sealed":"otherwise"}\n')
+    assert "line 1: written in version 3 of the format, and this Spillway reads up to 2" in str(error)
 
 
 def test_a_record_that_is_whole_but_makes_no_sense_is_refused(tmp_path: Path) -> None:

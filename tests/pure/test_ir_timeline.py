@@ -85,6 +85,7 @@ def test_json_holds_a_row_for_every_storage_and_event() -> None:
             [4, 0, "page-in"],
             [4, 1, "die"],
         ],
+        "spans": [],
     }
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from spillway.cli.common import Json, SpillDirectory, print_json
-from spillway.doctor import on_spill, on_system
+from spillway.doctor import on_system
 from spillway.doctor.findings import Finding, Problem
 from spillway.errors import SpillwayError
 
@@ -40,6 +40,8 @@ def doctor(
 
 def examine(directory: Path, *, measure: bool) -> list[Finding]:
     """Look at everything. What cannot be looked at is a problem and no error."""
+    from spillway.doctor import on_spill
+
     findings = [*_torch_side(measure=measure), on_system.memory(), on_system.allocator(), on_system.huge_pages()]
     findings.append(on_spill.spill_directory(directory))
     if measure and findings[-1].facts["usable"]:

@@ -24,7 +24,7 @@ _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def version() -> Finding:
     """The version, and the features that Spillway stands on."""
-    finds_handlers = bool(rules_of(torch.ops.aten.add.Tensor) is not None and _keeps_rules())
+    finds_handlers = _keeps_rules()
     problems = []
     if not CAN_SWAP:
         problems.append(
@@ -34,9 +34,7 @@ def version() -> Finding:
                 fatal=True,
             )
         )
-    handlers = (
-        "finds an op's handler by itself" if finds_handlers else "asks Python for an op's handler, which is slower"
-    )
+    handlers = "finds an op's handler by itself" if finds_handlers else "asks Python for handlers, which is slower"
     swap = "exchanges a storage's bytes in place, so that anything may leave memory" if CAN_SWAP else "is too old"
     return Finding(
         topic="torch",
@@ -46,7 +44,7 @@ def version() -> Finding:
             "_swap_data_ptr_": CAN_SWAP,
             "dispatch_rules": finds_handlers,
             "saved_tensors": hasattr(torch._C._autograd, "_make_saved_tensor"),
-            "onednn": torch.backends.mkldnn.is_available(),
+            "onednn": bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
         },
         problems=problems,
     )
@@ -68,9 +66,7 @@ def threads() -> Finding:
     left = there - computing
     problems = []
     if left < 1:
-        fewer = (
-            f"OMP_NUM_THREADS={there - 1} leaves one to them" if there > 1 else "Another machine has more processors"
-        )
+        fewer = f"OMP_NUM_THREADS={there - 1} leaves them one" if there > 1 else "Another machine may have more of them"
         problems.append(
             Problem(
                 what=f"Ops use {computing} {_plural('thread', computing)} on {there} {_plural('processor', there)}: "
