@@ -20,7 +20,7 @@ class Place(Protocol):
 
     nbytes: Bytes
     storage: int
-    """Number of the storage that they are of."""
+    """Number of the storage that they are of; negative if of none."""
 
 
 class Transfer(NamedTuple):

@@ -126,11 +126,11 @@ class StepHistory:
             for one in counters.stalls
         )
         for one in log.transfers:
-            place = one.place
+            storage = one.place.storage if one.place.storage >= 0 else None
             for lane, end in ((one.lane, one.ended), (Lane.DISK, one.on_disk)):
                 waited = overlap((one.began, end), stalled)
                 if end > one.began:
                     spans.append(
-                        span(lane, Work.COPY, one.began, end, storage=place.storage, nbytes=place.nbytes, waited=waited)
+                        span(lane, Work.COPY, one.began, end, storage=storage, nbytes=one.place.nbytes, waited=waited)
                     )
         return tuple(sorted(spans, key=lambda made: made.began))
