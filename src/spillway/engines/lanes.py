@@ -7,8 +7,10 @@ those of `time.perf_counter`. A tier appends from the threads that copy; the res
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection
 from concurrent.futures import Future, wait
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, final
 
 from spillway.ir.lanes import Interval, Lane, Transfers, merged, overlap, total
@@ -88,7 +90,14 @@ def unseen(waits: Collection[Stall], stalls: Collection[Stall]) -> list[Stall]:
 
 def transfers_beside(transfers: Collection[Transfer], stalled: list[Interval]) -> Transfers:
     """Seconds of the copies, and those of them in which compute did not wait."""
-    intervals = [(transfer.began, transfer.ended) for transfer in transfers]
-    hidden = sum(ended - began - overlap((began, ended), stalled) for began, ended in intervals)
-    seconds = total(intervals)
+    begins = [began for began, _ in stalled]
+    before = [0.0, *accumulate(ended - began for began, ended in stalled)]
+
+    def stalled_until(at: Seconds) -> Seconds:
+        place = bisect_right(begins, at)
+        return before[place - 1] + min(at, stalled[place - 1][1]) - begins[place - 1] if place else 0.0
+
+    seconds = total((transfer.began, transfer.ended) for transfer in transfers)
+    waited = sum(stalled_until(transfer.ended) - stalled_until(transfer.began) for transfer in transfers)
+    hidden = max(seconds - waited, 0.0)
     return Transfers(seconds=seconds, hidden_seconds=min(round(hidden, 9), seconds))

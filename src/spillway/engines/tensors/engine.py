@@ -58,6 +58,8 @@ class TensorEngine:
         self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None
     ) -> None:
         self.tier = DiskTier(spill_directory)
+        self.log = self.tier.log
+        """Copies as they were made, and what waited for them."""
         self.resident_set = ResidentSet()
         self.reclaimer = Reclaimer(self.resident_set)
         self.machine = CpuMachine(self.tier, self.reclaimer)
@@ -274,7 +276,7 @@ class TensorEngine:
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
         self.tier.generation += 1
-        self.tier.log.begin_step()
+        self.log.begin_step()
         self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
@@ -309,7 +311,7 @@ class TensorEngine:
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
-        counters, log = self.controller.counters, self.tier.log
+        counters, log = self.controller.counters, self.log
         counters.stalls += unseen(log.waits, counters.stalls)
         stalled = stalled_intervals(counters.stalls)
         counters.stall_seconds = total(stalled)

@@ -96,7 +96,7 @@ class StepHistory:
 
     def _spans(self, ops: int) -> tuple[Span, ...]:
         """What the lanes did. A copy belongs to the op during or after which it began."""
-        counters, log = self._clock.counters, self._engine.tier.log
+        counters, log = self._clock.counters, self._engine.log
         began = sorted((began, self._number(clock, ops)) for began, _, clock, _ in self._ops)
         stalled = stalled_intervals(counters.stalls)
 
