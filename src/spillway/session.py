@@ -218,15 +218,21 @@ class Session:
         self._engine.label((*gradients, *inputs))  # what may have come without being watched
         return fit if fit.peak_from(controller.resident) <= controller.allowed else None
 
+    def _presses_most(self, report: StepReport) -> bool:
+        return _pressure(report) > self._most_pressure
+
     def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
         self.history.append(report)
-        pressure = (report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes)
-        if timeline is not None and pressure > self._most_pressure:
-            self.timeline, self._most_pressure = timeline, pressure
+        if timeline is not None:
+            self.timeline, self._most_pressure = timeline, _pressure(report)
         if self._writer is not None:
             self._writer.append({"step": report.to_json()})
         if self._live is not None:
             self._live.update(report)
+
+
+def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
+    return report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes
 
 
 @final
@@ -324,7 +330,7 @@ class _Step:
                 growth = report.peak_bytes - report.start_bytes
                 session._fits[self._circumstances] = _Fit(start=report.start_bytes, growth=growth)
             if engine.history is not None:
-                timeline = engine.history.timeline(len(session.history))
+                timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
                 engine.history = None
         elif engine.resident_set.read() > engine.reclaimer.limit:
             session._fits.pop(self._circumstances, None)  # it grew: watch it again
@@ -352,7 +358,9 @@ class _Step:
             recomputed_seconds=counters.recomputed_seconds, ops=engine.ops, bytes_out=counters.bytes_out,
             bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
             moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
-            unmanaged=engine.unmanaged, logged=self.logged,
+            unmanaged=engine.unmanaged, logged=self.logged, transfer_seconds=engine.transfers.seconds,
+            hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
+            bytes_in_beside=counters.early_in,
         )  # fmt: skip
 
     def _aside_report(self, seconds: float) -> StepReport:

@@ -32,7 +32,8 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
-    "report": ["RUN", "[--output]", "[--json]"],
+    "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
+    "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 
 

@@ -22,7 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("recording",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
-    ("advisor", "integrations", "workloads"),
+    ("advisor", "integrations", "workloads", "doctor"),
     ("runs",),
     ("",),  # spillway itself: the public names
     ("cli",),
@@ -40,6 +40,8 @@ NEED_TORCH = (
     "advisor",
     "integrations",
     "workloads",
+    "doctor.on_spill",  # measures through a tier
+    "doctor.on_torch",
     "runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.

@@ -228,7 +228,13 @@ def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway:
     assert (document["run_file"], document["report"]) == ("run.jsonl", "page.html")
     run = read_run("run.jsonl")
     assert [step["logged"]["loss"] for step in run.steps] == document["losses"]
-    assert "Memory over the ops of step" in Path("page.html").read_text("utf-8")
+    assert "Memory over the time of step" in Path("page.html").read_text("utf-8")
+    traced = spillway("report", "run.jsonl", "--output", "again.html", "--perfetto", "trace.json", "--json")
+    figures = json.loads(traced.out)
+    assert (figures["report"], figures["perfetto"], figures["steps"]) == ("again.html", "trace.json", 4)
+    assert 0 <= figures["hidden_share"] <= 1
+    names = {event["name"] for event in json.loads(Path("trace.json").read_text())["traceEvents"]}
+    assert {"aten::addmm", "resident", "budget", "thread_name"} <= names
 
 
 def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
@@ -271,7 +277,9 @@ def test_the_demo_has_a_row_for_every_run_and_writes_its_page(
 def test_a_run_file_becomes_a_page_beside_it(spillway: Command) -> None:
     RunWriter("run.jsonl", {"budget_bytes": 100, "method": "lru"}).close()
     ended = spillway("report", "run.jsonl", "--json")
-    assert json.loads(ended.out) == {"report": "run.html", "steps": 0, "peak_bytes": 0}
+    assert json.loads(ended.out) == {
+        "report": "run.html", "perfetto": None, "steps": 0, "peak_bytes": 0, "hidden_share": 0.0
+    }  # fmt: skip
     assert "under a budget of 100 B" in Path("run.html").read_text("utf-8")
 
 
@@ -298,6 +306,20 @@ def test_a_page_never_replaces_its_run_file(spillway: Command) -> None:
     RunWriter("run.html", {}).close()
     assert "would replace the run file run.html" in sentence(spillway("report", "run.html"))
     assert read_run("run.html").steps == []
+
+
+def test_a_trace_of_a_run_without_lanes_is_refused_before_anything_is_written(spillway: Command) -> None:
+    RunWriter("run.jsonl", {}).close()
+    refusal = sentence(spillway("report", "run.jsonl", "--perfetto", "trace.json"))
+    assert refusal.startswith("run.jsonl holds no lanes: record them with spillway.manage(..., timeline=True")
+    assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "workloads.py"]
+
+
+def test_a_trace_replaces_neither_its_run_file_nor_the_page(spillway: Command) -> None:
+    RunWriter("run.jsonl", {}).close()
+    assert "would replace the run file" in sentence(spillway("report", "run.jsonl", "--perfetto", "run.jsonl"))
+    assert "would replace the page" in sentence(spillway("report", "run.jsonl", "--perfetto", "run.html"))
+    assert read_run("run.jsonl").steps == []
 
 
 def begun(folder: Path, workload: str, *, steps: int) -> tuple[subprocess.Popen[str], int]:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.errors import FileFormatError
-from spillway.ir import Change, Event, Kind, RunFile, RunWriter, StorageLine, Timeline, read_run
+from spillway.ir import Change, Event, Kind, RunFile, RunWriter, StepReport, StorageLine, Timeline, read_run
 
 TIMELINE = Timeline(
     step=1,
@@ -31,7 +31,18 @@ RECORDS: list[dict[str, Any]] = [
     {"step": {"step": 1, "peak_bytes": 95, "logged": {"loss": 1.25}}},
     {"timeline": TIMELINE.to_json()},
 ]
-FULL_HEADER = {"format": "spillway-run", "version": 1, "budget_bytes": 100, "method": "lru"}
+FULL_HEADER = {"format": "spillway-run", "version": 2, "budget_bytes": 100, "method": "lru"}
+
+VERSION_1 = (
+    b'{"format":"spillway-run","version":1,"budget_bytes":100,"method":"lru","crc32":"501a39ee"}\n'
+    b'{"step":{"step":0,"signature":"float32[2]","managed":true,"allowed":100,"start_bytes":64,"'
+    b'peak_bytes":90,"end_bytes":64,"peak_rss_bytes":0,"working_bytes":8,"seconds":0.5,"stall_se'
+    b'conds":0.25,"recomputed_ops":0,"recomputed_seconds":0.0,"ops":2,"bytes_out":64,"bytes_in":'
+    b'0,"dropped_bytes":0,"drops":0,"moves":1,"refusals":{},"escaped":0,"unmanaged":0,"logged":{'
+    b'"loss":1.5}},"crc32":"94e48f58"}\n'
+    b'{"timeline":{"step":0,"allowed":100,"ops":2,"storages":[[0,"optimizer state",64,true]],"ev'
+    b'ents":[[1,0,"move"]]},"crc32":"5a0ae636"}\n'
+)
 
 
 def written(path: Path) -> bytes:
@@ -59,7 +70,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 def test_every_line_is_json_that_names_what_it_is(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in written(tmp_path / "run.jsonl").splitlines()]
     assert [set(line) - {"crc32"} for line in lines] == [set(FULL_HEADER), {"step"}, {"step"}, {"timeline"}]
-    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":1,"budget_bytes":100,')
+    assert written(tmp_path / "run.jsonl").startswith(b'{"format":"spillway-run","version":2,"budget_bytes":100,')
 
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
@@ -214,8 +225,26 @@ def test_a_foreign_file_is_refused_in_one_sentence(tmp_path: Path, content: byte
 
 
 def test_a_newer_file_is_refused_with_both_versions(tmp_path: Path) -> None:
-    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":2,"sealed":"otherwise"}\n')
-    assert "line 1: written in version 2 of the format, and this Spillway reads up to 1" in str(error)
+    error = refused(tmp_path / "run.jsonl", b'{"format":"spillway-run","version":3,"sealed":"otherwise"}\n')
+    assert "line 1: written in version 3 of the format, and this Spillway reads up to 2" in str(error)
+
+
+def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
+    # Written by Spillway 0.1.0: neither spans nor seconds of transfers.
+    (tmp_path / "run.jsonl").write_bytes(VERSION_1)
+    run = read_run(tmp_path / "run.jsonl")
+    (step,), (timeline,) = map(StepReport.from_json, run.steps), run.timelines
+    assert (run.header["version"], step.peak_bytes, timeline.peak(), timeline.spans) == (1, 90, 64, ())
+    assert (step.transfer_seconds, step.hidden_share) == (0.0, 0.0)
+
+
+def test_a_step_report_may_lack_what_has_a_default_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_bytes(VERSION_1)
+    (old,) = read_run(tmp_path / "run.jsonl").steps
+    assert StepReport.from_json(StepReport.from_json(old).to_json()) == StepReport.from_json(old)
+    for changed in ({**old, "colour": 1}, {name: value for name, value in old.items() if name != "ops"}):
+        with pytest.raises(ValueError, match="a step report has the fields allowed, bytes_in, bytes_in_beside"):
+            StepReport.from_json(changed)
 
 
 def test_a_record_that_is_whole_but_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.ir import Change, Event, Kind, StorageLine, Timeline
+from spillway.ir import Change, Event, Kind, Lane, Span, StorageLine, Timeline, Work
 
 
 def line(storage: int, nbytes: int, kind: Kind = Kind.ACTIVATION, *, present: bool = False) -> StorageLine:
@@ -85,6 +85,7 @@ def test_json_holds_a_row_for_every_storage_and_event() -> None:
             [4, 0, "page-in"],
             [4, 1, "die"],
         ],
+        "spans": [],
     }
 
 
@@ -131,6 +132,16 @@ def test_a_storage_cannot_have_less_than_no_bytes() -> None:
         ({"events": [[0, 1]]}, "is not an op, a storage and what happened to it"),
         ({"events": [[0, 1, "melt"]]}, "'melt' is not a valid Change"),
         ({"events": [0]}, "is not an op, a storage and what happened to it"),
+        ({"spans": None}, "has to have step, allowed, ops, storages and events"),
+        ({"spans": [["compute", "op", 0.0, 1.0, 0, "mm", None, 0]]}, "is not a lane, its work, when it began"),
+        ({"spans": [["compute", "op", "0", 1.0, 0, "mm", None, 0, 0]]}, "is not a lane, its work, when it began"),
+        ({"spans": [["road", "op", 0.0, 1.0, 0, "mm", None, 0, 0]]}, "'road' is not a valid Lane"),
+        ({"spans": [["compute", "op", 2.0, 1.0, 0, "mm", None, 0, 0]]}, "op on compute from 2.0 to 1.0"),
+        ({"spans": [["compute", "op", 0.0, 1.0, 9, "mm", None, 0, 0]]}, "a span of op 9 in a timeline of 4 ops"),
+        (
+            {"spans": [["disk", "copy", at, 9.0, 0, "", None, 0, 0] for at in (2.0, 1.0)]},
+            "a span that began at 1.0 stands after one of 2.0",
+        ),
     ],
 )
 def test_json_of_something_else_is_refused(damage: dict[str, object], sentence: str) -> None:
@@ -155,12 +166,34 @@ def timelines(draw: st.DrawFn) -> Timeline:
         present[storage] = change not in leaving
         events.append(event(op, storage, change))
     step, allowed = draw(st.integers(0, 10**6)), draw(st.integers(0, 2**50))
-    return Timeline(step=step, allowed=allowed, ops=ops, storages=tuple(storages), events=tuple(events))
+    spans = tuple(sorted(draw(st.lists(spans_of(ops), max_size=4)), key=lambda span: span.began))
+    return Timeline(step=step, allowed=allowed, ops=ops, storages=tuple(storages), events=tuple(events), spans=spans)
+
+
+@st.composite
+def spans_of(draw: st.DrawFn, ops: int) -> Span:
+    """Any span of a step of so many ops."""
+    lane = draw(st.sampled_from(Lane))
+    work = draw(st.sampled_from([Work.OP, Work.RECOMPUTE, Work.STALL])) if lane is Lane.COMPUTE else Work.COPY
+    began = draw(st.floats(0, 1e4))
+    ended = began + draw(st.floats(0, 10))
+    return Span(
+        lane=lane, work=work, began=began, ended=ended, op=draw(st.integers(0, ops)), name=draw(st.text(max_size=3)),
+        storage=draw(st.none() | st.integers(0, 99)), nbytes=draw(st.integers(0, 2**40)),
+        stalled=draw(st.floats(0, 1)) * (ended - began),
+    )  # fmt: skip
 
 
 @given(timelines())
 def test_every_timeline_survives_json(timeline: Timeline) -> None:
     assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
+
+
+def test_a_timeline_of_version_1_has_no_spans() -> None:
+    data = TIMELINE.to_json()
+    del data["spans"]
+    assert Timeline.from_json(data) == TIMELINE
+    assert (TIMELINE.seconds(), TIMELINE.transfers().seconds) == (0, 0)
 
 
 @given(timelines())

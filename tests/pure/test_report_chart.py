@@ -116,7 +116,7 @@ def test_the_budget_line_stands_at_its_height_if_it_is_near_what_was_resident() 
 
 def test_a_step_that_touched_nothing_is_drawn_empty() -> None:
     drawn = draw(NOTHING)
-    assert (drawn.areas, drawn.bars, drawn.budget_y, [tick.text for tick in drawn.op_ticks]) == ([], [], None, ["0"])
+    assert (drawn.areas, drawn.bars, drawn.budget_y, [tick.text for tick in drawn.ticks]) == ([], [], None, ["op 0"])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from rich.console import Console
 from spillway.errors import FileFormatError, SpillwayError
 from spillway.ir import RunFile, StepReport, read_run
 from spillway.report.html import write_report
+from spillway.report.perfetto import write_trace
 from spillway.units import Bytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
@@ -87,6 +88,19 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any]) -> list[Ste
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return steps
+
+
+def write_perfetto(path: Path, run_file: Path) -> int:
+    """Write a trace of the run in `run_file`, and return its number of events. Raises what `read_steps` raises, and
+    SpillwayError if nobody looked at the clock in that run."""
+    run, _ = read_steps(run_file)
+    if not any(timeline.spans for timeline in run.timelines):
+        raise SpillwayError(
+            f"{run_file} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
+            f"spillway train --run-file, in this version."
+        )
+    with _naming(path):
+        return write_trace(path, run.header, run.timelines)
 
 
 @contextmanager

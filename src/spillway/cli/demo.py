@@ -70,7 +70,7 @@ def demo(
         print_json([row.to_json() for row in rows])
     else:
         print_rows(WORKLOAD, method, rows)
-        print(f"Memory over the ops of a step: {output}")
+        print(f"Memory and lanes over the time of a step: {output}")
     for broken in broken_promises(rows):
         raise EngineError(broken)
 

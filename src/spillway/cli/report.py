@@ -1,4 +1,4 @@
-"""`spillway report`: from a run file to a page."""
+"""`spillway report`: from a run file to a page, and to a trace for the Perfetto viewer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.common import Json, check_writable, print_json, write_page
+from spillway.cli.common import Json, check_writable, print_json, write_page, write_perfetto
 from spillway.errors import SpillwayError
-from spillway.report.figures import highest_peak
+from spillway.report.figures import hidden_share, highest_peak
 
 
 def report(
@@ -18,15 +18,26 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="Where to write the page.", show_default="RUN with the ending .html")
     ] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Also write the lanes of the recorded step as a trace, for ui.perfetto.dev.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write a self-contained page about a run."""
     page = output or run.parent / f"{run.stem}.html"
-    if page.resolve() == run.resolve():
-        raise SpillwayError(f"The page would replace the run file {run}; choose another place with --output.")
-    check_writable(page)
+    for path, what, option in ((page, "page", "--output"), (perfetto, "trace", "--perfetto")):
+        if path is not None and path.resolve() == run.resolve():
+            raise SpillwayError(f"The {what} would replace the run file {run}; choose another place with {option}.")
+        check_writable(path)
+    if perfetto is not None and perfetto.resolve() == page.resolve():
+        raise SpillwayError(f"The trace would replace the page {page}; choose another place with --output.")
+    events = None if perfetto is None else write_perfetto(perfetto, run)
     steps = write_page(page, run, {})
     if json:
-        print_json({"report": str(page), "steps": len(steps), "peak_bytes": highest_peak(steps)})
+        trace = None if perfetto is None else str(perfetto)
+        figures = {"steps": len(steps), "peak_bytes": highest_peak(steps), "hidden_share": hidden_share(steps)}
+        print_json({"report": str(page), "perfetto": trace, **figures})
     else:
         print(f"{len(steps)} steps: {page}")
+        if perfetto is not None:
+            print(f"{events} events for ui.perfetto.dev: {perfetto}")

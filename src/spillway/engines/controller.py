@@ -299,7 +299,7 @@ class Controller:
         value.absent = AWAY
         self.away += 1
         self.copies.left(storage)
-        self.counters.stall_seconds += time.perf_counter() - began
+        self.counters.stalled(storage, began)
         self.counters.moves += 1
         self._left(storage, Change.MOVE)
         return True
@@ -421,7 +421,7 @@ class Controller:
             self.note_copied(value)
         else:
             self._discard_home(value)
-        self.counters.stall_seconds += time.perf_counter() - began
+        self.counters.stalled(storage, began)
         self.counters.bytes_in += storage.nbytes
         value.absent = HERE
         self.away -= 1

@@ -7,10 +7,12 @@ constructors and a tuple instead of the frozen dataclasses used elsewhere.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from spillway.engines.lanes import Again, Stall
 from spillway.units import Bytes, Seconds
 
 HERE: Final = 0
@@ -116,7 +118,8 @@ class Recipe(NamedTuple):
 class Counters:
     """What happened in one step. Counts, bytes and seconds; reset when a step begins.
 
-    `early_out` and `early_in` are those of the bytes out and in that were copied while ops ran.
+    `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
+    say when compute waited and ran ops again.
     """
 
     recomputed_ops: int = 0
@@ -131,6 +134,21 @@ class Counters:
     moves: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     floor_bytes: Bytes = 0
+    stalls: list[Stall] = field(default_factory=list)
+    replays: list[Again] = field(default_factory=list)
+
+    def stalled(self, storage: Storage, began: Seconds) -> None:
+        """Compute waited for a copy of `storage` from `began` until now."""
+        ended = time.perf_counter()
+        self.stall_seconds += ended - began
+        self.stalls.append(Stall(began, ended, storage.number, storage.nbytes))
+
+    def recomputed(self, recipe: Recipe, began: Seconds) -> None:
+        """An op ran again, from `began` until now."""
+        ended = time.perf_counter()
+        self.recomputed_ops += 1
+        self.recomputed_seconds += ended - began
+        self.replays.append(Again(began, ended, recipe.name, recipe.nbytes))
 
     def refuse(self, reason: str) -> None:
         """Count a proposal that was not granted (rule 9)."""

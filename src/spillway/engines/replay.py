@@ -133,8 +133,7 @@ class Replay:
             controller.make_room(recipe.nbytes, recipe.name)
             began = time.perf_counter()
             handles = controller.machine.run(recipe, bindings)
-            controller.counters.recomputed_seconds += time.perf_counter() - began
-            controller.counters.recomputed_ops += 1
+            controller.counters.recomputed(recipe, began)
             self._take_outputs(recipe, bindings, handles)
         finally:
             for storage in distinct:

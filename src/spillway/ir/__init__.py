@@ -1,6 +1,7 @@
 """The nouns: a recorded step, a plan for it, what verifies it, and the timeline of what happened. No torch."""
 
 from spillway.ir.files import RunFile, RunWriter, read_run
+from spillway.ir.lanes import Lane, Span, Transfers, Work
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
 from spillway.ir.step import Op, Phase, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_report import StepReport
@@ -15,6 +16,7 @@ __all__ = [
     "Home",
     "Host",
     "Kind",
+    "Lane",
     "Op",
     "Packed",
     "Phase",
@@ -23,14 +25,17 @@ __all__ = [
     "Rule",
     "RunFile",
     "RunWriter",
+    "Span",
     "Step",
     "StepReport",
     "StorageId",
     "StorageInfo",
     "StorageLine",
     "Timeline",
+    "Transfers",
     "Value",
     "ValueId",
+    "Work",
     "read_run",
     "verify",
 ]

@@ -1,6 +1,6 @@
 """Run files: what a run did, as versioned JSON lines that a person can read.
 
-The first line is the header, `{"format": "spillway-run", "version": 1, ...}`; every further line is one record,
+The first line is the header, `{"format": "spillway-run", "version": 2, ...}`; every further line is one record,
 `{"step": {...}}` or `{"timeline": {...}}`. Each line ends in a CRC-32 of itself and of all lines before it, so that no
 damage is read as numbers: a changed digit, a missing line and two swapped lines are all noticed. Numbers that JSON does
 not have are written as Python's `json` writes them (`NaN`, `Infinity`), because a diverging loss is worth reading.
@@ -26,8 +26,9 @@ from spillway.ir.timeline import Timeline
 
 FORMAT: Final = "spillway-run"
 """What the first line of every run file names."""
-VERSION: Final = 1
-"""The version that this code writes, and the newest that it reads."""
+VERSION: Final = 2
+"""The version that this code writes, and the newest that it reads. Version 1 has no spans in its timelines, and fewer
+figures in its steps; it is read all the same."""
 
 _SEALED = re.compile(rb'(?P<body>\{.+),"crc32":"(?P<checksum>[0-9a-f]{8})"\}\n')
 

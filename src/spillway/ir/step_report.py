@@ -60,6 +60,14 @@ class StepReport:
     """Tensors passed by because they have no storage of their own (sparse, meta, foreign devices)."""
     logged: dict[str, float]
     """What the user logged during the step, the loss for example."""
+    transfer_seconds: Seconds = 0.0
+    """Time that copies took, out and in; two at a time count twice."""
+    hidden_seconds: Seconds = 0.0
+    """The part of it in which compute did not wait for any copy."""
+    bytes_out_beside: Bytes = 0
+    """Of the bytes out, those whose copy began while ops ran."""
+    bytes_in_beside: Bytes = 0
+    """Of the bytes in, those whose copy began while ops ran."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -67,8 +75,15 @@ class StepReport:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepReport:
-        """Read what `to_json` gave. Raises ValueError for anything else."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(data) != names:
-            raise ValueError(f"a step report has the fields {', '.join(sorted(names))}")
+        """Read what `to_json` gave, now or before there were figures that have a default. Raises ValueError for
+        anything else."""
+        fields = dataclasses.fields(cls)
+        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
+        if not needed <= set(data) <= {field.name for field in fields}:
+            raise ValueError(f"a step report has the fields {', '.join(sorted(field.name for field in fields))}")
         return cls(**data)
+
+    @property
+    def hidden_share(self) -> float:
+        """Hidden seconds as a share of those of all transfers; 0.0 without any."""
+        return self.hidden_seconds / self.transfer_seconds if self.transfer_seconds else 0.0

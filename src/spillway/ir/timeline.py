@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, final
 
-from spillway.units import Bytes
+from spillway.ir.lanes import Lane, Span, Transfers, Work, transfers_of
+from spillway.units import Bytes, Seconds
 
 
 @final
@@ -95,17 +96,28 @@ class Timeline:
     """Every storage that was resident at any moment."""
     events: tuple[Event, ...]
     """What happened, in order."""
+    spans: tuple[Span, ...] = ()
+    """What the lanes did, by when it began; empty if nobody looked at the clock."""
 
     def __post_init__(self) -> None:
         if len({line.storage for line in self.storages}) < len(self.storages):
             raise ValueError("two storages of a timeline have the same number")
         _check_order(self.events, self.ops)
+        _check_spans(self.spans, self.ops)
         for _ in self._changes():
             pass  # Walking through them is the check.
 
     def peak(self) -> Bytes:
         """The most bytes resident at any moment of the step."""
         return max(nbytes for _, nbytes in self.resident())
+
+    def seconds(self) -> Seconds:
+        """When the last span ended; 0.0 without spans."""
+        return max((span.ended for span in self.spans), default=0.0)
+
+    def transfers(self) -> Transfers:
+        """The step's copies, and what of them was hidden behind compute."""
+        return transfers_of(self.spans)
 
     def resident(self) -> list[tuple[int, Bytes]]:
         """For every op the most bytes resident at any moment from the end of the op before it to its own end.
@@ -121,19 +133,22 @@ class Timeline:
         return {kind: [(op, moment[kind]) for op, moment in enumerate(moments)] for kind in Kind if kind in kinds}
 
     def to_json(self) -> dict[str, Any]:
-        """The timeline as JSON can hold it: a row `[storage, kind, bytes, present at start]` per storage, and
-        `[op, storage, change]` per event."""
+        """The timeline as JSON can hold it: a row `[storage, kind, bytes, present at start]` per storage,
+        `[op, storage, change]` per event, and per span
+        `[lane, work, began, ended, op, name, storage, bytes, stalled]`, times in seconds."""
         return {
             "step": self.step,
             "allowed": self.allowed,
             "ops": self.ops,
             "storages": [[line.storage, line.kind.value, line.nbytes, line.present_at_start] for line in self.storages],
             "events": [[event.op, event.storage, event.change.value] for event in self.events],
+            "spans": [_span_row(span) for span in self.spans],
         }
 
     @classmethod
     def from_json(cls, data: object) -> Timeline:
         """Read what `to_json` gave. Raises ValueError for anything else."""
+        spans = data.get("spans", []) if isinstance(data, dict) else None  # version 1 has none
         match data:
             case {
                 "step": int(step),
@@ -141,13 +156,14 @@ class Timeline:
                 "ops": int(ops),
                 "storages": list(storages),
                 "events": list(events),
-            }:
+            } if isinstance(spans, list):
                 return cls(
                     step=step,
                     allowed=allowed,
                     ops=ops,
                     storages=tuple(map(_storage_line, storages)),
                     events=tuple(map(_event, events)),
+                    spans=tuple(map(_span, spans)),
                 )
         raise ValueError("a timeline has to have step, allowed, ops, storages and events")
 
@@ -187,6 +203,16 @@ def _check_order(events: tuple[Event, ...], ops: int) -> None:
         previous = event.op
 
 
+def _check_spans(spans: tuple[Span, ...], ops: int) -> None:
+    previous = 0.0
+    for span in spans:
+        if not previous <= span.began:
+            raise ValueError(f"a span that began at {span.began} stands after one of {previous}")
+        if not 0 <= span.op <= ops:
+            raise ValueError(f"a span of op {span.op} in a timeline of {ops} ops")
+        previous = span.began
+
+
 def _apply(event: Event, nbytes: Bytes, present: set[int]) -> Bytes:
     """Note in `present` what the event did; return the bytes that it added."""
     was_present = event.storage in present
@@ -213,3 +239,21 @@ def _event(row: object) -> Event:
         case [int(op), int(storage), str(change)]:
             return Event(op=op, storage=storage, change=Change(change))
     raise ValueError(f"{row!r:.80} is not an op, a storage and what happened to it")
+
+
+def _span_row(span: Span) -> list[Any]:
+    row = [span.lane.value, span.work.value, span.began, span.ended, span.op]
+    return [*row, span.name, span.storage, span.nbytes, span.stalled]
+
+
+def _span(row: object) -> Span:
+    match row:
+        case [
+            str(lane), str(work), int() | float() as began, int() | float() as ended, int(op), str(name),
+            int() | None as storage, int(nbytes), int() | float() as stalled,
+        ]:  # fmt: skip
+            return Span(
+                lane=Lane(lane), work=Work(work), began=began, ended=ended, op=op, name=name, storage=storage,
+                nbytes=nbytes, stalled=stalled,
+            )  # fmt: skip
+    raise ValueError(f"{row!r:.80} is not a lane, its work, when it began and ended, op, name, storage, bytes, stall")

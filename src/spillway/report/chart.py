@@ -1,26 +1,26 @@
-"""Where things stand in the pictures of a timeline: columns of ops, outlines of areas, bars, ticks.
+"""Where things stand in the pictures of a timeline: columns, outlines of areas, bars, ticks.
 
 Coordinates are an SVG's: x grows to the right, y grows downwards. Every column of pixels shows one op or several
-neighbouring ones; of several, the fullest moment, so that no peak is lost to the width of the picture.
+neighbouring ones, by the axis (`axis`); of several, the fullest moment, so that no peak is lost to the width of the
+picture.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Final, final
 
 from spillway.ir import Change, Kind, Timeline
+from spillway.report.axis import COLUMNS, WIDTH, Tick, op_ranges, round_numbers, ticks
 from spillway.report.figures import NO_BUDGET
 from spillway.units import Bytes, GiB, KiB, MiB, TiB, format_bytes
 
-WIDTH: Final = 960
 HEIGHT: Final = 300
 """Of the areas, without ticks."""
 BARS_HEIGHT: Final = 130
 """Of the bars below them."""
-COLUMNS: Final = 480
 
 LEFT: Final = (Change.DROP, Change.MOVE)
 """How bytes leave; drawn downwards."""
@@ -48,17 +48,6 @@ class Column:
     def resident(self) -> Bytes:
         """Bytes resident at the fullest moment, of every kind."""
         return sum(self.by_kind.values())
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
-    """A mark on an axis."""
-
-    at: float
-    """Its coordinate."""
-    text: str
-    """What stands beside it."""
 
 
 @final
@@ -91,8 +80,8 @@ class Chart:
     """Of the areas."""
     bar_ticks: list[Tick]
     """Of the bars, above and below their middle."""
-    op_ticks: list[Tick]
-    """Of both."""
+    ticks: list[Tick]
+    """Of both, from left to right."""
 
 
 def draw(timeline: Timeline) -> Chart:
@@ -109,7 +98,7 @@ def draw(timeline: Timeline) -> Chart:
         budget_y=_height(timeline.allowed, top) if budget_seen else None,
         bytes_ticks=[Tick(at=_height(nbytes, top), text=_short(nbytes)) for nbytes in round_bytes(top)],
         bar_ticks=bar_ticks,
-        op_ticks=_op_ticks(len(columns), timeline.ops),
+        ticks=ticks(timeline),
     )
 
 
@@ -117,39 +106,32 @@ def columns_of(timeline: Timeline, most: int = COLUMNS) -> list[Column]:
     """The ops of a timeline, gathered into at most `most` columns."""
     totals = [nbytes for _, nbytes in timeline.resident()]
     kinds = timeline.by_kind()
-    number = min(len(totals), most)
-    edges = [column * len(totals) // number for column in range(number + 1)]
-    changed = _changed(timeline, edges)
+    ranges = op_ranges(timeline, most)
     columns = []
-    for first, end, changes in zip(edges, edges[1:], changed, strict=False):
+    for (first, end), changes in zip(ranges, _changed(timeline, ranges), strict=True):
         fullest = max(range(first, end), key=totals.__getitem__)
         by_kind = {kind: row[fullest][1] for kind, row in kinds.items()}
         columns.append(Column(first=first, last=end - 1, by_kind=by_kind, changed=changes))
     return columns
 
 
-def _changed(timeline: Timeline, edges: Sequence[int]) -> list[dict[Change, Bytes]]:
-    """For every column the bytes that left and came back."""
+def _changed(timeline: Timeline, ranges: Sequence[tuple[int, int]]) -> list[dict[Change, Bytes]]:
+    """For every column the bytes that left and came back; of an op in several columns, in its first."""
     nbytes = {line.storage: line.nbytes for line in timeline.storages}
-    changed = [dict.fromkeys((*CAME_BACK, *LEFT), 0) for _ in edges[1:]]
-    column = 0
+    changed = [dict.fromkeys((*CAME_BACK, *LEFT), 0) for _ in ranges]
+    ends = [end for _, end in ranges]
     for event in timeline.events:
-        while event.op >= edges[column + 1]:
-            column += 1
-        if event.change in changed[column]:
-            changed[column][event.change] += nbytes[event.storage]
+        column = changed[bisect_right(ends, event.op)]
+        if event.change in column:
+            column[event.change] += nbytes[event.storage]
     return changed
 
 
 def round_bytes(top: float, ticks: int = 5) -> list[Bytes]:
     """About `ticks` round numbers of bytes from 0 up to `top`."""
     unit = max((unit for unit in _UNITS if unit <= top / 2), default=1)
-    step = next(unit * step for step in _round_numbers() if top / (unit * step) <= ticks + 1)
+    step = next(unit * step for step in round_numbers() if top / (unit * step) <= ticks + 1)
     return list(range(0, int(top) + 1, step))
-
-
-def _round_numbers() -> Iterator[int]:
-    return (factor * 10**zeros for zeros in count() for factor in (1, 2, 5))
 
 
 def _areas(columns: Sequence[Column], top: float) -> list[Area]:
@@ -202,12 +184,6 @@ def _stairs(stairs: Iterator[tuple[float, float, float]]) -> str:
             points.append(f"{start:.1f},{y:.1f}")
         reached, height = f"{end:.1f},{y:.1f}", y
     return " ".join([*points, reached])
-
-
-def _op_ticks(columns: int, ops: int) -> list[Tick]:
-    """Round numbers of ops. There is one moment more than ops: what came after the last one."""
-    step = next(step for step in _round_numbers() if ops / step <= 8)
-    return [Tick(at=WIDTH * op / (ops + 1), text=str(op)) for op in range(0, ops + 1, step)]
 
 
 def _height(nbytes: Bytes, top: float) -> float:

@@ -18,6 +18,12 @@ def recomputed_share(steps: Sequence[StepReport]) -> float:
     return sum(step.recomputed_ops for step in steps) / ops if ops else 0.0
 
 
+def hidden_share(steps: Sequence[StepReport]) -> float:
+    """Seconds of copying that were hidden behind compute, as a share of all; 0.0 without copies."""
+    seconds = sum(step.transfer_seconds for step in steps)
+    return sum(step.hidden_seconds for step in steps) / seconds if seconds else 0.0
+
+
 def highest_peak(steps: Sequence[StepReport]) -> Bytes:
     """The most bytes that were resident at once, by our account."""
     return max((step.peak_bytes for step in steps), default=0)

@@ -11,7 +11,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from spillway.ir import StepReport, Timeline
 from spillway.report import chart
-from spillway.report.figures import NO_BUDGET, format_share, highest_peak, recomputed_share, seconds_per_step
+from spillway.report.axis import WIDTH
+from spillway.report.figures import (
+    NO_BUDGET,
+    format_share,
+    hidden_share,
+    highest_peak,
+    recomputed_share,
+    seconds_per_step,
+)
+from spillway.report.lanes import LANES_HEIGHT, NAMES, ROW, Lanes, draw_lanes
 from spillway.units import Bytes, format_bytes, format_seconds
 
 ROWS: Final = 400
@@ -45,7 +54,7 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
         facts={name: _fact(value) for name, value in header.items() if name not in _NOT_SHOWN},
         budget=_budget(header, steps),
         figures=_figures(steps),
-        pictures=[(timeline, chart.draw(timeline)) for timeline in timelines],
+        pictures=[(timeline, chart.draw(timeline), draw_lanes(timeline)) for timeline in timelines],
         steps=shown,
         left_out=left_out,
         logged=sorted({name for step in steps for name in step.logged}),
@@ -62,7 +71,10 @@ def _template() -> Template:
     )
     environment.filters |= {"nbytes": format_bytes, "duration": format_seconds, "share": format_share}
     environment.globals |= {
-        "chart": {"width": chart.WIDTH, "height": chart.HEIGHT, "bars_height": chart.BARS_HEIGHT},
+        "chart": {"width": WIDTH, "height": chart.HEIGHT, "bars_height": chart.BARS_HEIGHT},
+        "lanes_height": LANES_HEIGHT,
+        "row": ROW,
+        "names_of_work": NAMES,
         "no_budget": NO_BUDGET,
         "recomputed_share": recomputed_share,
         "hover": _hover,
@@ -91,6 +103,8 @@ def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
         "recomputed_ops": sum(step.recomputed_ops for step in steps),
         "bytes_out": sum(step.bytes_out for step in steps),
         "bytes_in": sum(step.bytes_in for step in steps),
+        "transfer_seconds": sum(step.transfer_seconds for step in steps),
+        "hidden_share": hidden_share(steps),
         "dropped_bytes": sum(step.dropped_bytes for step in steps),
         "projected_steps": len(steps) - len(measured),
     }
@@ -103,9 +117,10 @@ def _shown(steps: Sequence[StepReport]) -> tuple[list[StepReport], int]:
     return [*steps[: ROWS // 2], *steps[-ROWS // 2 :]], len(steps) - ROWS
 
 
-def _hover(drawn: chart.Chart) -> list[list[str]]:
+def _hover(drawn: chart.Chart, lanes: Lanes | None) -> list[list[str]]:
     """For every column what a reader who points at it is told, line by line."""
-    return [_told(column) for column in drawn.columns]
+    told = [_told(column) for column in drawn.columns]
+    return told if lanes is None else [[*above, *below] for above, below in zip(told, lanes.told, strict=True)]
 
 
 def _told(column: chart.Column) -> list[str]:

@@ -36,6 +36,10 @@ class Row:
     """Seconds per step, as a multiple of the plain run's; None if there was no plain run."""
     stall_seconds: Seconds
     """Time that compute waited for copies, in all steps."""
+    transfer_seconds: Seconds
+    """Time that copies took in all steps, out and in; two at a time count twice."""
+    hidden_seconds: Seconds
+    """The part of it in which compute did not wait for any copy."""
     bytes_to_disk: Bytes
     """Copied out in all steps."""
     bytes_from_disk: Bytes
@@ -98,6 +102,8 @@ def row(request: RunRequest, result: RunResult, plain: RunResult | None) -> Row:
         seconds_per_step=seconds,
         ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
         stall_seconds=sum(report.stall_seconds for report in reports),
+        transfer_seconds=sum(report.transfer_seconds for report in reports),
+        hidden_seconds=sum(report.hidden_seconds for report in reports),
         bytes_to_disk=sum(report.bytes_out for report in reports),
         bytes_from_disk=sum(report.bytes_in for report in reports),
         recomputed_ops=sum(report.recomputed_ops for report in reports),

@@ -7,12 +7,14 @@ a weak reference.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
 import torch
 
 from spillway.engines.controller import UNLIMITED, Controller
+from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.records import DROPPED, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.escapes import Escapes
@@ -27,9 +29,10 @@ from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import EngineError
+from spillway.ir.lanes import Transfers, total
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
-from spillway.units import Bytes
+from spillway.units import Bytes, Seconds
 
 Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
@@ -55,6 +58,8 @@ class TensorEngine:
         self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None
     ) -> None:
         self.tier = DiskTier(spill_directory)
+        self.log = self.tier.log
+        """Copies as they were made, and what waited for them."""
         self.resident_set = ResidentSet()
         self.reclaimer = Reclaimer(self.resident_set)
         self.machine = CpuMachine(self.tier, self.reclaimer)
@@ -76,6 +81,10 @@ class TensorEngine:
         """Whether the policy is asked while ops run."""
         self.start_bytes: Bytes = 0
         self.ops = 0
+        self.transfers = Transfers(seconds=0.0, hidden_seconds=0.0)
+        """The copies of the step that ended last."""
+        self.began: Seconds = 0.0
+        """When the step began, by `time.perf_counter`."""
         self.history: StepHistory | None = None
         self._first_op = 0
         self._escapes = Escapes(self)
@@ -258,6 +267,7 @@ class TensorEngine:
         Raises:
             BudgetInfeasible: What cannot leave is more than the budget.
         """
+        self.began = time.perf_counter()
         self.label(tensors)
         controller = self.controller
         for storage in list(self.table.values()):
@@ -266,6 +276,7 @@ class TensorEngine:
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
         self.tier.generation += 1
+        self.log.begin_step()
         self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
@@ -276,7 +287,7 @@ class TensorEngine:
         self.fused_updates = 0
         self.unmanaged = 0
         self.history = StepHistory(self, record) if record is not None else None
-        self._dispatch.push()
+        self._dispatch.push(self.history.timed if self.history is not None else None)
         self.in_step = True
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -296,6 +307,15 @@ class TensorEngine:
             self.controller.end_step()
         self.geometries.clear()
         self.tier.generation += 1
+        self._add_up_lanes()
+
+    def _add_up_lanes(self) -> None:
+        """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
+        counters, log = self.controller.counters, self.log
+        counters.stalls += unseen(log.waits, counters.stalls)
+        stalled = stalled_intervals(counters.stalls)
+        counters.stall_seconds = total(stalled)
+        self.transfers = transfers_beside(log.transfers, stalled)
 
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""

@@ -74,6 +74,7 @@ class CpuMachine:
         self.wait_for_readers(storage)
         real = _real(storage)
         slot = self.tier.write(real.data_ptr(), storage.nbytes)
+        slot.storage = storage.number
         self._exchange(real, self._mapping(slot))
         return slot
 
@@ -94,6 +95,7 @@ class CpuMachine:
         """Let a worker write the bytes to a slot."""
         real = _real(storage)
         slot = self.tier.start_write(real.data_ptr(), storage.nbytes)
+        slot.storage = storage.number
         self._leaving.append((slot, real))
         return slot
 
@@ -115,7 +117,7 @@ class CpuMachine:
     def abandon(self, arrival: Arrival) -> None:
         """Its memory dies with the arrival, once the worker has let go of it."""
         if not arrival.reading.cancel():
-            wait([arrival.reading])
+            self.tier.log.wait([arrival.reading])
 
     def reap(self) -> None:
         """Let go of storages that a worker has read; some may die here, and not in the worker's thread."""
@@ -127,7 +129,7 @@ class CpuMachine:
         if not self._leaving:
             return
         real = _real(storage)
-        wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
+        self.tier.log.wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
         """Nothing is read or written by a worker afterwards; what they have to tell is not heard yet."""

@@ -53,6 +53,10 @@ class Known(NamedTuple):
     """Where torch looks for the handler (`rules_of`)."""
 
 
+Around = Callable[[Known], Handler]
+"""What stands in front of a handler in a step that is recorded."""
+
+
 @final
 class Dispatch:
     """The mode of one engine, and its handlers.
@@ -68,6 +72,7 @@ class Dispatch:
         self._usual = build_usual(engine)
         self._handlers: dict[int, Known] = {}
         self._watching = False
+        self._around: Around | None = None
         self._class = type(
             "TrackingMode",
             (TorchDispatchMode,),
@@ -79,11 +84,11 @@ class Dispatch:
         self._mode: Any = self._class()
 
     def _build(self) -> Handler:
-        handlers, learn = self._handlers, self._learn
+        handlers, learn, watched = self._handlers, self._learn, self._watched
 
         def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             known = handlers.get(id(func)) or learn(func)
-            return known.handler(mode, func, types, args, kwargs)
+            return watched(known)(mode, func, types, args, kwargs)
 
         return dispatch
 
@@ -91,8 +96,11 @@ class Dispatch:
         info = self._engine.infos.get(id(func)) or self._engine.learn_op(func)
         known = self._handlers[id(func)] = Known(func, handler_for(info, self._engine, self._usual), rules_of(func))
         if self._watching:
-            known.rules[self._class] = known.handler
+            known.rules[self._class] = self._watched(known)
         return known
+
+    def _watched(self, known: Known) -> Handler:
+        return known.handler if self._around is None else self._around(known)
 
     def disarm(self) -> None:
         """In a forked child: let every op through. The mode itself may be in use and stays where it is."""
@@ -103,17 +111,17 @@ class Dispatch:
         self.start_anew()
         type.__setattr__(self._class, "__torch_dispatch__", let_through)
 
-    def push(self) -> None:
-        """Watch from here."""
-        self._watching = True
+    def push(self, around: Around | None = None) -> None:
+        """Watch from here, through what `around` makes of the handlers."""
+        self._watching, self._around = True, around
         for known in self._handlers.values():
-            known.rules[self._class] = known.handler
+            known.rules[self._class] = self._watched(known)
         self._mode.__enter__()
 
     def pop(self) -> None:
         """Watch no longer."""
         self._mode.__exit__(None, None, None)
-        self._watching = False
+        self._watching, self._around = False, None
         for known in self._handlers.values():
             known.rules.pop(self._class, None)
 

@@ -13,20 +13,22 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 import numpy as np
 
+from spillway.engines.lanes import Transfer, TransferLog
 from spillway.errors import SpillCorruptedError, SpillDirectoryError, SpillError, SpillFullError
+from spillway.ir import Lane
 from spillway.units import Bytes, Seconds, format_bytes
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
 _WINDOW: Final = 256 << 20
 """The file is mapped in windows of this size: a mapping per slot would run into the system's limit on mappings."""
-_WORKERS: Final = 2
+WORKERS: Final = 2
 """Threads that copy while ops run: one may read while the other writes."""
 _COLUMNS: Final = 509
 """A prime: the rows of a tensor and the pages of a file do not line up with columns of so many words."""
@@ -44,6 +46,8 @@ class Slot:
     checksum: int = 0
     writing: Future[None] | None = None
     """A write that nobody has waited for yet."""
+    storage: int = -1
+    """Number of the storage that the bytes are of; whoever reserves the slot says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,7 @@ class DiskTier:
         self._bytes_moved: Bytes = 0
         self._seconds_moving: Seconds = 0.0
         self._lock = threading.Lock()  # of the two above
+        self.log = TransferLog()
         self._workers: ThreadPoolExecutor | None = None
 
     @property
@@ -133,11 +138,13 @@ class DiskTier:
         began = time.perf_counter()
         if slot.generation == self.generation:
             self._read_file(slot, address)
+            on_disk = time.perf_counter()
             self._check(slot, address)
             unchanged = True
         else:
             unchanged = self._read_mapping(slot, address)
-        self._note(slot.nbytes, began)
+            on_disk = time.perf_counter()
+        self._note(Lane.COPY_IN, slot, began, on_disk)
         return unchanged
 
     def start_read(self, slot: Slot, address: int) -> Future[bool]:
@@ -159,7 +166,7 @@ class DiskTier:
             return
         writing, slot.writing = slot.writing, None
         if writing is not None and not writing.cancel():
-            wait([writing])  # it must not write into what the slot holds next
+            self.log.wait([writing])  # it must not write into what the slot holds next
         self._forget_pages(slot)
         self._free[slot.capacity].append(slot.offset)
         self._used -= slot.capacity
@@ -183,10 +190,10 @@ class DiskTier:
     def _pool(self) -> ThreadPoolExecutor:
         """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
         if self._workers is None:
-            workers = ThreadPoolExecutor(max_workers=_WORKERS, thread_name_prefix="spillway-disk")
-            together = threading.Barrier(_WORKERS)
+            workers = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="spillway-disk")
+            together = threading.Barrier(WORKERS)
             try:
-                for _ in range(_WORKERS):
+                for _ in range(WORKERS):
                     workers.submit(together.wait)
             except RuntimeError as error:
                 together.abort()
@@ -207,8 +214,9 @@ class DiskTier:
         source = (ctypes.c_char * slot.nbytes).from_address(address)
         with self._told(slot.nbytes):
             self._write_at(slot.offset, memoryview(source))
+        on_disk = time.perf_counter()
         slot.checksum = checksum(address, slot.nbytes)
-        self._note(slot.nbytes, began)
+        self._note(Lane.COPY_OUT, slot, began, on_disk)
 
     @contextlib.contextmanager
     def _told(self, nbytes: Bytes) -> Iterator[None]:
@@ -223,10 +231,12 @@ class DiskTier:
                 ) from error
             raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
 
-    def _note(self, nbytes: Bytes, began: float) -> None:
+    def _note(self, lane: Lane, slot: Slot, began: Seconds, on_disk: Seconds) -> None:
+        ended = time.perf_counter()
+        self.log.transfers.append(Transfer(lane, slot, began, on_disk, ended))
         with self._lock:
-            self._bytes_moved += nbytes
-            self._seconds_moving += time.perf_counter() - began
+            self._bytes_moved += slot.nbytes
+            self._seconds_moving += ended - began
 
     def _take(self, capacity: Bytes) -> Bytes:
         if self._free[capacity]:

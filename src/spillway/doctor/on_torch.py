@@ -1,0 +1,165 @@
+"""What this torch offers, and the devices that it sees."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from spillway.doctor.findings import Finding, Problem
+from spillway.doctor.on_spill import rate
+from spillway.doctor.on_system import processors
+from spillway.engines.tensors.private import CAN_SWAP, rules_of
+from spillway.engines.tiers.disk import WORKERS
+from spillway.units import Bytes, MiB, Seconds, format_bytes
+
+SAMPLE: Final[Bytes] = 64 * MiB
+"""Bytes of one copy that is measured."""
+_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def version() -> Finding:
+    """The version, and the features that Spillway stands on."""
+    finds_handlers = _keeps_rules()
+    problems = []
+    if not CAN_SWAP:
+        problems.append(
+            Problem(
+                what=f"torch {torch.__version__} cannot exchange a storage's bytes in place.",
+                fix="Use torch 2.13 or newer.",
+                fatal=True,
+            )
+        )
+    handlers = "finds an op's handler by itself" if finds_handlers else "asks Python for handlers, which is slower"
+    swap = "exchanges a storage's bytes in place, so that anything may leave memory" if CAN_SWAP else "is too old"
+    return Finding(
+        topic="torch",
+        sentence=f"torch {torch.__version__} {swap}; it {handlers}.",
+        facts={
+            "version": str(torch.__version__),
+            "_swap_data_ptr_": CAN_SWAP,
+            "dispatch_rules": finds_handlers,
+            "saved_tensors": hasattr(torch._C._autograd, "_make_saved_tensor"),
+            "onednn": bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
+        },
+        problems=problems,
+    )
+
+
+def _keeps_rules() -> bool:
+    """Whether what is put among an op's rules is found again."""
+    func, kind = torch.ops.aten.add.Tensor, type("Probe", (), {})
+    rules_of(func)[kind] = print
+    try:
+        return kind in rules_of(func)
+    finally:
+        rules_of(func).pop(kind, None)
+
+
+def threads() -> Finding:
+    """Threads that compute, and processors left for the workers that copy."""
+    computing, there = torch.get_num_threads(), processors()
+    left = there - computing
+    problems = []
+    if left < 1:
+        fewer = f"OMP_NUM_THREADS={there - 1} leaves them one" if there > 1 else "Another machine may have more of them"
+        problems.append(
+            Problem(
+                what=f"Ops use {computing} {_plural('thread', computing)} on {there} {_plural('processor', there)}: "
+                f"workers that copy beside the ops have none of their own, and slow the ops down.",
+                fix=f"{fewer}; sums depend on the number of threads, with plain PyTorch too.",
+            )
+        )
+    return Finding(
+        topic="threads",
+        sentence=f"Ops use {computing} of {there} {_plural('processor', there)}; with `delta`, {WORKERS} workers copy "
+        f"beside them.",
+        facts={"computing": computing, "processors": there, "workers": WORKERS},
+        problems=problems,
+    )
+
+
+def _plural(noun: str, number: int) -> str:
+    return noun if number == 1 else f"{noun}s"
+
+
+def memory_copy() -> Finding:
+    """How fast memory is copied within RAM."""
+    source = torch.ones(SAMPLE, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    seconds = _fastest(lambda: target.copy_(source), lambda: None)
+    return Finding(
+        topic="memory copy",
+        sentence=f"RAM is copied at {rate(SAMPLE / seconds)}: no copy to a slower tier is faster than this.",
+        facts={"bytes_per_second": round(SAMPLE / seconds)},
+    )
+
+
+def devices(*, measure: bool, environment: Mapping[str, str] = os.environ) -> list[Finding]:
+    """A line for every CUDA device, or one that says that there is none."""
+    settings = {name: environment[name] for name in _SETTINGS if environment.get(name)}
+    if not torch.cuda.is_available():
+        return [
+            Finding(
+                topic="CUDA",
+                sentence="No device: models are managed on the CPU, where the budget is RAM.",
+                facts={"available": False, "settings": settings},
+            )
+        ]
+    return [_device(number, settings, measure=measure) for number in range(torch.cuda.device_count())]
+
+
+def _device(number: int, settings: dict[str, str], *, measure: bool) -> Finding:
+    free, total = torch.cuda.mem_get_info(number)
+    expandable = any("expandable_segments:true" in value.lower() for value in settings.values())
+    facts: dict[str, Any] = {
+        "available": True,
+        "device": number,
+        "name": torch.cuda.get_device_name(number),
+        "memory": total,
+        "free": free,
+        "settings": settings,
+        "expandable_segments": expandable,
+        "locked_memory_limit": _locked_limit(),
+    }
+    told = f"{facts['name']}, {format_bytes(free)} of {format_bytes(total)} free"
+    if measure:
+        facts |= _link(number)
+        told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
+    segments = "in expandable segments" if expandable else "in segments of fixed size"
+    return Finding(topic=f"CUDA {number}", sentence=f"{told}; the allocator works {segments}.", facts=facts)
+
+
+def _locked_limit() -> Bytes | None:
+    """What a process may lock, of which pinned memory is a part on some systems; None without a limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit in (resource.RLIM_INFINITY, -1) else limit
+
+
+def _link(number: int) -> dict[str, int]:
+    """Bytes per second between pinned memory and the device."""
+    there = torch.empty(SAMPLE, dtype=torch.uint8, device=f"cuda:{number}")
+    here = torch.empty(SAMPLE, dtype=torch.uint8, pin_memory=True)
+
+    def done() -> None:
+        torch.cuda.synchronize(number)
+
+    out = _fastest(lambda: here.copy_(there, non_blocking=True), done)
+    back = _fastest(lambda: there.copy_(here, non_blocking=True), done)
+    return {"copy_out": round(SAMPLE / out), "copy_in": round(SAMPLE / back)}
+
+
+def _fastest(copy: Callable[[], object], done: Callable[[], None], times: int = 5) -> Seconds:
+    """Seconds of the fastest of several copies; the first touches memory and does not count."""
+    taken = []
+    for _ in range(times + 1):
+        done()
+        began = time.perf_counter()
+        copy()
+        done()
+        taken.append(time.perf_counter() - began)
+    return min(taken[1:])

@@ -1,0 +1,129 @@
+"""`spillway doctor`: a line for everything, problems with what helps, and 1 where nothing can be trained."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spillway.cli import main
+from spillway.doctor import on_spill, on_torch
+from spillway.engines.tiers import speed
+from spillway.units import MiB
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *map(str, arguments)])
+    written = capsys.readouterr()
+    return ended.value.code, written.out, written.err
+
+
+def test_every_topic_has_a_sentence_and_facts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_torch, "SAMPLE", MiB)
+    monkeypatch.setattr(speed.tier_speed, "__defaults__", (2 * speed.PIECE,))
+    monkeypatch.setattr(speed.disk_speed, "__defaults__", (2 * speed.PIECE,))
+    code, out, err = run(capsys, "--spill-directory", tmp_path, "--json")
+    assert (code, err) == (0, "")
+    findings: dict[str, Any] = {finding["topic"]: finding for finding in json.loads(out)}
+    cuda = [topic for topic in findings if topic.startswith("CUDA")]
+    others = ["memory", "allocator", "huge pages", "spill directory", "disk speed"]
+    assert list(findings) == ["torch", "threads", "memory copy", *cuda, *others]
+    assert all(finding["sentence"].endswith(".") for finding in findings.values())
+    assert findings["torch"]["facts"]["version"] == torch.__version__
+    assert findings["torch"]["facts"]["_swap_data_ptr_"] is True
+    assert findings["threads"]["facts"]["computing"] == torch.get_num_threads()
+    assert findings["memory copy"]["facts"]["bytes_per_second"] > 0
+    measured = findings["disk speed"]["facts"]
+    assert all(measured[name] > 0 for name in ("copy_out", "copy_in", "disk_write", "disk_read"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_measured_where_that_was_not_asked_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError
+
+    for place, name in ((on_spill, "tier_speed"), (on_spill, "disk_speed"), (on_torch, "_fastest")):
+        monkeypatch.setattr(place, name, measured)
+    code, out, _ = run(capsys, "--no-measure", "--spill-directory", tmp_path)
+    assert code == 0
+    assert "spill directory" in out
+    assert "speed" not in out
+
+
+def test_a_problem_stands_under_its_line_with_what_helps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_spill, "file_system", lambda directory: "tmpfs")
+    code, out, _ = run(capsys, "--no-measure", "--spill-directory", tmp_path)
+    lines = out.splitlines()
+    (place,) = [number for number, line in enumerate(lines) if "is a tmpfs, which is RAM itself" in line]
+    assert lines[place].lstrip().startswith("! ")
+    assert lines[place - 1].startswith("spill directory")
+    assert lines[place + 1].strip() == "Name another directory, on a disk, with spill_directory= or --spill-directory."
+    assert code == 0, "slow is not impossible"
+
+
+def test_a_directory_that_is_missing_ends_with_1_and_a_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run(capsys, "--no-measure", "--json", "--spill-directory", tmp_path / "missing")
+    assert code == 1
+    assert json.loads(out)[-1]["problems"][0]["fatal"] is True, "what was found is told all the same"
+    assert err.startswith("spillway: Nothing can be trained under a budget here: ")
+    assert "No such file or directory" in err
+
+
+def test_a_torch_that_is_too_old_ends_with_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_torch, "CAN_SWAP", False)
+    code, _, err = run(capsys, "--no-measure", "--spill-directory", tmp_path)
+    assert code == 1
+    assert "cannot exchange a storage's bytes in place. Use torch 2.13 or newer." in err
+
+
+def test_threads_that_leave_no_processor_to_the_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_torch, "processors", lambda: 4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert on_torch.threads().problems == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    (problem,) = on_torch.threads().problems
+    assert problem.what.startswith("Ops use 4 threads on 4 processors")
+    assert problem.fix.startswith("OMP_NUM_THREADS=3 leaves them one")
+
+
+def test_probing_for_handlers_leaves_none_behind() -> None:
+    rules = on_torch.rules_of(torch.ops.aten.add.Tensor)
+    before = dict(rules)
+    assert on_torch.version().facts["dispatch_rules"] is True
+    assert dict(on_torch.rules_of(torch.ops.aten.add.Tensor)) == before
+
+
+def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    # No device here: what torch would say of one is put in its place, and what is made of it is looked at.
+    cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda number: (60 << 30, 80 << 30),
+        get_device_name=lambda number: "A100",
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(on_torch, "_link", lambda number: {"copy_out": 20 << 30, "copy_in": 22 << 30})
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (finding,) = on_torch.devices(measure=True, environment=settings)
+    assert finding.sentence == (
+        "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s; the allocator "
+        "works in expandable segments."
+    )
+    assert finding.facts["expandable_segments"] is True
+    (plain,) = on_torch.devices(measure=False, environment={})
+    assert "copy_out" not in plain.facts
+    assert plain.sentence.endswith("in segments of fixed size.")
