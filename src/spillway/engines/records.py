@@ -121,7 +121,9 @@ class Recipe:
 class Counters:
     """What happened in one step. Counts, bytes and seconds; reset when a step begins.
 
-    `early_out` and `early_in` are those of the bytes out and in that were copied while ops ran.
+    `early_out` and `early_in` are those of the bytes out and in that were copied while ops ran. `reloads` counts
+    storages that were copied back, `recomputes` those that replays brought back, `recalls` those of them that had been
+    moved.
     """
 
     recomputed_ops: int = 0
@@ -129,6 +131,9 @@ class Counters:
     stall_seconds: Seconds = 0.0
     bytes_out: Bytes = 0
     bytes_in: Bytes = 0
+    reloads: int = 0
+    recomputes: int = 0
+    recalls: int = 0
     early_out: Bytes = 0
     early_in: Bytes = 0
     dropped_bytes: Bytes = 0

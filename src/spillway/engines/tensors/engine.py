@@ -79,7 +79,7 @@ class TensorEngine:
         self.history: StepHistory | None = None
         self._first_op = 0
         self._escapes = Escapes(self)
-        self._closed = False
+        self._closed = self._measured = False
         self._dispatch = Dispatch(self)
 
     # ------------------------------------------------------------------ storages
@@ -269,6 +269,9 @@ class TensorEngine:
         self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
+        if self.foresees and not self._measured:
+            self._measured = True
+            self.machine.measure_link()
         controller.begin_step(signature)
         controller.make_room(0, "begin step")
         controller.peak = self.start_bytes = controller.resident
