@@ -8,7 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, final
 
 from spillway.engines.recall import way_back_of_moved
-from spillway.engines.records import AWAY, DROPPED, EXACT, GONE, HERE, NEVER, Recipe, Storage
+from spillway.engines.records import AWAY, DROPPED, EXACT, HERE, Storage
 from spillway.engines.replay import Ancestry, ancestry
 from spillway.units import Bytes, Seconds
 
@@ -101,19 +101,13 @@ class View:
         return own + copied_in + sum(self._seconds(deeper) for deeper in below if deeper is not None)
 
     def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
-        """Seconds of the recipes from here to what has none, as many as the cap lets a chain grow to, nearest first."""
+        """Seconds of the chain, and of bringing back what is present of its leaves, each in the cheaper way."""
         found = self._ancestry(storage)
         if found is None:
             return inf
-        recipes: dict[int, Recipe] = dict(found.recipes)
-        near = [leaf.recipe for leaf in found.leaves if not leaf.storage.exposed]
-        for recipe in near:  # grows as it is walked
-            if len(recipes) >= self._controller.chain_cap:
-                break
-            if recipe is not None and recipe.exactness != NEVER and recipe.number not in recipes:
-                recipes[recipe.number] = recipe
-                near.extend(read.recipe for read in recipe.reads if read.absent == GONE or not read.storage.exposed)
-        return max(sum(recipe.seconds for recipe in recipes.values()), self._seconds(found))
+        present = (leaf.storage for leaf in found.leaves if leaf.absent == HERE)
+        link = self._controller.machine.transfer_seconds
+        return self._seconds(found) + sum(min(self.own_seconds(leaf), link(leaf.nbytes) / 2) for leaf in present)
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""

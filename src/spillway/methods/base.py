@@ -106,9 +106,9 @@ class MemoryView(Protocol):
         """Time of its chain, as measured when its ops ran, and to copy in what they need; infinite if not legal."""
 
     def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
-        """Time of the longest chain that may become of it: everything that it needs and that may be dropped has been.
+        """That time if all that the chain reads and that is present now has left by then.
 
-        Chains are capped, so this is too; what would pass the cap counts as far as the cap.
+        Each comes back in the cheaper way: by its own op, or by a copy in.
         """
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:

@@ -65,8 +65,8 @@ class Delta(AbstractPolicy):
       defines it so (section 3), and equation 6 has m/b, one way.
     - `unhidden`: of a transfer's seconds the share counts for which ops waited in the last steps, and of the rest
       this share, because a copy that is hidden takes bandwidth from ops all the same. 1 in the paper: all counts.
-    - `pessimism`: recomputing costs the chain as it is now and this share of what it may become when all that it
-      needs is evicted too. 0 in the paper.
+    - `pessimism`: recomputing costs the chain as it is now and this share of what it costs more at worst, when all
+      that it reads has left too. 0 in the paper.
     - `releases_in_backward`: room is also made in the backward. The paper releases before the loss alone
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
     - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
