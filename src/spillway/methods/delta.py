@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable, Generator, Mapping
 from math import inf
 from types import MappingProxyType
-from typing import Final, Literal, Self, final, get_args
+from typing import Final, Literal, NamedTuple, Self, final, get_args
 
 from spillway.errors import UsageError
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Recall
@@ -39,11 +39,26 @@ HANDLING: Final[Seconds] = 50e-6
 RANKED_FOR: Final = 64
 """Ops for which a ranking by the cost filter is used; what is younger than that is not in it."""
 
+JUDGED_FOR: Final = 16
+"""Ops for which the two costs of a storage are taken as known, unless it is used or copied meanwhile."""
+
+LOOKS_AFTER: Final = 8
+"""Ops between two looks for what to copy out ahead."""
+
 Pin = Callable[[Candidate], bool]
 """Says of a storage whether it is pinned."""
 
 Recomputes = Literal["always", "cheaper", "never"]
 """When what was offloaded is recomputed and not reloaded, where both are possible."""
+
+
+class Judged(NamedTuple):
+    """What the Director found out about a storage."""
+
+    recompute: Seconds
+    transfer: Seconds
+    at: int
+    """The op before which it did."""
 
 
 def no_pin(storage: Candidate) -> bool:
@@ -148,8 +163,9 @@ class Delta(AbstractPolicy):
         self.offload_pinned = offload_pinned
         self.bandwidth = None if link is None else link * link_share
         self._ranking: list[tuple[float, int, Candidate]] = []
-        self._ranked_by: MemoryView | None = None
-        self._ranked_at = 0
+        self._judged: dict[int, Judged] = {}
+        self._view: MemoryView | None = None
+        self._ranked_at = self._looked_at = -RANKED_FOR
 
     @classmethod
     def as_published(cls) -> Self:
@@ -167,6 +183,7 @@ class Delta(AbstractPolicy):
         """Release by the Filter's score until there is room (algorithm 1, lines 11 to 19)."""
         if view.in_backward and not self.releases_in_backward:
             return
+        self._meet(view)
         for storage in self._by_score(view):
             granted = False
             evicts = self._evicts(view, storage)
@@ -174,6 +191,13 @@ class Delta(AbstractPolicy):
                 granted = yield Drop(storage)
             if not granted and not self.offload_pinned(storage):
                 yield Move(storage)
+
+    def _meet(self, view: MemoryView) -> None:
+        """What is remembered is about storages that one view shows."""
+        if view is not self._view:
+            self._view = view
+            self._ranking, self._judged = [], {}
+            self._ranked_at = self._looked_at = view.clock - RANKED_FOR
 
     def _by_score(self, view: MemoryView) -> Generator[Candidate, None, None]:
         if self.filter == "lru":  # the view's own order
@@ -194,8 +218,7 @@ class Delta(AbstractPolicy):
         What recomputing costs is dear to ask. A storage first ranks with the seconds of its own op, which is the least
         that it can cost, and again with the real cost when it comes to the front.
         """
-        anew = view is not self._ranked_by or view.clock - self._ranked_at >= RANKED_FOR
-        for again in (True,) if anew else (False, True):
+        for again in (True,) if view.clock - self._ranked_at >= RANKED_FOR else (False, True):
             if again:
                 self._rank(view)
             ranking, known, passed = self._ranking, set[int](), list[tuple[float, int, Candidate]]()
@@ -207,7 +230,8 @@ class Delta(AbstractPolicy):
                         continue
                     if number not in known:
                         known.add(number)
-                        entry = -self._score(view, storage, self._cost(view, storage)), number, storage
+                        judged = self._judge(view, storage)
+                        entry = -self._score(view, storage, min(judged.recompute, judged.transfer)), number, storage
                         if ranking and entry > ranking[0]:
                             heapq.heappush(ranking, entry)
                             continue
@@ -219,7 +243,8 @@ class Delta(AbstractPolicy):
                         heapq.heappush(ranking, entry)
 
     def _rank(self, view: MemoryView) -> None:
-        self._ranked_by, self._ranked_at = view, view.clock
+        self._ranked_at = view.clock
+        self._judged.clear()
         self._ranking = [
             (-self._score(view, s, min(view.own_seconds(s), self._transfer_seconds(view, s))), s.number, s)
             for s in view.candidates()
@@ -229,18 +254,24 @@ class Delta(AbstractPolicy):
     def _score(self, view: MemoryView, storage: Candidate, cost: Seconds) -> float:
         return FILTERS["cost"](storage.nbytes, view.clock - storage.touched, cost)
 
-    def _cost(self, view: MemoryView, storage: Candidate) -> Seconds:
-        return min(self._recompute_seconds(view, storage), self._transfer_seconds(view, storage))
-
     def _evicts(self, view: MemoryView, storage: Candidate) -> bool:
         """The Director: F = c_r / c_s of equation 4 is at most 1. What cannot be recomputed costs infinitely much."""
         if self.evict_pinned(storage):
             return False
         if self.offload_pinned(storage):
             return True
-        transfer = self._transfer_seconds(view, storage)
-        # The least that it can cost is asked first, because it is cheap to ask.
-        return view.own_seconds(storage) <= transfer and self._recompute_seconds(view, storage) <= transfer
+        judged = self._judge(view, storage)
+        return judged.recompute < inf and judged.recompute <= judged.transfer
+
+    def _judge(self, view: MemoryView, storage: Candidate) -> Judged:
+        judged = self._judged.get(storage.number)
+        if judged is None or view.clock - judged.at >= JUDGED_FOR or storage.touched >= judged.at:
+            transfer = self._transfer_seconds(view, storage)
+            # The least that it can cost is asked first, because it is cheap to ask.
+            cheap = view.own_seconds(storage) <= transfer
+            recompute = self._recompute_seconds(view, storage) if cheap else inf
+            judged = self._judged[storage.number] = Judged(recompute, transfer, view.clock)
+        return judged
 
     def _recompute_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
         now = view.recompute_seconds(storage)
@@ -276,8 +307,11 @@ class Delta(AbstractPolicy):
         """Begin copies out above the early mark (algorithm 1, line 11), and copies in below it (algorithm 4)."""
         if self.only_beside and not view.overlaps:
             return
+        self._meet(view)
         mark = self.early * view.allowed
-        if view.resident > mark and not (view.in_backward and not self.releases_in_backward):
+        may_release = self.releases_in_backward or not view.in_backward
+        if view.resident > mark and may_release and view.clock - self._looked_at >= LOOKS_AFTER:
+            self._looked_at = view.clock
             yield from self._release_down_to(view, mark) if self.releases_early else self._copy_ahead(view)
         if self.most_copies_in and (view.in_backward or not self.in_order_of_use):
             yield from self._prefetch(view, self.enough * view.allowed)
@@ -296,6 +330,7 @@ class Delta(AbstractPolicy):
                 yield Move(storage)
             else:
                 begun += yield Copy(storage)
+                self._judged.pop(storage.number, None)
 
     def _copy_ahead(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         begun, ahead = 0, 0
@@ -305,6 +340,7 @@ class Delta(AbstractPolicy):
             ahead += storage.nbytes
             if not (view.copied(storage) or self.offload_pinned(storage) or self._evicts(view, storage)):
                 begun += yield Copy(storage)
+                self._judged.pop(storage.number, None)
 
     def _prefetch(self, view: MemoryView, enough: float) -> Generator[Proposal, bool, None]:
         """While memory is enough and fewer than n are under way."""
