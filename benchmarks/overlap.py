@@ -1,4 +1,4 @@
-"""What copying beside the ops wins, where much is copied and little is computed; and what this machine leaves to win."""
+"""What copying beside the ops wins where much is copied and little computed, and what the machine leaves to win."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def run(size: Size, tell: Tell) -> Result:
     ]
     most = max(alone["copy_share"] for alone, _ in pairs)
     checks.append(Check(what="percentage points short of 30 % copying", measured=max(0, 30 - 100 * most), at_most=0))
-    alone, together = _bus(size.bus_bytes)
     tell("two threads that copy, against one")
+    alone, together = _bus(size.bus_bytes)
     return Result(
         title=f"copies beside the ops, budget {size.percent} % of the plain peak",
         columns=COLUMNS,
@@ -92,8 +92,8 @@ COLUMNS: Final[Sequence[Column]] = (
 )
 
 NOTES: Final = (
-    "Everything that leaves is moved (all is `evict_pinned`), in both. Without overlap ops wait for every copy, so that "
-    "stalls / time is the share of transfers in that step. Begun early: of the bytes that were copied, those whose copy "
+    "Everything that leaves is moved (all is `evict_pinned`), in both. Without overlap ops wait for every copy, so "
+    "that stalls / time is the share of transfers in that step. Begun early: of the bytes copied, those whose copy "
     "began before an op wanted them or their room. Hidden: of the stalls without overlap, the part that is gone, byte "
     "for byte. Times are medians; ratios are medians over rounds, a step of each in turn.",
 )
