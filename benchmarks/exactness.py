@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, text_columns
+from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
 from tests.cpu.families import FAMILIES, difference
-from spillway.methods import AbstractPolicy, Delta
 from tests.cpu.pressure import ORDERS
 from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
 

@@ -90,8 +90,8 @@ NOTES: Final = (
     "medians; ratios are medians over rounds of the time as a multiple of the plain time of that round.",
     "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block. Activation budget 0.5: torch's "
     "`activation_memory_budget` under `torch.compile(backend='aot_eager')`, with dropout off because a compiled "
-    "dropout draws other numbers; it is compared with a plain run without dropout where the model has any. Its peak is that "
-    "of the profiler's allocations, the other peaks are by our account.",
+    "dropout draws other numbers; it is compared with a plain run without dropout where the model has any. Its peak is "
+    "that of the profiler's allocations, the other peaks are by our account.",
     "`kept`: with `return_freed=False`. Freed memory that is returned to the system costs page faults when it is asked "
     "for again, which on a virtual machine take most of the difference between the two.",
 )
