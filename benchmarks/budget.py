@@ -47,6 +47,7 @@ class Size:
     steps: int
     percents: Sequence[int]
     """Budgets, in percent of the plain peak."""
+    methods: Sequence[str] = ("lru", "delta", "delta-published")
 
 
 def run(size: Size, tell: Tell) -> Result:
@@ -55,7 +56,8 @@ def run(size: Size, tell: Tell) -> Result:
     peak = _plain_peak(size)
     tell(f"plain, {size.steps} steps")
     plain = _train(_request(size.workload, steps=size.steps, method=None), tell)
-    rows = [_under(size, peak, percent, plain, tell) for percent in size.percents]
+    cells = [(method, percent) for method in size.methods for percent in size.percents]
+    rows = [_under(size, peak, method, percent, plain, tell) for method, percent in cells]
     return Result(
         title=f"{size.steps} steps of changing length ({size.workload}), the plain peak is {format_bytes(peak)}",
         columns=COLUMNS,
@@ -66,7 +68,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(budget="budget"),
+    *text_columns(method="method", budget="budget"),
     *byte_columns(budget_bytes="bytes", peak_bytes="peak"),
     *text_columns(steps="steps", over="over budget"),
     *byte_columns(peak_rss_bytes="RSS"),
@@ -111,17 +113,18 @@ def _train(request: RunRequest, tell: Tell) -> RunResult:
 
 def _plain_row(peak: Bytes, plain: RunResult) -> Row:
     figures = {"peak_bytes": peak, "steps": len(plain.steps), "peak_rss_bytes": plain.peak_rss_bytes}
-    return {"budget": "none, plain", **figures}
+    return {"method": "plain", "budget": "none", **figures}
 
 
-def _under(size: Size, peak: Bytes, percent: int, plain: RunResult, tell: Tell) -> Row:
+def _under(size: Size, peak: Bytes, method: str, percent: int, plain: RunResult, tell: Tell) -> Row:
     budget = peak * percent // 100
-    tell(f"{percent} %, {size.steps} steps")
+    cell = {"method": method, "budget": f"{percent} %", "budget_bytes": budget}
+    tell(f"{method}, {percent} %, {size.steps} steps")
     try:
-        found = _train(_request(size.workload, steps=size.steps, method="lru", budget=budget), tell)
+        found = _train(_request(size.workload, steps=size.steps, method=method, budget=budget), tell)
     except BudgetInfeasible as refusal:
-        return {"budget": f"{percent} %", "budget_bytes": budget, "verdict": f"refused: {refusal}"}
-    return {"budget": f"{percent} %", "budget_bytes": budget, **_figures(budget, found, plain)}
+        return {**cell, "verdict": f"refused: {refusal}"}
+    return {**cell, **_figures(budget, found, plain)}
 
 
 def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any]:
@@ -143,12 +146,13 @@ def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any
 
 
 def _checks(row: Row) -> list[Check]:
+    run = f"{row['method']}, {row['budget']}"
     if "over" not in row:
-        return [Check(what=f"{row['budget']}: runs refused", measured=1, at_most=0)]
+        return [Check(what=f"{run}: runs refused", measured=1, at_most=0)]
     return [
-        Check(what=f"{row['budget']}: steps over budget, of {row['steps']}", measured=row["over"], at_most=0),
-        Check(what=f"{row['budget']}: losses that differ from plain", measured=row["differing_losses"], at_most=0),
-        Check(what=f"{row['budget']}: peak RSS above start / budget", measured=row["rss_ratio"], at_most=RSS_LIMIT),
+        Check(what=f"{run}: steps over budget, of {row['steps']}", measured=row["over"], at_most=0),
+        Check(what=f"{run}: losses that differ from plain", measured=row["differing_losses"], at_most=0),
+        Check(what=f"{run}: peak RSS above start / budget", measured=row["rss_ratio"], at_most=RSS_LIMIT),
     ]
 
 

@@ -14,7 +14,10 @@ import torch
 from benchmarks import machine, show
 from benchmarks.record import Benchmark
 
-NAMES = ("host_cost", "half_memory", "budget", "reach", "exactness", "random_programs")
+NAMES = (
+    "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
+    "random_programs",
+)  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
 RESULTS = Path(__file__).parent / "results"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, text_columns
+from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
 from tests.cpu.families import FAMILIES, difference
 from tests.cpu.pressure import ORDERS
 from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
 
 FEWEST_FAMILIES: Final = 12
+
+WAYS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = {
+    **ORDERS, "delta": Delta, "delta-published": Delta.as_published
+}  # fmt: skip
+"""What decides: the policies that the tests drive to both ends, and DELTA, whose copies run beside the ops."""
 
 
 @final
@@ -39,13 +45,13 @@ class Outcome:
 
 
 def run(size: Size, tell: Tell) -> Result:
-    """Train every family plainly, then under every budget in both orders."""
-    cells = [(percent, order) for percent in size.percents for order in ORDERS]
+    """Train every family plainly, then under every budget and every policy."""
+    cells = [(percent, order) for percent in size.percents for order in WAYS]
     outcomes = {name: _outcomes(name, cells, tell) for name in size.families}
     wrong = [(name, o.text) for name, found in outcomes.items() for o in found if not o.exact]
     refused = sum(o.refused for found in outcomes.values() for o in found)
     return Result(
-        title=f"{len(outcomes)} families x {len(size.percents)} budgets x {len(ORDERS)} orders, 5 steps each",
+        title=f"{len(outcomes)} families x {len(size.percents)} budgets x {len(WAYS)} policies, 5 steps each",
         columns=_columns(cells),
         rows=[_row(name, cells, found) for name, found in outcomes.items()],
         checks=[
@@ -75,12 +81,12 @@ def _outcomes(name: str, cells: Sequence[tuple[int, str]], tell: Tell) -> list[O
 
 
 def _outcome(name: str, budget: Bytes, order: str) -> Outcome:
-    found = managed(name, budget, ORDERS[order]())
+    found = managed(name, budget, WAYS[order]())
     if found.refused is None:
         return _compared(name, found, budget, "identical", refused=False)
     told = found.refused.smallest_budget
     text = f"refused, {told / plain_peak(name):.0%}"
-    return _compared(name, managed(name, told, ORDERS[order]()), told, text, refused=True)
+    return _compared(name, managed(name, told, WAYS[order]()), told, text, refused=True)
 
 
 def _compared(name: str, found: Trained, budget: Bytes, text: str, *, refused: bool) -> Outcome:

@@ -170,12 +170,12 @@ def _row(
         "page_faults": statistics.median(counted["faults"]),
         "ratio": median_ratio(counted["wall"], beside["wall"]),
         "cpu_ratio": median_ratio(counted["cpu"], beside["cpu"]),
-        **_moved(reports[size.warm :]),
+        **moved_per_step(reports[size.warm :]),
         "identical": [answer["loss"] for answer in answers] == [answer["loss"] for answer in plain],
     }
 
 
-def _moved(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def moved_per_step(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What left and came back in a step, on average; nothing without a session."""
     if not reports:
         return {"bytes_out": None, "bytes_in": None, "recomputed_share": None}

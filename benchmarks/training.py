@@ -6,7 +6,8 @@ import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import cycle
+from functools import partial
+from itertools import accumulate, cycle
 from types import MappingProxyType
 from typing import Any, final
 
@@ -15,22 +16,47 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from benchmarks import models
 from benchmarks.timing import Clock
 from spillway.engines.tensors.system import PeakMemory
-from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
+from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
 from spillway.units import Bytes
-from spillway.workloads import Batch, Workload, get
+from spillway.workloads import Batch, Workload
 from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
 
+
+def everything(storage: Candidate) -> bool:
+    """Pins all there is."""
+    return True
+
+
+def published_with(filter: str) -> Delta:
+    """The paper's DELTA with one of its three filters."""
+    policy = Delta.as_published()
+    policy.filter = filter
+    return policy
+
+
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
-    {"lru": LRU, "lru that moves only": lambda: LRU(short_chain=0), "delta": Delta, "keep-all": KeepAll}
+    {
+        "lru": LRU,
+        "lru that moves only": lambda: LRU(short_chain=0),
+        "delta": Delta,
+        "delta-published": Delta.as_published,
+        **{f"delta-published, {filter}": partial(published_with, filter) for filter in ("base", "lru", "greedy")},
+        "delta that moves only": lambda: Delta(evict_pinned=everything, recomputes="never"),
+        "delta that moves only, no overlap": lambda: Delta(
+            evict_pinned=everything, recomputes="never", most_copies_out=0, most_copies_in=0
+        ),
+        "keep-all": KeepAll,
+    }
 )
 """What a session of a competitor may be told."""
 
-BLOCKS = (Block, BasicBlock, Layer)
-"""The blocks of the models that come with Spillway."""
+BLOCKS = (Block, BasicBlock, Layer, *models.BLOCKS)
+"""The blocks of the models that come with Spillway, and of the benchmarks' own."""
 
 NEARLY_LONGEST = 0.9
 """Batches count as long from this share of the longest on."""
@@ -98,6 +124,13 @@ def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> 
     return float(loss).hex()
 
 
+def count_copies(memory: spillway.Session) -> dict[str, float]:
+    """What the controller counted in the last step and its report does not tell."""
+    counters = memory._engine.controller.counters
+    names = ("reloads", "recomputes", "recalls", "early_out", "early_in")
+    return {name: getattr(counters, name) for name in names}
+
+
 @final
 class Trainer:
     """One competitor: every call is one step on the next batch."""
@@ -105,7 +138,7 @@ class Trainer:
     def __init__(
         self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory
     ) -> None:
-        self._workload = workload
+        self.workload = workload
         self._batches: Iterator[Batch] = cycle(batches)
         self._session = session
         self._memory = memory
@@ -114,9 +147,10 @@ class Trainer:
         clock, batch = Clock(), next(self._batches)
         before = resource.getrusage(resource.RUSAGE_SELF)
         with clock.running(), self._step(batch):
-            loss = float(self._workload.train_step(batch))
+            loss = float(self.workload.train_step(batch))
         after = resource.getrusage(resource.RUSAGE_SELF)
         report = None if self._session is None else self._session.history[-1].to_json()
+        counts = None if self._session is None else count_copies(self._session)
         rss = self._memory.above_start()
         return {
             "wall": clock.wall[0],
@@ -126,6 +160,7 @@ class Trainer:
             "loss": loss.hex(),
             "rss": rss,
             "report": report,
+            "counts": counts,
         }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:
@@ -141,6 +176,7 @@ def trainer(
     budget: Bytes | None,
     checkpoints: bool,
     return_freed: bool,
+    activation_budget: float | None = None,
 ) -> Trainer:
     """A competitor that trains a workload on its long batches.
 
@@ -151,13 +187,17 @@ def trainer(
         budget: Of the session; None only keeps account.
         checkpoints: Whether every block is checkpointed.
         return_freed: As of `spillway.manage`.
+        activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
     """
-    inputs = long_batches(get(workload, **options), batches)
+    inputs = long_batches(models.build(workload, options), batches)
     warm_up()
     memory = PeakMemory()
-    built = get(workload, **options)
+    built = models.build(workload, options)
     if checkpoints:
         checkpoint_every_block(built.model)
+    if activation_budget is not None:
+        torch._functorch.config.activation_memory_budget = activation_budget
+        built.model.compile(backend="aot_eager", dynamic=False)
     session = None
     if method is not None:
         session = spillway.manage(
@@ -172,3 +212,35 @@ def warm_up() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 8, 64)).sum().backward()
     optimizer.step()
+
+
+@final
+class Profiled:
+    """One competitor without a session: every call is one step, and tells the peak of what was allocated."""
+
+    def __init__(self, step: Trainer, workload: Workload) -> None:
+        self._step = step
+        self._workload = workload
+
+    def __call__(self) -> dict[str, Any]:
+        before = sum(nbytes for nbytes in _held(self._workload).values())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self._step()
+        events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        return {"peak": before + max(accumulate((nbytes for _, nbytes in changes), initial=0))}
+
+
+def profiled(**options: Any) -> Profiled:
+    """A competitor that tells nothing but its peak, for what no session can watch."""
+    step = trainer(**options)
+    return Profiled(step, step.workload)
+
+
+def _held(workload: Workload) -> dict[int, Bytes]:
+    """Bytes of parameters, buffers, gradients and optimizer state, by storage."""
+    tensors = [*workload.model.parameters(), *workload.model.buffers()]
+    tensors += [p.grad for p in workload.model.parameters() if p.grad is not None]
+    states = [state for optimizer in workload.optimizers for state in optimizer.state.values()]
+    tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}

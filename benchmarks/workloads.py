@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spillway.workloads import Workload, stdlib_lm
+from spillway.workloads import Workload, resnet, stdlib_lm
 
 
 def demo_lm(seed: int) -> Workload:
@@ -13,3 +13,8 @@ def demo_lm(seed: int) -> Workload:
 def tiny_lm(seed: int) -> Workload:
     """A model that takes a few milliseconds a step."""
     return stdlib_lm.build(seed, width=64, layers=3, batch=4, longest=96)
+
+
+def small_resnet(seed: int) -> Workload:
+    """A residual network that takes a tenth of a second a step."""
+    return resnet.build(seed, width=8, batch=8)

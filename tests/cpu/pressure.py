@@ -25,8 +25,11 @@ Way: TypeAlias = type[Drop] | type[Move]
 
 
 def copying_beside() -> AbstractPolicy:
-    """Nearly everything is copied out while ops run, and much is fetched."""
-    return Delta(early=0.01, enough=1.0, spare=1.0, most_copies_out=4, most_copies_in=4)
+    """Nearly everything is copied out while ops run, much is fetched, and of the rest what can be is recomputed."""
+    return Delta(
+        filter="lru", early=0.01, enough=1.0, spare=1.0, most_copies_out=4, most_copies_in=4, only_beside=False,
+        recomputes="always",
+    )  # fmt: skip
 
 
 ENDS = ("recompute first", "move first")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import command, machine, random_programs, show
+from benchmarks import command, exactness, machine, race, random_programs, show, training
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
 from benchmarks.reach import LargestOp
@@ -70,12 +71,67 @@ def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_th
 
 def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:
     result = quick("budget")
-    plain, under = result.rows
-    assert plain["steps"] == under["steps"] == 6
-    assert under["over"] == under["differing_losses"] == 0
-    assert under["peak_bytes"] <= under["budget_bytes"] == plain["peak_bytes"] // 2
-    assert under["verdict"] == "identical"
-    assert under["bytes_out"] > 0
+    plain, *rows = result.rows
+    assert [row["method"] for row in rows] == ["lru", "delta", "delta-published"]
+    for under in rows:
+        assert plain["steps"] == under["steps"] == 6
+        assert under["over"] == under["differing_losses"] == 0
+        assert under["peak_bytes"] <= under["budget_bytes"] == plain["peak_bytes"] // 2
+        assert under["verdict"] == "identical"
+        assert under["bytes_out"] > 0
+
+
+def test_race_lets_every_way_train_the_same_batches() -> None:
+    result = quick("race")
+    rows = rows_by(result, "competitor")
+    sessions = [f"{name}, 50 %{kept}" for kept in ("", ", kept") for name in ("lru", "delta-published", "delta")]
+    assert list(rows) == ["plain", "checkpoint", "plain, no dropout", "activation budget 0.5", *sessions]
+    for name in sessions:
+        assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"] == rows["plain"]["peak_bytes"] // 2
+        assert rows[name]["losses"] == "as plain"
+    assert rows["activation budget 0.5"]["peak_bytes"] < rows["plain"]["peak_bytes"]
+    assert [check.at_most for check in result.checks] == [1.25, 1.0, 1.0, 1.25, 1.0, 1.0, 0]
+
+
+def test_race_goes_on_without_a_competitor_that_is_refused() -> None:
+    contest = race.Contest(model="stdlib-lm", options=SMALL_LM, without_dropout={"dropout": 0.0})
+    size = dataclasses.replace(race.BENCHMARK.quick, contests=[contest], percents=(5,))
+    result = race.run(size, lambda text: None)
+    refused = [row for row in result.rows if str(row["losses"]).startswith("refused, needs ")]
+    assert [row["competitor"] for row in refused] == ["lru, 5 %", "delta-published, 5 %", "delta, 5 %"]
+    assert rows_by(result, "competitor")["checkpoint"]["losses"] == "as plain"
+
+
+def test_overlap_moves_the_same_with_and_without_and_begins_early_with_it_alone() -> None:
+    plain, without, beside = quick("overlap").rows
+    assert {row["losses"] for row in (plain, without, beside)} == {"as plain"}
+    assert without["bytes_out"] > 0
+    assert (without["early_share"], beside["early_share"] > 0.2) == (0, True)
+    assert without["ratio"] == 1
+
+
+def test_heuristics_counts_what_each_filter_does_within_the_budget() -> None:
+    rows = rows_by(quick("heuristics"), "filter")
+    assert list(rows) == ["base", "lru", "greedy"]
+    for row in rows.values():
+        assert (row["over"], row["losses"]) == (0, "as plain")
+        assert row["offloads"] > 0
+        assert row["reloads"] + row["recomputes"] > 0
+
+
+def test_convergence_compares_every_loss() -> None:
+    result = quick("convergence")
+    assert [row["step"] for row in result.rows] == [3, 6]
+    assert all(row["equal"] for row in result.rows)
+    assert [check.measured for check in result.checks] == [0] * 8
+
+
+def test_a_step_that_is_profiled_takes_what_the_account_says() -> None:
+    options = {"workload": "stdlib-lm", "options": SMALL_LM, "batches": 1, "budget": None, "checkpoints": False}
+    profiled = training.profiled(**options, method=None, return_freed=True)
+    measured = [profiled()["peak"] for _ in range(2)][1]
+    account = training.account(get("stdlib-lm", **SMALL_LM), longest_batch(get("stdlib-lm", **SMALL_LM), 8), 2)
+    assert abs(measured / account.peak - 1) < 0.05
 
 
 def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
@@ -88,10 +144,11 @@ def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
         assert row["identical"]
 
 
-def test_exactness_compares_a_family_in_both_orders() -> None:
+def test_exactness_compares_a_family_under_every_policy() -> None:
     result = quick("exactness")
     (row,) = result.rows
-    assert [row[key] for key in ("50 recompute first", "50 move first")] == ["identical", "identical"]
+    assert len(exactness.WAYS) == 5
+    assert [row[f"50 {way}"] for way in exactness.WAYS] == ["identical"] * 5
     assert result.checks[0].measured == 0
 
 

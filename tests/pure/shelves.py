@@ -19,8 +19,12 @@ class Shelf:
     touched: int = 0
     chain: int | None = None
     recompute: Seconds = inf
+    own: Seconds | None = None
+    """Of its op alone; that of the chain if it is not told."""
+    worst: Seconds | None = None
     transfer: Seconds = 1.0
     copied: bool = False
+    available: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +39,28 @@ class Shelves:
     """The ones that were moved, in the order in which they left; `due` has them the other way round."""
     arriving: int = 0
     in_backward: bool = False
+    exposed: float = 1.0
+    overlaps: bool = True
 
     def candidates(self) -> Iterator[Shelf]:
         return iter(self.storages)
+
+    def available(self, storage: Candidate) -> bool:
+        return self._shelf(storage).available
 
     def chain(self, storage: Candidate) -> int | None:
         return self._shelf(storage).chain
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
         return self._shelf(storage).recompute
+
+    def own_seconds(self, storage: Candidate) -> Seconds:
+        shelf = self._shelf(storage)
+        return shelf.recompute if shelf.own is None else shelf.own
+
+    def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
+        shelf = self._shelf(storage)
+        return shelf.recompute if shelf.worst is None else shelf.worst
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         return self._shelf(storage).transfer
@@ -61,18 +78,18 @@ class Shelves:
         return 0
 
     def _shelf(self, storage: Candidate) -> Shelf:
-        return next(shelf for shelf in self.storages if shelf.number == storage.number)
+        return next(shelf for shelf in (*self.storages, *self.away) if shelf.number == storage.number)
 
 
 def proposals(
     policy: AbstractPolicy,
     *storages: Shelf,
     refused: tuple[Proposal, ...] = (),
-    clock: int = 10,
     backward: bool = False,
+    exposed: float = 1.0,
 ) -> list[Proposal]:
     """Everything that the policy proposes when all but `refused` is granted and it is never enough."""
-    return answered(policy.relieve(Shelves(storages, in_backward=backward), 1), refused)
+    return answered(policy.relieve(Shelves(storages, in_backward=backward, exposed=exposed), 1), refused)
 
 
 def answered(asked: Generator[Proposal, bool, None], refused: tuple[Proposal, ...] = ()) -> list[Proposal]:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import EXACT, HERE, NEVER, SCAFFOLD
 from spillway.errors import BudgetInfeasible, SpillFullError
-from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal
+from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Recall
+from spillway.methods.delta import Delta
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
@@ -56,10 +57,11 @@ class Adversary(AbstractPolicy):
 
 @final
 class Foreseeing(AbstractPolicy):
-    """An adversary that begins copies of anything, in and out, before every op."""
+    """An adversary that begins copies of anything, in and out, before every op, and recomputes what it moved."""
 
     name = "foreseeing"
     foresees = True
+    recalls = True
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -68,6 +70,10 @@ class Foreseeing(AbstractPolicy):
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
         yield from self._adversary.relieve(view, needed)
+
+    def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
+        assert view.recompute_seconds(storage) <= view.recompute_seconds_at_worst(storage)
+        return self._random.choice([Recall.RECOMPUTE, Recall.RECOMPUTE, Recall.RELOAD])
 
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         present, moved = list(view.candidates()), list(view.moved())
@@ -82,6 +88,21 @@ class Foreseeing(AbstractPolicy):
                 yield kind(self._random.choice(among))
 
 
+@final
+class Recalling(AbstractPolicy):
+    """Moves everything, and recomputes all that it may."""
+
+    name = "recalling"
+    recalls = True
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        for storage in view.candidates():
+            yield Move(storage)
+
+    def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
+        return Recall.RECOMPUTE
+
+
 POLICIES: dict[str, Callable[[int], AbstractPolicy]] = {
     "move only": lambda seed: LRU(short_chain=0),
     "lru": lambda seed: LRU(),
@@ -90,6 +111,9 @@ POLICIES: dict[str, Callable[[int], AbstractPolicy]] = {
     "keep-all": lambda seed: KeepAll(),
     "adversary": Adversary,
     "foreseeing": Foreseeing,
+    "recalling": lambda seed: Recalling(),
+    "delta": lambda seed: Delta(early=0.1, enough=1.0, spare=1.0),
+    "delta as published": lambda seed: Delta.as_published(),
 }
 
 
@@ -261,6 +285,7 @@ def test_a_managed_program_computes_what_plain_code_computes_or_is_refused_with_
     plain = Plain()
     error = refusal(lambda: run_beside(program, plain, actions))
     event(f"{type(error).__name__}, {'with' if program.machine.replayed else 'without'} replays")
+    event(f"recalls: {program.controller.counters.recalls > 0}")
     audit(program)
     if isinstance(error, BudgetInfeasible):
         assert error.allowed == allowed < error.needed <= error.smallest_budget

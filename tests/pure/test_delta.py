@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from spillway.errors import UsageError
-from spillway.methods import Copy, Delta, Drop, Fetch, Move, Proposal
+from spillway.methods import Copy, Delta, Drop, Fetch, Move, Proposal, Recall
+from spillway.methods.delta import HANDLING, LOOKS_AFTER, RANKED_FOR
 from tests.pure.shelves import Shelf, Shelves, answered, proposals
 
 OLD_AND_SMALL = Shelf(number=1, nbytes=100, touched=0)
@@ -27,6 +28,7 @@ DEAR = Shelf(number=6, chain=2, recompute=1.1)
         ("base", [BETWEEN, LARGE, OLD_AND_SMALL]),
         ("lru", [OLD_AND_SMALL, BETWEEN, LARGE]),
         ("greedy", [LARGE, BETWEEN, OLD_AND_SMALL]),
+        ("cost", [BETWEEN, LARGE, OLD_AND_SMALL]),
     ],
 )
 def test_the_filter_releases_the_smallest_score_first(filter: str, order: list[Shelf]) -> None:
@@ -38,8 +40,46 @@ def test_what_was_used_by_the_last_op_is_released_last_by_the_base_filter() -> N
     assert proposals(Delta(filter="base"), just_used, OLD_AND_SMALL)[-1] == Move(just_used)
 
 
+def test_the_cost_filter_releases_first_what_frees_most_for_what_it_costs() -> None:
+    dear = Shelf(number=1, nbytes=1000, transfer=1.0)
+    cheap = Shelf(number=2, nbytes=400, chain=1, recompute=0.1)
+    there = Shelf(number=3, nbytes=300, transfer=0.05, copied=True)
+    assert proposals(Delta(), dear, cheap, there) == [Move(there), Drop(cheap), Move(dear)]
+
+
+def test_the_cost_filter_ranks_again_by_the_whole_chain_what_its_own_op_made_look_cheap() -> None:
+    long_chain = Shelf(number=1, nbytes=1000, own=0.001, chain=9, recompute=0.9)
+    short_chain = Shelf(number=2, nbytes=1000, chain=1, recompute=0.5)
+    assert proposals(Delta(), long_chain, short_chain) == [Drop(short_chain), Drop(long_chain)]
+
+
+def test_what_is_small_is_released_last_by_the_cost_filter_because_handling_it_costs_too() -> None:
+    small = Shelf(number=1, nbytes=10, transfer=HANDLING / 100)
+    large = Shelf(number=2, nbytes=1000, transfer=HANDLING)
+    assert proposals(Delta(), small, large) == [Move(large), Move(small)]
+
+
+def test_a_ranking_is_used_for_a_while_and_without_what_left_meanwhile() -> None:
+    policy = Delta()
+    gone = Shelf(number=1, nbytes=900, available=False)
+    view = Shelves((gone, BETWEEN), clock=20)
+    assert answered(policy.relieve(view, 1)) == [Move(BETWEEN)]
+    object.__setattr__(view, "storages", (gone, BETWEEN, LARGE))
+    object.__setattr__(view, "clock", 20 + RANKED_FOR - 1)
+    first = next(policy.relieve(view, 1))
+    assert first == Move(BETWEEN), "what came after the ranking waits for the next"
+    object.__setattr__(view, "clock", 20 + RANKED_FOR)
+    assert {proposal.storage.number for proposal in answered(policy.relieve(view, 1))} == {2, 3}
+
+
+def test_one_policy_under_two_views_never_mixes_them_up() -> None:
+    policy = Delta()
+    assert answered(policy.relieve(Shelves((BETWEEN,)), 1)) == [Move(BETWEEN)]
+    assert answered(policy.relieve(Shelves((LARGE,)), 1)) == [Move(LARGE)]
+
+
 def test_the_director_evicts_what_is_recomputed_sooner_than_moved_and_offloads_the_rest() -> None:
-    assert proposals(Delta(), CHEAP, DEAR, OLD_AND_SMALL) == [Drop(CHEAP), Move(DEAR), Move(OLD_AND_SMALL)]
+    assert proposals(Delta(filter="lru"), CHEAP, DEAR, OLD_AND_SMALL) == [Drop(CHEAP), Move(DEAR), Move(OLD_AND_SMALL)]
 
 
 def test_the_director_evicts_at_equal_cost() -> None:
@@ -48,11 +88,48 @@ def test_the_director_evicts_at_equal_cost() -> None:
 
 
 def test_what_may_not_be_evicted_after_all_is_offloaded() -> None:
-    assert proposals(Delta(), CHEAP, refused=(Drop(CHEAP),)) == [Drop(CHEAP), Move(CHEAP)]
+    assert proposals(Delta(filter="lru"), CHEAP, refused=(Drop(CHEAP),)) == [Drop(CHEAP), Move(CHEAP)]
+
+
+def test_the_director_fears_what_a_chain_may_become_as_far_as_it_is_told() -> None:
+    risky = Shelf(number=8, chain=1, recompute=0.5, worst=1.7)
+    assert proposals(Delta(pessimism=0.25), risky) == [Drop(risky)]
+    assert proposals(Delta(pessimism=0.5), risky) == [Move(risky)]
+    assert proposals(Delta.as_published(), Shelf(number=8, chain=1, recompute=0.5, worst=9.0))[0] != Move(risky)
+
+
+def test_a_transfer_that_is_hidden_costs_the_director_less() -> None:
+    shelf = Shelf(number=8, chain=1, recompute=0.7)
+    assert proposals(Delta(unhidden=0.5), shelf, exposed=1.0) == [Drop(shelf)]
+    assert proposals(Delta(unhidden=0.5), shelf, exposed=0.0) == [Move(shelf)]
+    assert proposals(Delta(unhidden=1.0), shelf, exposed=0.0) == [Drop(shelf)]
+
+
+def test_pinned_storages_leave_in_the_other_way_and_those_pinned_twice_not_at_all() -> None:
+    def pin(*shelves: Shelf) -> Any:
+        return lambda storage: storage in shelves
+
+    assert proposals(Delta(filter="lru", evict_pinned=pin(CHEAP)), CHEAP) == [Move(CHEAP)]
+    policy = Delta(filter="lru", offload_pinned=pin(DEAR))
+    assert proposals(policy, CHEAP, DEAR, refused=(Drop(DEAR),)) == [Drop(CHEAP), Drop(DEAR)]
+    assert proposals(Delta(filter="lru", evict_pinned=pin(CHEAP), offload_pinned=pin(CHEAP)), CHEAP) == []
+    assert foreseen(Delta(spare=1, offload_pinned=pin(LARGE)), LARGE, resident=800) == []
+    published = Delta.as_published()
+    published.offload_pinned = pin(LARGE)
+    assert Copy(LARGE) not in foreseen(published, LARGE, OLD_AND_SMALL, resident=800)
+
+
+def test_bandwidth_is_35_percent_of_what_the_link_promises_if_it_is_told() -> None:
+    shelf = Shelf(number=8, nbytes=35_000, chain=1, recompute=1.0, transfer=0.1)
+    assert proposals(Delta(both_ways=False), shelf) == [Move(shelf)]
+    assert proposals(Delta(both_ways=False, link=100_000.0), shelf) == [Drop(shelf)], "c_s is 1 s at 35,000 B/s"
+    assert proposals(Delta(both_ways=False, link=100_000.0, link_share=0.36), shelf) == [Move(shelf)]
+    assert proposals(Delta(link=100_000.0, link_share=0.7), shelf) == [Drop(shelf)], "out and in"
 
 
 def test_the_published_director_counts_the_transfer_one_way() -> None:
     assert proposals(Delta.as_published(), CHEAP) == [Move(CHEAP)]
+    assert proposals(Delta(), CHEAP) == [Drop(CHEAP)]
     half = Shelf(number=9, chain=1, recompute=0.5)
     assert proposals(Delta.as_published(), half) == [Drop(half)]
 
@@ -70,12 +147,28 @@ def foreseen(policy: Delta, *present: Shelf, resident: int, refused: tuple[Propo
 
 
 def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first() -> None:
-    assert foreseen(Delta(), *THREE, resident=750) == []
-    assert foreseen(Delta(spare=1), *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
+    assert foreseen(Delta(filter="lru"), *THREE, resident=750) == []
+    assert foreseen(Delta(filter="lru", spare=1), *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
+
+
+def test_between_two_looks_for_copies_out_some_ops_go_by() -> None:
+    policy, view = Delta(spare=1), Shelves(THREE, allowed=1000, resident=800)
+    looks = []
+    for clock in range(100, 100 + 2 * LOOKS_AFTER + 1):
+        object.__setattr__(view, "clock", clock)
+        looks.append(bool(answered(policy.foresee(view))))
+    assert [place for place, looked in enumerate(looks) if looked] == [0, LOOKS_AFTER, 2 * LOOKS_AFTER]
+
+
+def test_nothing_starts_early_where_copies_have_nothing_of_their_own() -> None:
+    assert foreseen(Delta(spare=1), *THREE, resident=800, overlaps=False) == []
+    assert foreseen(Delta(), resident=100, away=(FIRST,), in_backward=True, overlaps=False) == []
+    assert foreseen(Delta(spare=1, only_beside=False), *THREE, resident=800, overlaps=False) != []
+    assert foreseen(Delta.as_published(), *THREE, resident=800, overlaps=False) != []
 
 
 def test_a_copy_that_was_refused_is_not_one_of_those_that_began() -> None:
-    made = foreseen(Delta(spare=1), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),))
+    made = foreseen(Delta(filter="lru", spare=1), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),))
     assert made == [Copy(OLD_AND_SMALL), Copy(BETWEEN), Copy(LARGE)]
 
 
@@ -86,16 +179,46 @@ def test_what_has_a_copy_or_is_to_be_evicted_is_not_copied() -> None:
 
 def test_copies_go_only_so_far_ahead_of_need() -> None:
     there, cheap = Shelf(number=4, nbytes=100, copied=True), Shelf(number=5, nbytes=100, chain=1, recompute=0.1)
-    assert foreseen(Delta(spare=0.2), there, cheap, BETWEEN, resident=800) == []
-    assert foreseen(Delta(spare=0.3), there, cheap, BETWEEN, LARGE, resident=800) == [Copy(BETWEEN)]
+    assert foreseen(Delta(filter="lru", spare=0.2), there, cheap, BETWEEN, resident=800) == []
+    assert foreseen(Delta(filter="lru", spare=0.3), there, cheap, BETWEEN, LARGE, resident=800) == [Copy(BETWEEN)]
 
 
 def test_as_published_release_begins_at_the_mark_whether_room_is_short_or_not() -> None:
     there, cheap = Shelf(number=4, copied=True), Shelf(number=5, chain=1, recompute=0.1, touched=9)
     policy = Delta.as_published()
     assert foreseen(policy, there, cheap, resident=800) == [Move(there), Drop(cheap)]
-    assert foreseen(policy, there, cheap, resident=800, in_backward=True) == []
-    assert foreseen(policy, there, cheap, resident=750) == []
+    assert foreseen(Delta.as_published(), there, cheap, resident=800, in_backward=True) == []
+    assert foreseen(Delta.as_published(), there, cheap, resident=750) == []
+
+
+CHEAPLY_MADE = Shelf(number=21, chain=2, recompute=0.9, transfer=1.0)
+DEARLY_MADE = Shelf(number=22, chain=2, recompute=1.1, transfer=1.0)
+UNCOMPUTABLE = Shelf(number=23)
+
+
+@pytest.mark.parametrize(
+    ("recomputes", "recomputed"),
+    [("always", [CHEAPLY_MADE, DEARLY_MADE]), ("cheaper", [CHEAPLY_MADE]), ("never", [])],
+)
+def test_what_was_offloaded_comes_back_by_recomputation_where_that_is_chosen_and_possible(
+    recomputes: Any, recomputed: list[Shelf]
+) -> None:
+    policy, away = Delta(recomputes=recomputes), (CHEAPLY_MADE, DEARLY_MADE, UNCOMPUTABLE)
+    view = Shelves((), away=away)
+    assert [shelf for shelf in away if policy.bring_back(view, shelf) is Recall.RECOMPUTE] == recomputed
+    assert policy.recalls == bool(recomputed)
+
+
+def test_as_published_what_is_not_uncomputable_is_recomputed() -> None:
+    policy, view = Delta.as_published(), Shelves((), away=(DEARLY_MADE, UNCOMPUTABLE))
+    assert policy.bring_back(view, DEARLY_MADE) is Recall.RECOMPUTE
+    assert policy.bring_back(view, UNCOMPUTABLE) is Recall.RELOAD
+
+
+def test_the_seconds_of_a_reload_are_those_of_the_link_if_it_is_told() -> None:
+    view = Shelves((), away=(DEARLY_MADE,))
+    assert Delta().bring_back(view, DEARLY_MADE) is Recall.RELOAD
+    assert Delta(link=1000.0).bring_back(view, DEARLY_MADE) is Recall.RECOMPUTE, "1000 B at 350 B/s"
 
 
 FIRST, SECOND, THIRD = (Shelf(number=number, nbytes=100) for number in (11, 12, 13))
@@ -143,5 +266,19 @@ def test_delta_refuses_shares_and_numbers_that_make_no_sense(arguments: dict[str
 
 
 def test_delta_refuses_a_filter_that_it_does_not_have() -> None:
-    with pytest.raises(UsageError, match=r"^DELTA has no filter 'fifo'; choose one of base, lru, greedy\.$"):
+    with pytest.raises(UsageError, match=r"^DELTA has no filter 'fifo'; choose one of base, lru, greedy, cost\.$"):
         Delta(filter="fifo")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"unhidden": 1.1}, {"unhidden": -0.1}, {"pessimism": -1.0}, {"link": 0.0}, {"link": inf}, {"link_share": 0.0}],
+)
+def test_delta_refuses_costs_that_make_no_sense(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"^DELTA needs `unhidden` from 0 to 1, .*; got .*\.$"):
+        Delta(**arguments)
+
+
+def test_delta_refuses_a_way_back_that_it_does_not_have() -> None:
+    with pytest.raises(UsageError, match=r"^DELTA recomputes .* always, cheaper, never; got recomputes='often'\.$"):
+        Delta(recomputes="often")  # type: ignore[arg-type]

@@ -147,3 +147,72 @@ def test_the_view_tells_budget_account_and_time() -> None:
     program.run(Op(name="any", exactness=EXACT), "x")
     view = program.controller.view
     assert (view.allowed, view.resident, view.clock) == (5 * ITEM, 2 * ITEM, 1)
+
+
+def test_what_is_available_is_what_is_present_and_free_to_leave() -> None:
+    program = Program()
+    for name in ("away", "dead", "locked", "escaped", "left"):
+        program.source(name, [1])
+    storages = dict(program.names)
+    program.move("away")
+    program.free("dead")
+    storages["locked"].locks = 1
+    storages["escaped"].handle.escaped = True
+    view = program.controller.view
+    assert [name for name, storage in storages.items() if view.available(storage)] == ["left"]
+
+
+def test_the_seconds_of_an_op_alone_are_told_without_looking_further() -> None:
+    program = Program()
+    chain_of_ops(program, 3, keep="a2")
+    take_seconds(program, a2=2.0, a3=4.0)
+    view = program.controller.view
+    assert program.drop("a2")
+    assert view.own_seconds(program.names["a3"]) == 4.0
+    assert view.own_seconds(program.names["x"]) == inf
+
+
+def test_at_worst_what_is_present_of_the_leaves_comes_back_too_in_the_cheaper_way() -> None:
+    program = Program()
+    chain_of_ops(program, 3, keep="a1 a2")
+    take_seconds(program, a1=1.0, a2=2.0, a3=4.0)
+    view, a3, x = program.controller.view, program.names["a3"], program.names["x"]
+    copied_in = ITEM / 1e9
+    assert view.recompute_seconds_at_worst(a3) == 4.0 + copied_in
+    take_seconds(program, a2=copied_in / 2)
+    assert view.recompute_seconds_at_worst(a3) == 4.0 + copied_in / 2
+    assert view.recompute_seconds_at_worst(x) == inf
+
+
+def test_the_seconds_of_a_chain_include_copying_in_what_it_needs() -> None:
+    program = started()
+    take_seconds(program, a=1.0)
+    view, a = program.controller.view, program.names["a"]
+    assert view.recompute_seconds(a) == 1.0
+    program.move("x")
+    assert view.recompute_seconds(a) == 1.0 + ITEM / 1e9
+
+
+def test_a_moved_storage_has_a_chain_as_long_as_it_could_be_recomputed() -> None:
+    program = started()
+    take_seconds(program, a=1.0)
+    view, a = program.controller.view, program.names["a"]
+    program.move("a")
+    assert (view.chain(a), view.recompute_seconds(a)) == (1, 1.0)
+    program.free("x")
+    assert (view.chain(a), view.recompute_seconds(a)) == (None, inf)
+
+
+def test_the_exposed_share_is_that_of_the_copies_for_which_ops_waited() -> None:
+    program = started()
+    controller = program.controller
+    assert controller.view.exposed == 1.0, "nothing was copied"
+    program.begin_step()
+    program.move("a")
+    controller.counters.stall_seconds = ITEM / 1e9 / 4
+    program.end_step()
+    assert controller.view.exposed == 0.25
+    program.begin_step()
+    controller.counters.stall_seconds = 1.0
+    program.end_step()
+    assert controller.view.exposed == 1.0, "never more than all of it"

@@ -1,7 +1,7 @@
 """The state machine that keeps the budget: torch-free, one for every machine.
 
-NOTE [Safety rules]. They live here, in `engines.replay` and `engines.copies` (its other parts) and nowhere else; code
-points back at them.
+NOTE [Safety rules]. They live here, in `engines.replay`, `engines.recall` and `engines.copies` (its other parts) and
+nowhere else; code points back at them.
 
  1. An op never runs with an absent input.
  2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
@@ -30,8 +30,9 @@ from typing import Any, final
 
 from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
+from spillway.engines.recall import recall, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Ancestry, Replay, ancestry, chain_fits, grow_chains
+from spillway.engines.replay import Ancestry, Replay, grow_chains
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
 from spillway.errors import EngineError, SpillError, SpillFullError
@@ -190,6 +191,8 @@ class Controller:
             for needed_value in (*reads, *(storage.value for storage in writes)):
                 if needed_value is not None and needed_value.absent == DROPPED:
                     self.restore(needed_value)
+                elif needed_value is not None and needed_value.absent == AWAY and self.policy.recalls:
+                    recall(self, needed_value)
         except BaseException:
             self._unlock(reads, (), writes)
             raise
@@ -309,7 +312,7 @@ class Controller:
         if value is None or isinstance(found, str):
             self.counters.refuse(str(found))
             return False
-        self._cut(value, tuple(found.leaves), found.chain)
+        self.cut(value, tuple(found.leaves), found.chain)
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes
@@ -327,18 +330,7 @@ class Controller:
             return "wanted by an op or a replay"
         if storage.exposed:
             return "reached from outside"
-        found = ancestry(value, self.chain_cap)
-        if found is None:
-            return "no recipe within the cap"
-        if any(leaf.storage.written for leaf in found.leaves):
-            return "would depend on what is being written"
-        if any(self._may_change_unseen(leaf) for leaf in found.leaves):
-            return "would depend on what has escaped"
-        return found if chain_fits(value, found.chain, self.chain_cap) else "chain too long"
-
-    def _may_change_unseen(self, leaf: Value) -> bool:
-        """Rules 2 and 10: whoever holds its address may write it at any moment."""
-        return leaf.storage.escaped or (not leaf.absent and self.machine.escaped(leaf.storage))
+        return way_back(self, value)
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes
@@ -357,7 +349,7 @@ class Controller:
 
     # ------------------------------------------------------------------ cuts and chains
 
-    def _cut(self, value: Value, leaves: tuple[Value, ...], chain: int) -> None:
+    def cut(self, value: Value, leaves: tuple[Value, ...], chain: int) -> None:
         """Rule 2: register the drop with every leaf and hold it alive."""
         for leaf in leaves:
             if leaf.dependents is None:
@@ -370,7 +362,7 @@ class Controller:
         grow_chains(value, chain)
 
     def cut_loose(self, value: Value) -> None:
-        """Undo `_cut`: the value is back, or nobody needs it any more."""
+        """Undo `cut`: the value is back, or nobody needs it any more."""
         grow_chains(value, -value.chain)
         leaves, value.leaves = value.leaves or (), None
         for leaf in leaves:
@@ -423,6 +415,7 @@ class Controller:
             self._discard_home(value)
         self.counters.stalled(storage, began)
         self.counters.bytes_in += storage.nbytes
+        self.counters.reloads += 1
         value.absent = HERE
         self.away -= 1
         self.copies.came_back(storage, early=early)

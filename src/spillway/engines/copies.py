@@ -21,14 +21,17 @@ if TYPE_CHECKING:
 KNOWN_ORDERS = 64
 """Signatures of steps whose order of coming back is remembered."""
 
+OLDER = 0.5
+"""How much the step before counts where steps are averaged."""
+
 
 @final
 class Copies:
     """What is on its way out or in, and in which order the last step wanted what was away."""
 
     __slots__ = (
-        "_controller", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places", "_signature",
-        "arriving",
+        "_controller", "_copying", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places",
+        "_signature", "_waiting", "arriving",
     )  # fmt: skip
 
     def __init__(self, controller: Controller) -> None:
@@ -43,6 +46,12 @@ class Copies:
         self._places: dict[int, int] = {}
         self._next = 0
         self._foreseeing = False
+        self._copying = self._waiting = 0.0  # seconds, older steps counting less and less
+
+    @property
+    def exposed(self) -> float:
+        """Share of the seconds of copies, in the last steps, for which ops waited."""
+        return min(self._waiting / self._copying, 1.0) if self._copying else 1.0
 
     # ------------------------------------------------------------------ what a policy foresees
 
@@ -144,6 +153,10 @@ class Copies:
         for value in list(self.arriving):
             self.abandon(value)
         self._controller.machine.reap()
+        counters = self._controller.counters
+        copying = self._controller.machine.transfer_seconds(counters.bytes_out + counters.bytes_in) / 2
+        self._copying = self._copying * OLDER + copying
+        self._waiting = self._waiting * OLDER + counters.stall_seconds
         self._orders.pop(self._signature, None)
         if len(self._orders) >= KNOWN_ORDERS:
             del self._orders[next(iter(self._orders))]

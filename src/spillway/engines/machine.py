@@ -64,6 +64,13 @@ class Machine(Protocol):
     def escaped(self, storage: Storage) -> bool:
         """Whether something that the machine cannot see may hold the storage's address (rule 10)."""
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies have a processor or a link of their own, so that ops do not pay for all of their time."""
+
+    def measure_link(self) -> None:
+        """Find out what `transfer_seconds` says, if nothing was copied so far."""
+
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to copy `nbytes` out and in again."""
 

@@ -119,7 +119,8 @@ class Counters:
     """What happened in one step. Counts, bytes and seconds; reset when a step begins.
 
     `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
-    say when compute waited and ran ops again.
+    say when compute waited and ran ops again. `reloads` counts storages that were copied back, `recomputes` those that
+    replays brought back, `recalls` those of them that had been moved.
     """
 
     recomputed_ops: int = 0
@@ -127,6 +128,9 @@ class Counters:
     stall_seconds: Seconds = 0.0
     bytes_out: Bytes = 0
     bytes_in: Bytes = 0
+    reloads: int = 0
+    recomputes: int = 0
+    recalls: int = 0
     early_out: Bytes = 0
     early_in: Bytes = 0
     dropped_bytes: Bytes = 0

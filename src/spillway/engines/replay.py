@@ -169,6 +169,7 @@ class Replay:
             controller.dropped.discard(value)
             value.absent = HERE
             controller.came_back(value.storage, Change.RECOMPUTE)
+            controller.counters.recomputes += 1
             value.storage.touched = controller.clock
             controller.cut_loose(value)
 

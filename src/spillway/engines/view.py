@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING, final
 
-from spillway.engines.records import DROPPED, Storage
+from spillway.engines.recall import way_back_of_moved
+from spillway.engines.records import AWAY, DROPPED, EXACT, HERE, Storage
 from spillway.engines.replay import Ancestry, ancestry
 from spillway.units import Bytes, Seconds
 
@@ -71,26 +72,58 @@ class View:
         while self._walked:
             heapq.heappush(self._heap, self._walked.pop())
 
+    def available(self, storage: Candidate) -> bool:
+        """Whether it is present and may leave."""
+        value = storage.value if isinstance(storage, Storage) else None
+        return value is not None and value.absent == HERE and self._controller.may_leave(value.storage)
+
     def chain(self, storage: Candidate) -> int | None:
-        """Ops to run to recompute `storage`; None if a drop is not legal."""
+        """Ops to run to recompute `storage`; None if that is not legal."""
         found = self._ancestry(storage)
         return None if found is None else found.chain
 
+    def own_seconds(self, storage: Candidate) -> Seconds:
+        """Seconds of the op that made it."""
+        value = storage.value if isinstance(storage, Storage) else None
+        recipe = None if value is None else value.recipe
+        return inf if recipe is None or recipe.exactness != EXACT else recipe.seconds
+
     def recompute_seconds(self, storage: Candidate) -> Seconds:
-        """Seconds of the chain, as measured when its ops ran."""
+        """Seconds of the chain, as measured when its ops ran, and to copy in what it needs of what was moved."""
         found = self._ancestry(storage)
         return inf if found is None else self._seconds(found)
 
     def _seconds(self, found: Ancestry) -> Seconds:
         own = sum(recipe.seconds for recipe in found.recipes.values())
         below = (ancestry(leaf, self._controller.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
-        return own + sum(self._seconds(deeper) for deeper in below if deeper is not None)
+        away = sum(leaf.storage.nbytes for leaf in found.leaves if leaf.absent == AWAY)
+        copied_in = self._controller.machine.transfer_seconds(away) / 2 if away else 0.0
+        return own + copied_in + sum(self._seconds(deeper) for deeper in below if deeper is not None)
+
+    def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
+        """Seconds of the chain, and of bringing back what is present of its leaves, each in the cheaper way."""
+        found = self._ancestry(storage)
+        if found is None:
+            return inf
+        present = (leaf.storage for leaf in found.leaves if leaf.absent == HERE)
+        link = self._controller.machine.transfer_seconds
+        return self._seconds(found) + sum(min(self.own_seconds(leaf), link(leaf.nbytes) / 2) for leaf in present)
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""
         value = storage.value if isinstance(storage, Storage) else None
         out_and_in = self._controller.machine.transfer_seconds(storage.nbytes)
         return out_and_in / 2 if value is not None and value.home is not None else out_and_in
+
+    @property
+    def exposed(self) -> float:
+        """Share of the seconds of copies for which ops waited."""
+        return self._controller.copies.exposed
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies have a processor or a link of their own."""
+        return self._controller.machine.overlaps
 
     def copied(self, storage: Candidate) -> bool:
         """Whether its value has a home."""
@@ -120,5 +153,8 @@ class View:
         return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
 
     def _ancestry(self, storage: Candidate) -> Ancestry | None:
-        found = self._controller.way_back(storage) if isinstance(storage, Storage) else None
+        if not isinstance(storage, Storage):
+            return None
+        away = storage.value is not None and storage.value.absent == AWAY
+        found = way_back_of_moved(self._controller, storage) if away else self._controller.way_back(storage)
         return found if isinstance(found, Ancestry) else None

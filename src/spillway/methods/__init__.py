@@ -17,6 +17,7 @@ from spillway.methods.base import (
     Move,
     Problem,
     Proposal,
+    Recall,
 )
 from spillway.methods.delta import Delta
 from spillway.methods.keep_all import KeepAll
@@ -56,5 +57,6 @@ __all__ = [
     "Move",
     "Problem",
     "Proposal",
+    "Recall",
     "resolve",
 ]

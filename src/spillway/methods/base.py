@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from spillway.ir import Plan, Step
@@ -62,6 +63,15 @@ class Fetch:
 Proposal = Drop | Move | Copy | Fetch
 
 
+class Recall(Enum):
+    """How a moved storage comes back when an op wants it."""
+
+    RELOAD = "reload"
+    """Its copy in the slower tier is read."""
+    RECOMPUTE = "recompute"
+    """The ops that made it run again, if that is still possible; the copy is kept."""
+
+
 class MemoryView(Protocol):
     """What a policy may know when it decides. Reading it never changes anything."""
 
@@ -80,14 +90,37 @@ class MemoryView(Protocol):
     def candidates(self) -> Iterator[Candidate]:
         """Storages that may leave now, least recently used first."""
 
+    def available(self, storage: Candidate) -> bool:
+        """Whether it is one of the candidates at this moment; `storage` may be known from an earlier look."""
+
     def chain(self, storage: Candidate) -> int | None:
-        """Ops to run to recompute `storage`, everything absent that it needs included; None if a drop is not legal."""
+        """Ops to run to recompute `storage`, everything absent that it needs included; None if that is not legal.
+
+        It may be present, and would be dropped, or moved, and would be recomputed instead of read.
+        """
+
+    def own_seconds(self, storage: Candidate) -> Seconds:
+        """Time of the op that made it, alone; infinite if it is known that it cannot be recomputed. Quickly told."""
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
-        """Time of that chain, as measured when its ops ran; infinite if a drop is not legal."""
+        """Time of its chain, as measured when its ops ran, and to copy in what they need; infinite if not legal."""
+
+    def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
+        """That time if all that the chain reads and that is present now has left by then.
+
+        Each comes back in the cheaper way: by its own op, or by a copy in.
+        """
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
-        """Time to copy `storage` out and in again, by the bandwidth measured so far."""
+        """Time to copy `storage` out and in again, by the bandwidth measured so far; in only, if a copy is there."""
+
+    @property
+    def exposed(self) -> float:
+        """Share of the time of copies, in the last steps, for which ops waited; 1 before anything was copied."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies beside the ops can take less than their time from them: a processor or a link is free."""
 
     def copied(self, storage: Candidate) -> bool:
         """Whether a copy of it in the slower tier is there or under way."""
@@ -140,12 +173,19 @@ class AbstractPolicy(ABC):
     foresees: bool = False
     """Whether `foresee` is of any use; asking costs time."""
 
+    recalls: bool = False
+    """Whether `bring_back` ever says anything but reload; asking costs time."""
+
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.
 
         Asked whenever a large storage was created and whenever one came back.
         """
         yield from ()
+
+    def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
+        """How a moved storage that an op wants comes back. The controller reloads whatever it may not recompute."""
+        return Recall.RELOAD
 
     @abstractmethod
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:

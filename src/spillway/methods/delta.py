@@ -2,7 +2,8 @@
 
 Tang et al., "DELTA: Dynamically Optimizing GPU Memory beyond Tensor Recomputation", arXiv:2203.15980. The Filter
 (section 4.1, equations 1 to 3, algorithm 2) says which storage is released next, the Director (equations 4 to 6,
-algorithm 3) whether it is recomputed or copied back later, the Prefetcher (algorithm 4) which copies start early.
+algorithm 3) whether it is recomputed or copied back later, the Prefetcher (algorithm 4) which copies start early, and
+algorithm 1 what happens when an op wants what is absent.
 """
 
 from __future__ import annotations
@@ -11,34 +12,76 @@ import heapq
 from collections.abc import Callable, Generator, Mapping
 from math import inf
 from types import MappingProxyType
-from typing import Final, Self, final
+from typing import Final, Literal, NamedTuple, Self, final, get_args
 
 from spillway.errors import UsageError
-from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal
+from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Recall
 from spillway.units import Bytes, Seconds
 
-Score = Callable[[Bytes, int], float]
-"""How soon a storage is released, by its bytes m and its staleness s in ops: the higher, the sooner."""
+Score = Callable[[Bytes, int, Seconds], float]
+"""How soon a storage is released, by its bytes m, its staleness s in ops and the cheaper of its two costs c: the
+higher, the sooner."""
 
 FILTERS: Final[Mapping[str, Score]] = MappingProxyType(
     {
-        "base": lambda m, s: m * s,
-        "lru": lambda m, s: float(s),
-        "greedy": lambda m, s: float(m),
+        "base": lambda m, s, c: m * s,
+        "lru": lambda m, s, c: float(s),
+        "greedy": lambda m, s, c: float(m),
+        "cost": lambda m, s, c: m * s / (c + HANDLING),
     }
 )
-"""The three heuristics of the Filter. The paper takes the smallest of 1/(m s), 1/s and 1/m."""
+"""The three heuristics of the Filter, of which the paper takes the smallest of 1/(m s), 1/s and 1/m, and DTR's with
+the cheaper of the Director's costs: c/(m s)."""
+
+HANDLING: Final[Seconds] = 50e-6
+"""What it takes to let a storage go and to bring it back, however small it is."""
+
+RANKED_FOR: Final = 64
+"""Ops for which a ranking by the cost filter is used; what is younger than that is not in it."""
+
+JUDGED_FOR: Final = 16
+"""Ops for which the two costs of a storage are taken as known, unless it is used or copied meanwhile."""
+
+LOOKS_AFTER: Final = 8
+"""Ops between two looks for what to copy out ahead."""
+
+Pin = Callable[[Candidate], bool]
+"""Says of a storage whether it is pinned."""
+
+Recomputes = Literal["always", "cheaper", "never"]
+"""When what was offloaded is recomputed and not reloaded, where both are possible."""
+
+
+class Judged(NamedTuple):
+    """What the Director found out about a storage."""
+
+    recompute: Seconds
+    transfer: Seconds
+    at: int
+    """The op before which it did."""
+
+
+def no_pin(storage: Candidate) -> bool:
+    """Nothing is pinned."""
+    return False
 
 
 @final
 class Delta(AbstractPolicy):
     """DELTA with the choices that serve best here; `as_published` has those of the paper.
 
-    What differs from the paper, each an argument:
+    Every choice that differs between the two is an argument:
 
-    - `filter`: least recently used. The paper takes 1/(m s), and finds the former better for small budgets.
-    - `both_ways`: what moving costs is the copy out, unless one is there already, and the copy in. Equation 6 has m/b,
-      one way.
+    - `filter`: "cost", the smallest of c/(m s) first, c being the cheaper of the Director's two costs. The paper's
+      filters ignore costs: they release what is dear to bring back while something cheaper is as stale. "base" is
+      equation 1, "lru" equation 2, "greedy" equation 3. A step aside in favour of time: the ranking is made anew
+      every 64 ops, not for each release.
+    - `both_ways`: what offloading costs is the copy out, unless one is there already, and the copy in. The paper
+      defines it so (section 3), and equation 6 has m/b, one way.
+    - `unhidden`: of a transfer's seconds the share counts for which ops waited in the last steps, and of the rest
+      this share, because a copy that is hidden takes bandwidth from ops all the same. 1 in the paper: all counts.
+    - `pessimism`: recomputing costs the chain as it is now and this share of what it costs more at worst, when all
+      that it reads has left too. 0 in the paper.
     - `releases_in_backward`: room is also made in the backward. The paper releases before the loss alone
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
     - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
@@ -46,34 +89,60 @@ class Delta(AbstractPolicy):
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
       in the backward. The paper's queue is first in, first out (algorithm 4): the order of the forward.
     - `enough`: share of the budget up to which the Prefetcher finds "memory enough"; in the paper the early mark.
+    - `only_beside`: nothing starts early where copies have neither a processor nor a link of their own; in the paper
+      they always have.
+    - `recomputes`: when an op wants what was offloaded, "always" recomputes it where that is possible, as the paper
+      does (algorithm 1, line 5; section 5.5), "never" reloads it; "cheaper" compares the two costs at that moment.
 
-    In both: the cost of recomputing is that of the chain as measured, op by op, everything absent included; with it
-    synchronised, as here, the Director moves more than the paper's, whose costs are those of launching. Bandwidth is
-    measured from the copies of the run and not 35 % of what a link promises. What was moved is copied back and not
-    recomputed when an op wants it; the paper recomputes it where it can.
+    In both:
+
+    - Costs are measured and synchronised: an op on the CPU has run when it returns. The paper's Table V says 4 to
+      69 us for what moves hundreds of MB, which is the time to launch; with such costs its Director always evicts.
+      The cost of recomputing is that of the whole chain, everything absent included, and chains cost more than ops.
+    - Bandwidth is measured by a few copies before the first step and by all copies since. With `link` it is the
+      paper's rule: `link_share` of what the link promises, 35 % of 64 GB/s for theirs.
+    - The loop of algorithm 1 ends when nothing is left to release; what has no staleness is released last;
+      algorithm 4 fetches while memory is enough *and* fewer than n are under way, as its text says and not its listing.
 
     Arguments:
         filter: One of `FILTERS`.
         early: Share of the budget from which copies out begin; the paper's 3/4.
         spare: Share of the budget for which copies are there, or need not be, before room is short.
         most_copies_out: Copies out that a look ahead may begin.
-        most_copies_in: The paper's n: reloads that are under way at a time.
+        most_copies_in: The paper's n, which it does not tell: reloads that are under way at a time.
+        evict_pinned: What is never evicted, only offloaded.
+        offload_pinned: What is never offloaded, only evicted; what is pinned twice is not released. The controller
+            still moves both when nothing else would keep the budget.
+        link: Bytes per second that the link promises; None to measure.
+        link_share: Share of them that copies get.
     """
 
     name = "delta"
     foresees = True
 
     def __init__(
-        self, *, filter: str = "lru", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
+        self, *, filter: str = "cost", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
         most_copies_out: int = 2, most_copies_in: int = 2, both_ways: bool = True, releases_in_backward: bool = True,
-        releases_early: bool = False, in_order_of_use: bool = True,
+        releases_early: bool = False, in_order_of_use: bool = True, recomputes: Recomputes = "cheaper",
+        only_beside: bool = True,
+        unhidden: float = 0.5, pessimism: float = 0.25, evict_pinned: Pin = no_pin, offload_pinned: Pin = no_pin,
+        link: float | None = None, link_share: float = 0.35,
     ) -> None:  # fmt: skip
         if filter not in FILTERS:
             raise UsageError(f"DELTA has no filter {filter!r}; choose one of {', '.join(FILTERS)}.")
+        if recomputes not in get_args(Recomputes):
+            raise UsageError(
+                f"DELTA recomputes what was offloaded {', '.join(get_args(Recomputes))}; got recomputes={recomputes!r}."
+            )
         if not (0 < early <= 1 and 0 < enough <= 1 and spare >= 0 and most_copies_out >= 0 and most_copies_in >= 0):
             raise UsageError(
                 f"DELTA needs `early` and `enough` above 0 and up to 1, and `spare` and numbers of copies of 0 or "
                 f"more; got {early}, {enough}, {spare}, {most_copies_out} and {most_copies_in}."
+            )
+        if not (0 <= unhidden <= 1 and pessimism >= 0 and 0 < link_share <= 1 and (link is None or 0 < link < inf)):
+            raise UsageError(
+                f"DELTA needs `unhidden` from 0 to 1, `pessimism` of 0 or more, `link_share` above 0 and up to 1, and "
+                f"a `link` of more than 0 bytes per second; got {unhidden}, {pessimism}, {link_share} and {link}."
             )
         self.filter = filter
         self.early = early
@@ -85,13 +154,25 @@ class Delta(AbstractPolicy):
         self.releases_in_backward = releases_in_backward
         self.releases_early = releases_early
         self.in_order_of_use = in_order_of_use
+        self.only_beside = only_beside
+        self.recomputes = recomputes
+        self.recalls = recomputes != "never"
+        self.unhidden = unhidden
+        self.pessimism = pessimism
+        self.evict_pinned = evict_pinned
+        self.offload_pinned = offload_pinned
+        self.bandwidth = None if link is None else link * link_share
+        self._ranking: list[tuple[float, int, Candidate]] = []
+        self._judged: dict[int, Judged] = {}
+        self._view: MemoryView | None = None
+        self._ranked_at = self._looked_at = -RANKED_FOR
 
     @classmethod
     def as_published(cls) -> Self:
         """The paper's choices."""
         policy = cls(
             filter="base", enough=0.75, both_ways=False, releases_in_backward=False, releases_early=True,
-            in_order_of_use=False,
+            in_order_of_use=False, recomputes="always", only_beside=False, unhidden=1.0, pessimism=0.0,
         )  # fmt: skip
         policy.name = "delta-published"
         return policy
@@ -102,58 +183,164 @@ class Delta(AbstractPolicy):
         """Release by the Filter's score until there is room (algorithm 1, lines 11 to 19)."""
         if view.in_backward and not self.releases_in_backward:
             return
+        self._meet(view)
         for storage in self._by_score(view):
             granted = False
-            if self._evicts(view, storage):
+            evicts = self._evicts(view, storage)
+            if evicts:
                 granted = yield Drop(storage)
-            if not granted:
+            if not granted and not self.offload_pinned(storage):
                 yield Move(storage)
+
+    def _meet(self, view: MemoryView) -> None:
+        """What is remembered is about storages that one view shows."""
+        if view is not self._view:
+            self._view = view
+            self._ranking, self._judged = [], {}
+            self._ranked_at = self._looked_at = view.clock - RANKED_FOR
 
     def _by_score(self, view: MemoryView) -> Generator[Candidate, None, None]:
         if self.filter == "lru":  # the view's own order
             yield from view.candidates()
-            return
-        score, clock = FILTERS[self.filter], view.clock
-        # What the last op used has no staleness and a score of 0: it goes last.
-        heap = [(-score(s.nbytes, clock - s.touched), s.number, s) for s in view.candidates()]
-        heapq.heapify(heap)
-        while heap:
-            yield heapq.heappop(heap)[2]
+        elif self.filter == "cost":
+            yield from self._by_cost(view)
+        else:
+            score, clock = FILTERS[self.filter], view.clock
+            # What the last op used has no staleness and a score of 0: it goes last.
+            heap = [(-score(s.nbytes, clock - s.touched, 0.0), s.number, s) for s in view.candidates()]
+            heapq.heapify(heap)
+            while heap:
+                yield heapq.heappop(heap)[2]
+
+    def _by_cost(self, view: MemoryView) -> Generator[Candidate, None, None]:
+        """By a ranking that is at most so many ops old, then by a new one for what came later.
+
+        What recomputing costs is dear to ask. A storage first ranks with the seconds of its own op, which is the least
+        that it can cost, and again with the real cost when it comes to the front.
+        """
+        for again in (True,) if view.clock - self._ranked_at >= RANKED_FOR else (False, True):
+            if again:
+                self._rank(view)
+            ranking, known, passed = self._ranking, set[int](), list[tuple[float, int, Candidate]]()
+            try:
+                while ranking:
+                    entry = heapq.heappop(ranking)
+                    _, number, storage = entry
+                    if not view.available(storage):
+                        continue
+                    if number not in known:
+                        known.add(number)
+                        judged = self._judge(view, storage)
+                        entry = -self._score(view, storage, min(judged.recompute, judged.transfer)), number, storage
+                        if ranking and entry > ranking[0]:
+                            heapq.heappush(ranking, entry)
+                            continue
+                    passed.append(entry)
+                    yield storage
+            finally:
+                for entry in passed:  # who asked may have left some where they were
+                    if view.available(entry[2]):
+                        heapq.heappush(ranking, entry)
+
+    def _rank(self, view: MemoryView) -> None:
+        self._ranked_at = view.clock
+        self._judged.clear()
+        self._ranking = [
+            (-self._score(view, s, min(view.own_seconds(s), self._transfer_seconds(view, s))), s.number, s)
+            for s in view.candidates()
+        ]
+        heapq.heapify(self._ranking)
+
+    def _score(self, view: MemoryView, storage: Candidate, cost: Seconds) -> float:
+        return FILTERS["cost"](storage.nbytes, view.clock - storage.touched, cost)
 
     def _evicts(self, view: MemoryView, storage: Candidate) -> bool:
         """The Director: F = c_r / c_s of equation 4 is at most 1. What cannot be recomputed costs infinitely much."""
-        recompute = view.recompute_seconds(storage)
-        return recompute < inf and recompute <= self._transfer_seconds(view, storage)
+        if self.evict_pinned(storage):
+            return False
+        if self.offload_pinned(storage):
+            return True
+        judged = self._judge(view, storage)
+        return judged.recompute < inf and judged.recompute <= judged.transfer
+
+    def _judge(self, view: MemoryView, storage: Candidate) -> Judged:
+        judged = self._judged.get(storage.number)
+        if judged is None or view.clock - judged.at >= JUDGED_FOR or storage.touched >= judged.at:
+            transfer = self._transfer_seconds(view, storage)
+            # The least that it can cost is asked first, because it is cheap to ask.
+            cheap = view.own_seconds(storage) <= transfer
+            recompute = self._recompute_seconds(view, storage) if cheap else inf
+            judged = self._judged[storage.number] = Judged(recompute, transfer, view.clock)
+        return judged
+
+    def _recompute_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
+        now = view.recompute_seconds(storage)
+        if not self.pessimism or now == inf:
+            return now
+        return now + self.pessimism * (view.recompute_seconds_at_worst(storage) - now)
 
     def _transfer_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
-        seconds = view.transfer_seconds(storage)
-        return seconds if self.both_ways or view.copied(storage) else seconds / 2
+        """Of the copies that are still to be made, what ops will have to wait for."""
+        there = view.copied(storage)
+        if self.bandwidth is None:
+            seconds = view.transfer_seconds(storage)
+            seconds = seconds if self.both_ways or there else seconds / 2
+        else:
+            seconds = storage.nbytes / self.bandwidth * (2 if self.both_ways and not there else 1)
+        return seconds * (view.exposed + self.unhidden * (1 - view.exposed))
+
+    # ------------------------------------------------------------------ an op wants what was offloaded
+
+    def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
+        """Recompute what is not uncomputable (algorithm 1, lines 4 to 9), or where that is the cheaper way."""
+        seconds = view.recompute_seconds(storage) if self.recalls else inf
+        if seconds < inf and (self.recomputes == "always" or seconds <= self._reload_seconds(view, storage)):
+            return Recall.RECOMPUTE
+        return Recall.RELOAD
+
+    def _reload_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
+        return view.transfer_seconds(storage) if self.bandwidth is None else storage.nbytes / self.bandwidth
 
     # ------------------------------------------------------------------ early start and Prefetcher
 
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Begin copies out above the early mark (algorithm 1, line 11), and copies in below it (algorithm 4)."""
+        if self.only_beside and not view.overlaps:
+            return
+        self._meet(view)
         mark = self.early * view.allowed
-        if view.resident > mark and (self.releases_in_backward or not view.in_backward):
-            yield from self._start_early(view, mark)
+        may_release = self.releases_in_backward or not view.in_backward
+        if view.resident > mark and may_release and view.clock - self._looked_at >= LOOKS_AFTER:
+            self._looked_at = view.clock
+            yield from self._release_down_to(view, mark) if self.releases_early else self._copy_ahead(view)
         if self.most_copies_in and (view.in_backward or not self.in_order_of_use):
             yield from self._prefetch(view, self.enough * view.allowed)
 
-    def _start_early(self, view: MemoryView, mark: float) -> Generator[Proposal, bool, None]:
+    def _release_down_to(self, view: MemoryView, mark: float) -> Generator[Proposal, bool, None]:
+        """What is offloaded leaves when its copy is there; until then its bytes stay and it is not asked for again."""
+        begun = 0
+        for storage in self._by_score(view):
+            if begun >= self.most_copies_out or view.resident <= mark:
+                return
+            if self._evicts(view, storage):
+                yield Drop(storage)
+            elif self.offload_pinned(storage):
+                continue
+            elif view.copied(storage):
+                yield Move(storage)
+            else:
+                begun += yield Copy(storage)
+                self._judged.pop(storage.number, None)
+
+    def _copy_ahead(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         begun, ahead = 0, 0
         for storage in self._by_score(view):
-            if begun >= self.most_copies_out or (self.releases_early and view.resident <= mark):
-                return
-            if not self.releases_early and ahead >= self.spare * view.allowed:
+            if begun >= self.most_copies_out or ahead >= self.spare * view.allowed:
                 return
             ahead += storage.nbytes
-            if view.copied(storage):
-                if self.releases_early:
-                    yield Move(storage)
-            elif not self._evicts(view, storage):
+            if not (view.copied(storage) or self.offload_pinned(storage) or self._evicts(view, storage)):
                 begun += yield Copy(storage)
-            elif self.releases_early:
-                yield Drop(storage)
+                self._judged.pop(storage.number, None)
 
     def _prefetch(self, view: MemoryView, enough: float) -> Generator[Proposal, bool, None]:
         """While memory is enough and fewer than n are under way."""

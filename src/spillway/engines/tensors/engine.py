@@ -88,7 +88,7 @@ class TensorEngine:
         self.history: StepHistory | None = None
         self._first_op = 0
         self._escapes = Escapes(self)
-        self._closed = False
+        self._closed = self._measured = False
         self._dispatch = Dispatch(self)
 
     # ------------------------------------------------------------------ storages
@@ -276,10 +276,13 @@ class TensorEngine:
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
         self.tier.generation += 1
-        self.log.begin_step()
         self.machine.returns_pages = base_rss is not None
         if base_rss is not None and controller.allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
+        if self.foresees and not self._measured:
+            self._measured = True
+            self.machine.measure_link()
+        self.log.begin_step()
         controller.begin_step(signature)
         controller.make_room(0, "begin step")
         controller.peak = self.start_bytes = controller.resident

@@ -8,9 +8,11 @@ and does not get wrong numbers (`escapes` makes the usual ways ask).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -28,6 +30,10 @@ from spillway.units import Bytes, Seconds
 
 _UNREADABLE_RANGE: Final = 1 << 40
 """Length of the range that dropped storages point at: address space, not memory."""
+
+_PROBE: Final = 1 << 20
+_PROBES: Final = 4
+"""Bytes of a copy that measures the link, and how many there are."""
 
 _CPU: Final = torch.device("cpu")
 
@@ -178,6 +184,20 @@ class CpuMachine:
         watch = storage.handle
         real = watch() if isinstance(watch, Watch) else watch
         return real is None or not real.resizable() or real.nbytes() != storage.nbytes or bool(real.is_shared())
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether this process has more processors than torch computes with."""
+        return len(os.sched_getaffinity(0)) > torch.get_num_threads()
+
+    def measure_link(self) -> None:
+        """Copy a little out and in; the disk tier keeps account of how long copies take."""
+        scratch = fresh_storage(_PROBE)
+        with contextlib.suppress(SpillError):  # whoever needs the room will hear of it
+            for _ in range(_PROBES):
+                slot = self.tier.write(scratch.data_ptr(), _PROBE)
+                self.tier.read(slot, scratch.data_ptr())
+                self.tier.free(slot)
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""

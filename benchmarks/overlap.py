@@ -1,0 +1,191 @@
+"""What copying beside the ops wins where much is copied and little computed, and what the machine leaves to win."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    ratio_columns,
+    second_columns,
+    share_columns,
+    text_columns,
+)
+from benchmarks.timing import median_ratio
+from benchmarks.turns import Answers, account, take_turns
+from benchmarks.workers import Job
+from spillway.errors import BudgetInfeasible
+from spillway.units import Bytes, Seconds, format_bytes
+
+PLAIN: Final = "plain"
+WITHOUT: Final = "delta that moves only, no overlap"
+WITH: Final = "delta that moves only"
+
+MOST_TIME: Final = 0.8
+"""Of the step without overlap: the paper's section 5.4 has "almost 20 %" less."""
+
+LEAST_COPYING: Final = 0.3
+"""Share of copies in the step without overlap for which that is asked."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    models: Sequence[tuple[str, Mapping[str, Any]]]
+    """Names in `benchmarks.models` with their options."""
+    percent: int
+    """The budget, in percent of the plain peak."""
+    rounds: int
+    warm: int
+    """The first of the rounds, which do not count."""
+    bus_bytes: Bytes
+    """Copied by each thread where the bus is measured."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Every model without overlap and with it, then two threads that copy against one."""
+    rows = [row for name, options in size.models for row in _rows(name, options, size, tell)]
+    pairs = [(rows[place + 1], rows[place + 2]) for place in range(0, len(rows), 3)]
+    checks = [
+        Check(what=f"{beside['model']}, step with overlap / without", measured=beside["ratio"], at_most=MOST_TIME)
+        for alone, beside in pairs
+        if alone["copy_share"] >= LEAST_COPYING
+    ]
+    most = max(alone["copy_share"] for alone, _ in pairs)
+    checks.append(Check(what="percentage points short of 30 % copying", measured=max(0, 30 - 100 * most), at_most=0))
+    tell("two threads that copy, against one")
+    alone, together = _bus(size.bus_bytes)
+    return Result(
+        title=f"copies beside the ops, budget {size.percent} % of the plain peak",
+        columns=COLUMNS,
+        rows=rows,
+        checks=checks,
+        notes=(
+            *NOTES,
+            f"The bound of this machine: one thread copies {format_bytes(int(size.bus_bytes / alone))}/s from memory "
+            f"to memory; of two threads at once each takes {together / alone:.2f} times as long.",
+        ),
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(model="model", competitor="competitor"),
+    *byte_columns(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
+    *second_columns(seconds="time", stall_seconds="stalls"),
+    *share_columns(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
+    *ratio_columns(plain_ratio="x plain", ratio="x no overlap"),
+    *text_columns(losses="losses"),
+)
+
+NOTES: Final = (
+    "Everything that leaves is moved (all is `evict_pinned`), in both. Without overlap ops wait for every copy, so "
+    "that stalls / time is the share of transfers in that step. Begun early: of the bytes copied, those whose copy "
+    "began before an op wanted them or their room. Hidden: of the stalls without overlap, the part that is gone, byte "
+    "for byte. Times are medians; ratios are medians over rounds, a step of each in turn.",
+)
+
+
+def _rows(model: str, options: Mapping[str, Any], size: Size, tell: Tell) -> list[Row]:
+    def job(method: str | None = None, budget: Bytes | None = None) -> Job:
+        common = {"workload": model, "options": dict(options), "batches": 1, "method": method, "budget": budget}
+        more = {"checkpoints": False, "return_freed": False}
+        return Job(function="benchmarks.training:trainer", options={**common, **more})
+
+    budget = account(job("keep-all"), 2) * size.percent // 100
+    jobs = {PLAIN: job(), WITHOUT: job(WITHOUT, budget), WITH: job(WITH, budget)}
+    answers = take_turns(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
+    steps: dict[str, Answers] = {}
+    for name, found in answers.items():
+        if isinstance(found, BudgetInfeasible):
+            raise found
+        steps[name] = found
+    return [_row(model, name, budget, steps, size) for name in jobs]
+
+
+def _row(model: str, name: str, budget: Bytes, steps: Mapping[str, Answers], size: Size) -> Row:
+    wall = {other: [answer["wall"] for answer in steps[other][size.warm :]] for other in steps}
+    row = {
+        "model": model,
+        "competitor": name,
+        "seconds": statistics.median(wall[name]),
+        "plain_ratio": median_ratio(wall[name], wall[PLAIN]),
+        "losses": "as plain" if _losses(steps[name]) == _losses(steps[PLAIN]) else "DIFFER",
+    }
+    if name == PLAIN:
+        return row
+    figures = {other: _figures(steps[other][size.warm :]) for other in (name, WITHOUT)}
+    per_byte = {other: found["stall_seconds"] / max(found["copied"], 1) for other, found in figures.items()}
+    return {
+        **row,
+        "budget_bytes": budget,
+        **figures[name],
+        "hidden_share": 1 - per_byte[name] / per_byte[WITHOUT] if per_byte[WITHOUT] else 0.0,
+        "ratio": median_ratio(wall[name], wall[WITHOUT]),
+    }
+
+
+def _losses(answers: Answers) -> list[str]:
+    return [answer["loss"] for answer in answers]
+
+
+def _figures(answers: Answers) -> dict[str, Any]:
+    """Averages over steps of what was copied, and of what was waited for."""
+    reports, counts = [answer["report"] for answer in answers], [answer["counts"] for answer in answers]
+    out, back = (sum(report[key] for report in reports) for key in ("bytes_out", "bytes_in"))
+    early = sum(count["early_out"] + count["early_in"] for count in counts)
+    stalls, seconds = (sum(report[key] for report in reports) for key in ("stall_seconds", "seconds"))
+    return {
+        "bytes_out": out // len(reports),
+        "bytes_in": back // len(reports),
+        "copied": (out + back) // len(reports),
+        "stall_seconds": stalls / len(reports),
+        "copy_share": stalls / seconds,
+        "early_share": early / max(out + back, 1),
+    }
+
+
+def _bus(nbytes: Bytes) -> tuple[Seconds, Seconds]:
+    """Seconds for a thread to copy so much, alone and beside another that does the same; medians of seven."""
+    alone = statistics.median(_copies(1, nbytes) for _ in range(7))
+    return alone, statistics.median(_copies(2, nbytes) for _ in range(7))
+
+
+def _copies(threads: int, nbytes: Bytes) -> Seconds:
+    buffers = [(ctypes.create_string_buffer(nbytes), ctypes.create_string_buffer(nbytes)) for _ in range(threads)]
+    for pair in buffers:
+        ctypes.memmove(*pair, nbytes)  # the pages are there before the clock runs; ctypes lets go of the interpreter
+    workers = [threading.Thread(target=ctypes.memmove, args=(*pair, nbytes)) for pair in buffers]
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - began
+
+
+BENCHMARK: Final = Benchmark(
+    name="overlap",
+    run=run,
+    full=Size(
+        models=[("stripes", {}), ("stripes", {"kernel": 5}), ("resnet", {})],
+        percent=40,
+        rounds=17,
+        warm=3,
+        bus_bytes=256 << 20,
+    ),
+    quick=Size(models=[("stripes", {"layers": 6, "batch": 2})], percent=50, rounds=3, warm=1, bus_bytes=1 << 20),
+)

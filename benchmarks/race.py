@@ -1,0 +1,208 @@
+"""Every usual way to train in less memory, at several budgets, on four kinds of models, in one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from benchmarks.half_memory import moved_per_step
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    ratio_columns,
+    second_columns,
+    share_columns,
+    text_columns,
+)
+from benchmarks.timing import median_ratio
+from benchmarks.turns import Answers, account, take_turns
+from benchmarks.workers import Job, started
+from spillway.errors import BudgetInfeasible
+from spillway.units import Bytes
+
+PLAIN: Final = "plain"
+STILL: Final = "plain, no dropout"
+CHECKPOINT: Final = "checkpoint"
+TORCH_BUDGET: Final = "activation budget 0.5"
+DELTA: Final = "delta"
+OTHERS: Final = ("lru", "delta-published")
+LIMIT: Final = 1.25
+"""Times the plain step, of DELTA at the middle budget."""
+MIDDLE: Final = 50
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """A model with its options."""
+
+    model: str
+    options: Mapping[str, Any]
+    without_dropout: Mapping[str, Any] = field(default_factory=dict)
+    """Options that switch dropout off, if the model has any."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    contests: Sequence[Contest]
+    percents: Sequence[int]
+    """Budgets, in percent of the plain peak."""
+    batches: int
+    rounds: int
+    """Steps that every competitor makes."""
+    warm: int
+    """The first of them, which do not count."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """One contest after the other."""
+    rows: list[Row] = []
+    checks: list[Check] = []
+    for contest in size.contests:
+        found = _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
+        rows += found
+        checks += _checks({row["competitor"]: row for row in found}, contest.model)
+    return Result(title="ways to train in less memory", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(model="model", competitor="competitor"),
+    *byte_columns(budget_bytes="budget", peak_bytes="peak", peak_rss_bytes="RSS"),
+    *second_columns(seconds="time", cpu_seconds="CPU"),
+    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
+    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
+    *share_columns(recomputed_share="recomputed"),
+    *text_columns(losses="losses"),
+)
+
+NOTES: Final = (
+    "All competitors of a model train the same batches in processes of their own, a step each in turn. Times are "
+    "medians; ratios are medians over rounds of the time as a multiple of the plain time of that round.",
+    "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block. Activation budget 0.5: torch's "
+    "`activation_memory_budget` under `torch.compile(backend='aot_eager')`, with dropout off because a compiled "
+    "dropout draws other numbers; it is compared with a plain run without dropout where the model has any. Its peak is "
+    "that of the profiler's allocations, the other peaks are by our account.",
+    "`kept`: with `return_freed=False`. Freed memory that is returned to the system costs page faults when it is asked "
+    "for again, which on a virtual machine take most of the difference between the two.",
+)
+
+
+def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
+    def job(method: str | None = None, budget: Bytes | None = None, still: bool = False, **flags: Any) -> Job:
+        options = {**contest.options, **(contest.without_dropout if still else {})}
+        common = {"workload": contest.model, "options": options, "batches": size.batches, "method": method}
+        more = {"budget": budget, "checkpoints": False, "return_freed": True, **flags}
+        return Job(function="benchmarks.training:trainer", options={**common, **more})
+
+    tell("peaks")
+    steps = size.batches + 1  # the optimizer's state is there from the second on
+    peaks = {
+        PLAIN: account(job("keep-all"), steps),
+        CHECKPOINT: account(job("keep-all", checkpoints=True), steps),
+        TORCH_BUDGET: _profiled(job(still=True, activation_budget=0.5), steps),
+    }
+    jobs = {PLAIN: job(), CHECKPOINT: job(checkpoints=True)}
+    if contest.without_dropout:
+        jobs[STILL] = job(still=True)
+    jobs[TORCH_BUDGET] = job(still=True, activation_budget=0.5)
+    for percent in size.percents:
+        budget = peaks[PLAIN] * percent // 100
+        jobs |= {f"{method}, {percent} %": job(method, budget) for method in (*OTHERS, DELTA)}
+        if percent == MIDDLE:
+            kept = {f"{m}, {percent} %, kept": job(m, budget, return_freed=False) for m in (*OTHERS, DELTA)}
+            jobs |= kept
+    answers = take_turns(jobs, size.rounds, tell)
+    return [_row(contest, name, jobs[name], peaks.get(name), answers, size) for name in jobs]
+
+
+def _profiled(job: Job, steps: int) -> Bytes:
+    """The peak of the last of so many steps, as the profiler sees it."""
+    profiled = Job(function="benchmarks.training:profiled", options=job.options)
+    with started(profiled) as worker:
+        return max([worker.ask()["peak"] for _ in range(steps)][1:])
+
+
+def _row(
+    contest: Contest, name: str, job: Job, peak: Bytes | None, answers: Mapping[str, Answers | BudgetInfeasible],
+    size: Size,
+) -> Row:  # fmt: skip
+    found = answers[name]
+    row = {"model": contest.model, "competitor": name, "budget_bytes": job.options["budget"], "peak_bytes": peak}
+    if isinstance(found, BudgetInfeasible):
+        return {**row, "losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
+    beside = answers[STILL if name == TORCH_BUDGET and STILL in answers else PLAIN]
+    assert not isinstance(beside, BudgetInfeasible)
+    reports = [answer["report"] for answer in found if answer["report"] is not None]
+    wall, cpu = ([answer[clock] for answer in found[size.warm :]] for clock in ("wall", "cpu"))
+    plain_wall, plain_cpu = ([answer[clock] for answer in beside[size.warm :]] for clock in ("wall", "cpu"))
+    same = [answer["loss"] for answer in found] == [answer["loss"] for answer in beside]
+    return {
+        **row,
+        "peak_bytes": max((report["peak_bytes"] for report in reports), default=peak),
+        "peak_rss_bytes": max(answer["rss"] for answer in found),
+        "seconds": statistics.median(wall),
+        "cpu_seconds": statistics.median(cpu),
+        "ratio": median_ratio(wall, plain_wall),
+        "cpu_ratio": median_ratio(cpu, plain_cpu),
+        "walls": wall,
+        **moved_per_step(reports[size.warm :]),
+        "losses": "no dropout" if name == STILL else "as plain" if same else "DIFFER",
+    }
+
+
+def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
+    """DELTA at the middle budget against plain and against the other two, freed memory returned and kept."""
+    checks = []
+    for ending in ("", ", kept"):
+        delta = rows.get(f"{DELTA}, {MIDDLE} %{ending}", {})
+        if "ratio" not in delta:
+            continue
+        what = f"{model}, {delta['competitor']}, time as a multiple of"
+        checks.append(Check(what=f"{what} the plain step", measured=delta["ratio"], at_most=LIMIT))
+        for other in (rows[f"{name}, {MIDDLE} %{ending}"] for name in OTHERS):
+            if "walls" in other:
+                ratio = median_ratio(delta["walls"], other["walls"])
+                checks.append(Check(what=f"{what} that of {other['competitor']}", measured=ratio, at_most=1.0))
+    different = sum(row["losses"] == "DIFFER" for name, row in rows.items() if name != TORCH_BUDGET)
+    return [*checks, Check(what=f"{model}, competitors whose losses differ from plain", measured=different, at_most=0)]
+
+
+BENCHMARK: Final = Benchmark(
+    name="race",
+    run=run,
+    full=Size(
+        contests=[
+            Contest(model="stdlib-lm", options={"grouped": 1}, without_dropout={"dropout": 0.0}),
+            Contest(model="resnet", options={}),
+            Contest(model="lstm", options={}),
+            Contest(model="unet", options={}),
+        ],
+        percents=(70, 50, 35),
+        batches=2,
+        rounds=14,
+        warm=4,
+    ),
+    quick=Size(
+        contests=[
+            Contest(
+                model="stdlib-lm",
+                options={"grouped": 1, "width": 64, "layers": 2, "longest": 96},
+                without_dropout={"dropout": 0.0},
+            )
+        ],
+        percents=(50,),
+        batches=1,
+        rounds=3,
+        warm=1,
+    ),
+)
