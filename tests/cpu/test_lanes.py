@@ -123,9 +123,9 @@ def test_a_copy_that_ran_while_ops_did_is_hidden_and_one_that_an_op_waited_for_i
 
 @pytest.mark.parametrize("way", ["drop", "write"])
 def test_a_wait_that_the_controller_does_not_see_is_a_stall_too(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    gate = Gate(monkeypatch, "_fill")
     with spillway.manage(nn.Linear(2, 2), budget=PLENTY, method=copying_beside()) as memory:
         with memory.step():
+            gate = Gate(monkeypatch, "_fill")
             tensor = torch.arange(ITEMS) * 3
             assert begin(memory, tensor, Copy)
             with gate.opened_soon():
