@@ -7,6 +7,7 @@ a weak reference.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
 
@@ -26,6 +27,7 @@ from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import EngineError
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
@@ -49,12 +51,14 @@ class TensorEngine:
         policy: Decides what leaves.
         allowed: The budget in bytes; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
+        spill_io: Through the page cache, or past it where the file system can.
     """
 
     def __init__(
-        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None
-    ) -> None:
-        self.tier = DiskTier(spill_directory)
+        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
+        spill_io: SpillIO = "buffered",
+    ) -> None:  # fmt: skip
+        self.tier = DiskTier(spill_directory, spill_io)
         self.resident_set = ResidentSet()
         self.reclaimer = Reclaimer(self.resident_set)
         self.machine = CpuMachine(self.tier, self.reclaimer)
@@ -299,6 +303,7 @@ class TensorEngine:
 
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
+        self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
         self.controller.allowed = UNLIMITED
         self.foresees = False
         self._dispatch.disarm()
