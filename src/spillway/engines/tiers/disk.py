@@ -297,6 +297,11 @@ class DiskTier:
                     f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some "
                     f"space there or choose another with spill_directory=."
                 ) from error
+            if error.errno == errno.ENOMEM:
+                raise SpillFullError(
+                    f"The system maps no room for {format_bytes(nbytes)} more of the spill file into memory; raise "
+                    f"`ulimit -v` or the setting vm.max_map_count."
+                ) from error
             raise SpillError(f"Writing {format_bytes(nbytes)} to the spill file failed: {error.strerror}.") from error
 
     def _note(self, nbytes: Bytes, began: float) -> None:
