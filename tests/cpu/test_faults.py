@@ -99,7 +99,7 @@ def unmapped() -> BaseException:
 def after_a_step_with(
     fault: AbstractContextManager[Any], order: str, *errors: type[BaseException]
 ) -> BaseException | None:
-    """The error that ended the step; what it left is what plain PyTorch leaves between two ops, and training goes on."""
+    """The error that ended the step, which left what plain PyTorch leaves between two ops; training goes on."""
     numbers = after_each_op()
     model, optimizer = fresh()
     seen: BaseException | None = None
