@@ -68,7 +68,7 @@ def others_open(engine: TensorEngine) -> bool:
 
 def _uninstall_after_the_last() -> None:
     with _lock:
-        if _installed and not len(_open):
+        if _installed and not tuple(_open):  # its length may count an engine that has just been collected
             _uninstall()
 
 
