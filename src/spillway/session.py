@@ -156,19 +156,15 @@ class Session:
             return
         if self._running is not None:
             raise SessionError("The session cannot be closed inside a step; leave the step first.")
-        self._closed = True
-        with ExitStack() as stack:
-            stack.callback(self._close_engine)
+        with DeferredInterrupts(self._engine.interrupts), ExitStack() as stack:
+            self._closed = True
+            stack.callback(self._engine.close)
             if self._live is not None:
                 stack.callback(self._live.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)
                 if self.timeline is not None:
                     self._writer.append({"timeline": self.timeline.to_json()})
-
-    def _close_engine(self) -> None:
-        with DeferredInterrupts(self._engine.interrupts):
-            self._engine.close()
         self._engine.raise_interrupt()
 
     def __enter__(self) -> Self:

@@ -6,6 +6,7 @@ a weak reference.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -28,7 +29,7 @@ from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import EngineError
+from spillway.errors import EngineError, SpillError
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes
@@ -78,6 +79,9 @@ class TensorEngine:
         self.in_step = False
         self.foresees = policy.foresees and allowed < UNLIMITED
         """Whether the policy is asked while ops run."""
+        if self.foresees:
+            with contextlib.suppress(SpillError):  # there may be threads later
+                self.tier.start_workers()
         self.start_bytes: Bytes = 0
         self.ops = 0
         self.history: StepHistory | None = None

@@ -42,11 +42,15 @@ class DeferredInterrupts:
         if threading.current_thread() is not threading.main_thread():
             return
         self._open = True
-        for number in SIGNALS:
-            previous = signal.getsignal(number)
-            if callable(previous):
-                self._previous[number] = previous
-                signal.signal(number, self._handle)
+        try:
+            for number in SIGNALS:
+                previous = signal.getsignal(number)
+                if callable(previous):
+                    self._previous[number] = previous
+                    signal.signal(number, self._handle)
+        except BaseException:  # one of them came before it was its turn
+            self.__exit__()
+            raise
 
     def __exit__(self, *exception: object) -> None:
         if not self._open:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar, final
 
 import numpy as np
+import numpy.ctypeslib  # not when it is first used, which may be when no file can be opened
 
 from spillway.engines.tiers.forks import ForkedReaders
 from spillway.engines.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages
@@ -233,6 +234,15 @@ class DiskTier:
             self._readers.close()
             self._windows.clear()
             self._free.clear()
+
+    def start_workers(self) -> None:
+        """Start the threads now and not with the first copy: Python waits for ever for a thread that starts when there
+        is no memory left.
+
+        Raises:
+            SpillError: The system gives no thread.
+        """
+        self._pool()
 
     def _pool(self) -> ThreadPoolExecutor:
         """All threads start before there is work: a pool that gets no thread for a job raises, and keeps the job."""
