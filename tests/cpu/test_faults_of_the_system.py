@@ -385,3 +385,25 @@ def test_a_limit_of_the_system_ends_a_step_with_a_clear_error_or_not_at_all(
     assert any(run["error"] for run in runs) or not bites
     for error in filter(None, (run["error"] for run in runs)):
         assert "memory" in error or "Memory" in error
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_session_computes_the_same_past_the_page_cache(order: str) -> None:
+    plain, plain_optimizer = fresh()
+    for number in range(1, 4):
+        step_of(plain, plain_optimizer, number)
+    expected = state_of(plain, plain_optimizer)
+    model, optimizer = fresh()
+    with spillway.manage(
+        model, optimizer, budget=TIGHT, method=ORDERS[order](), spill_directory=Path.cwd(), spill_io="direct"
+    ) as memory:
+        if memory._engine.tier.io != "direct":
+            pytest.skip(memory._engine.tier.io_note)
+        for number in range(1, 4):
+            with memory.step():
+                step_of(model, optimizer, number)
+            for parameter in model.parameters():
+                put_away(memory, parameter, Move)
+        assert memory.history[-1].bytes_in > 0
+        assert difference(state_of(model, optimizer), expected) is None
+    assert difference(state_of(model, optimizer), expected) is None
