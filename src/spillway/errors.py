@@ -11,6 +11,7 @@ SpillwayError
  +- SpillError                         the place where absent bytes wait cannot be used
  |   +- SpillDirectoryError            the directory is missing or not writable
  |   +- SpillFullError                 no room is left for another storage
+ |   +- SpillBusyError                 the workers have enough to copy; what was to be copied early stays for now
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
@@ -109,6 +110,10 @@ class SpillDirectoryError(SpillError):
 
 class SpillFullError(SpillError):
     """No room is left where absent bytes wait."""
+
+
+class SpillBusyError(SpillError):
+    """The workers have enough to copy: what was to be copied early stays where it is for now."""
 
 
 class SpillCorruptedError(SpillError):

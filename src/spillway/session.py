@@ -17,10 +17,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
 from spillway.engines.tensors.private import CAN_SWAP, unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
+from spillway.engines.tensors.turns import check_thread, end_turn, take_turn
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, ModelError, SessionError, SpillFullError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.methods import AbstractPolicy, resolve
@@ -39,6 +42,7 @@ def manage(
     budget: int | str | None,
     method: str | AbstractPolicy = "lru",
     spill_directory: str | os.PathLike[str] | None = None,
+    spill_io: SpillIO = "buffered",
     return_freed: bool = True,
     run_file: str | os.PathLike[str] | None = None,
     timeline: bool = False,
@@ -54,6 +58,8 @@ def manage(
         method: How to decide what leaves: a name or a policy object.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
+        spill_io: "direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that
+            spilled bytes do not take its place; "buffered" is faster as long as there is memory for the cache.
         return_freed: Return freed memory to the system when the process's resident set is about to pass the budget
             by 5 %. False leaves it to the allocator: steps under pressure are faster, and the process may take twice
             the budget and more, because the allocator keeps what it cannot reuse.
@@ -69,7 +75,7 @@ def manage(
     optimizers: list[torch.optim.Optimizer] = _several(optimizer, torch.optim.Optimizer)
     _check_models(models, optimizers)
     allowed = UNLIMITED if budget is None else parse_budget(budget, _machine_memory())
-    engine = TensorEngine(resolve(method), allowed, spill_directory)
+    engine = TensorEngine(resolve(method), allowed, spill_directory, spill_io)
     try:
         writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
         shown = LiveLine(allowed) if live else None
@@ -150,8 +156,8 @@ class Session:
             return
         if self._running is not None:
             raise SessionError("The session cannot be closed inside a step; leave the step first.")
-        self._closed = True
-        with ExitStack() as stack:
+        with DeferredInterrupts(self._engine.interrupts), ExitStack() as stack:
+            self._closed = True
             stack.callback(self._engine.close)
             if self._live is not None:
                 stack.callback(self._live.close)
@@ -159,6 +165,7 @@ class Session:
                 stack.callback(self._writer.close)
                 if self.timeline is not None:
                     self._writer.append({"timeline": self.timeline.to_json()})
+        self._engine.raise_interrupt()
 
     def __enter__(self) -> Self:
         if self._closed:
@@ -275,15 +282,16 @@ class _Step:
         self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
         self._began = time.perf_counter()
+        named = functools.partial(session._tensors, self._batch)
+        take_turn(engine, lambda: (tensor for _, tensor in named()), alone=not others_open(engine))
         if not self._aside:
             reset_peak()
             self._interrupts.__enter__()
         session._running = self
         if not self._aside:
             try:
-                record = functools.partial(session._tensors, self._batch) if session._keep_timeline else None
-                tensors = session._tensors(self._batch)
-                engine.begin_step(tensors, base_rss=session._base_rss, record=record, signature=self._signature)
+                record = named if session._keep_timeline else None
+                engine.begin_step(named(), base_rss=session._base_rss, record=record, signature=self._signature)
             except BudgetInfeasible as refusal:
                 self._leave()
                 raise self._told(refusal) from None
@@ -298,10 +306,12 @@ class _Step:
 
     def _leave(self) -> None:
         self._session._running = None
+        end_turn(self._session._engine)
         self._interrupts.__exit__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         engine = self._session._engine
+        check_thread(engine)
         late: BaseException | None = None
         try:
             if not self._aside:
@@ -446,4 +456,5 @@ def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(_machine_memory())}",
         "threads": torch.get_num_threads(),
+        "spill_io": engine.tier.io,
     }

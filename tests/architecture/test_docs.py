@@ -121,3 +121,12 @@ def test_folders_within_folders_are_read_as_paths() -> None:
 def test_only_rows_that_say_so_are_ready() -> None:
     text = "| method | name | state |\n|---|---|---|\n| a | `a` | ready |\n| b | | planned |\n"
     assert ready_methods(text) == ["a"]
+
+
+def test_every_test_that_the_page_about_faults_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", DOCUMENTS["docs/faults.md"]))
+    defined = {
+        name for path in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert len(named) > 30
+    assert named - defined == set()

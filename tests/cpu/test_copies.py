@@ -177,6 +177,9 @@ def test_a_system_without_threads_refuses_copies_and_nothing_else(
 
     out, back = torch.arange(ITEMS), torch.arange(ITEMS) * 2
     put_away(memory, back, Move)
+    workers, memory._engine.tier._workers = memory._engine.tier._workers, None
+    assert workers is not None
+    workers.shutdown()
     threads, before = threading.active_count(), memory._engine.tier.used
     monkeypatch.setattr(threading.Thread, "start", seldom)
     assert not begin(memory, out, Copy)

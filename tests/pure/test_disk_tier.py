@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pytest
 
 from spillway.engines.tiers import disk
-from spillway.engines.tiers.disk import PAGE, DiskTier, Slot, checksum, slot_capacity
+from spillway.engines.tiers.disk import DiskTier, Slot, checksum, slot_capacity
+from spillway.engines.tiers.spill_file import PAGE
 from spillway.errors import SpillCorruptedError, SpillDirectoryError, SpillFullError
 from spillway.units import KiB, MiB
 

@@ -35,7 +35,7 @@ def spill_directory(directory: Path) -> Finding:
             problems=[Problem(what=reason, fix=_ANOTHER, fatal=True)],
         )
     system = file_system(directory)
-    past = "direct I/O works there, and the page cache is used" if direct else "it has no direct I/O"
+    past = 'with direct I/O (spill_io="direct" keeps it out of the page cache)' if direct else "it has no direct I/O"
     return Finding(
         topic="spill directory",
         sentence=f"{directory} on {system or 'an unknown file system'}, {format_bytes(free)} free, {past}: storages "

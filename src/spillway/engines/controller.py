@@ -35,7 +35,7 @@ from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe
 from spillway.engines.replay import Ancestry, Replay, grow_chains
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
-from spillway.errors import EngineError, SpillError, SpillFullError
+from spillway.errors import EngineError, SpillFullError
 from spillway.ir.timeline import Change
 from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal
 from spillway.units import Bytes
@@ -292,7 +292,7 @@ class Controller:
                 self.counters.bytes_out += storage.nbytes
             else:
                 self.machine.leave(storage, value.home)
-        except SpillError as error:
+        except BaseException as error:  # of whatever kind: the home may not have the bytes
             self._discard_home(value)
             if not isinstance(error, SpillFullError):
                 raise

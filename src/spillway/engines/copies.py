@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from spillway.engines.records import AWAY, Storage, Value
 from spillway.engines.room import grant_in_turn
-from spillway.errors import EngineError, SpillError, SpillFullError
+from spillway.errors import EngineError, SpillBusyError, SpillError, SpillFullError
 from spillway.methods.base import Copy, Fetch
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Copies:
         try:
             value.home = controller.machine.start_out(storage)
         except SpillError as error:
-            controller.counters.refuse("slower tier full" if isinstance(error, SpillFullError) else "no worker")
+            controller.counters.refuse(_why(error))
             return False
         controller.note_copied(value)
         controller.counters.bytes_out += storage.nbytes
@@ -100,8 +100,8 @@ class Copies:
             return False
         try:
             self.arriving[value] = controller.machine.start_in(storage, value.home)
-        except SpillError:
-            controller.counters.refuse("no worker")
+        except SpillError as error:
+            controller.counters.refuse(_why(error))
             return False
         controller.resident += storage.nbytes
         controller.peak = max(controller.peak, controller.resident)
@@ -196,3 +196,10 @@ class Copies:
     def _key(self, storage: Storage) -> int:
         """Positive and the same in every step that makes the same storages, for those of the step; else negative."""
         return storage.number - self._first if storage.number > self._first else -storage.number
+
+
+def _why(error: SpillError) -> str:
+    """The reason for a refusal, to be counted."""
+    if isinstance(error, SpillFullError):
+        return "slower tier full"
+    return "workers busy" if isinstance(error, SpillBusyError) else "no worker"

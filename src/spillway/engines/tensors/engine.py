@@ -6,7 +6,9 @@ a weak reference.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
@@ -28,7 +30,8 @@ from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
-from spillway.errors import EngineError
+from spillway.engines.tiers.spill_file import SpillIO
+from spillway.errors import EngineError, SpillError
 from spillway.ir.lanes import Transfers, total
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
@@ -52,12 +55,14 @@ class TensorEngine:
         policy: Decides what leaves.
         allowed: The budget in bytes; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
+        spill_io: Through the page cache, or past it where the file system can.
     """
 
     def __init__(
-        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None
-    ) -> None:
-        self.tier = DiskTier(spill_directory)
+        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
+        spill_io: SpillIO = "buffered",
+    ) -> None:  # fmt: skip
+        self.tier = DiskTier(spill_directory, spill_io)
         self.log = self.tier.log
         """Copies as they were made, and what waited for them."""
         self.resident_set = ResidentSet()
@@ -79,6 +84,9 @@ class TensorEngine:
         self.in_step = False
         self.foresees = policy.foresees and allowed < UNLIMITED
         """Whether the policy is asked while ops run."""
+        if self.foresees:
+            with contextlib.suppress(SpillError):  # there may be threads later
+                self.tier.start_workers()
         self.start_bytes: Bytes = 0
         self.ops = 0
         self.transfers = Transfers(seconds=0.0, hidden_seconds=0.0)
@@ -322,6 +330,7 @@ class TensorEngine:
 
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
+        self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
         self.controller.allowed = UNLIMITED
         self.foresees = False
         self._dispatch.disarm()

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 import torch.utils.dlpack
 
+from spillway.engines.tensors.turns import forget_turns
+
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
@@ -37,7 +39,7 @@ MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _installed = False
-_lock = threading.Lock()
+_lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while the lock is held
 
 
 @final
@@ -47,16 +49,27 @@ class Escapes:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
+            _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
             if not _installed:
                 _install()
-            _open.add(engine)
+        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
 
     def remove(self) -> None:
         """The engine is closed and needs no telling."""
         with _lock:
             _open.discard(self._engine)
-            if _installed and not len(_open):
-                _uninstall()
+            _uninstall_after_the_last()
+
+
+def others_open(engine: TensorEngine) -> bool:
+    """Whether another engine is open."""
+    return any(other is not engine for other in tuple(_open))
+
+
+def _uninstall_after_the_last() -> None:
+    with _lock:
+        if _installed and not tuple(_open):  # its length may count an engine that has just been collected
+            _uninstall()
 
 
 def _await_copies() -> None:
@@ -65,6 +78,9 @@ def _await_copies() -> None:
 
 
 def _disarm_all() -> None:
+    global _lock
+    _lock = threading.RLock()
+    forget_turns()
     for engine in tuple(_open):
         engine.disarm()
 

@@ -50,6 +50,9 @@ class ResidentSet:
         if self._libc is not None:
             self._libc.malloc_trim(0)
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the descriptor."""
         if self._statm >= 0:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from spillway.engines.tiers.disk import PAGE, DiskTier
+from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.tiers.spill_file import PAGE
 from spillway.errors import SpillError, SpillFullError
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 

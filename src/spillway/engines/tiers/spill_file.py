@@ -1,0 +1,202 @@
+"""The spill file itself: no name, mapped privately, read and written through the page cache or past it.
+
+NOTE [Coherence]. With direct I/O the bytes of a slot reach the disk past the page cache, and whoever reads the mapping
+has the system fill the page cache from the disk. Both show the same content because
+
+ 1. nothing makes the page cache of this file dirty: the mapping is private, and the tier writes either all slots
+    through the cache or all of them past it. So there is nothing that could be written back over a direct write;
+ 2. Linux throws the cached pages of a range away, and unmaps them, before and after a direct write to it. Pages that
+    somebody read ahead during the write are among them;
+ 3. private copies of pages stay when that happens. The tier forgets them when a slot is given back.
+
+`tests/pure/test_direct_io.py` reads mapped slots while others beside them are written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+from spillway.errors import SpillCorruptedError, SpillDirectoryError, UsageError
+from spillway.units import Bytes, format_bytes
+
+PAGE: Final = mmap.ALLOCATIONGRANULARITY
+_PIECE: Final = 1 << 20
+"""What lies at no page boundary goes through a buffer of this size, which stays in the processor's cache."""
+
+SpillIO = Literal["buffered", "direct"]
+"""Through the page cache, or past it where the file system can."""
+
+
+@final
+class SpillFile:
+    """A file that nobody else can open and that is gone when this process is. Any thread may read and write it.
+
+    Attributes:
+        descriptor: Negative once closed.
+        io: How bytes go: past the page cache only where that was asked for and the file system can.
+        note: Why that is not what was asked for; empty if it is.
+
+    Raises:
+        SpillDirectoryError: It cannot be made there.
+    """
+
+    def __init__(self, directory: Path, io: SpillIO = "buffered") -> None:
+        if io not in ("buffered", "direct"):
+            raise UsageError(f'spill_io is "buffered" or "direct", not {io!r}.')
+        self.descriptor, self._direct = _open_unlinked(directory, direct=io == "direct")
+        self._closing = [weakref.finalize(self, os.close, number) for number in self._descriptors()]
+        for closing in self._closing:
+            closing.atexit = False  # a worker may still be busy then
+        self._own = threading.local()
+        refusal = self._try_direct() if io == "direct" else ""
+        self.io: SpillIO = "buffered" if refusal else io
+        self.note = refusal and f"{directory} has no direct I/O ({refusal}): spilled bytes fill the page cache."
+
+    def write(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
+        """Copy bytes into the file, up to the end of their last page with whatever if they go past the cache."""
+        if self.io == "buffered":
+            _write_all(self.descriptor, offset, _memory(address, nbytes))
+            return
+        done = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
+        if done:
+            _write_all(self._direct, offset, _memory(address, done))
+        for begin in range(done, nbytes, _PIECE):
+            length = min(_PIECE, nbytes - begin)
+            buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
+            ctypes.memmove(_address(buffer), address + begin, length)
+            _write_all(self._direct, offset + begin, memoryview(buffer)[:whole])
+
+    def read(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
+        """Copy bytes out of the file.
+
+        Raises:
+            SpillCorruptedError: It ends before them.
+        """
+        if self.io == "buffered":
+            _read_all(self.descriptor, offset, _memory(address, nbytes), nbytes)
+            return
+        done = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
+        if done:
+            _read_all(self._direct, offset, _memory(address, done), done)
+        for begin in range(done, nbytes, _PIECE):
+            length = min(_PIECE, nbytes - begin)
+            buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
+            _read_all(self._direct, offset + begin, memoryview(buffer)[:whole], length)
+            ctypes.memmove(address + begin, _address(buffer), length)
+
+    def lengthen(self, nbytes: Bytes) -> None:
+        """Make the file so long, without a block on the disk for what is new."""
+        os.ftruncate(self.descriptor, nbytes)
+
+    def map(self, offset: Bytes, nbytes: Bytes) -> ctypes.Array[ctypes.c_char]:
+        """A part of the file as anybody reads it in place; what is written there stays in this process.
+
+        It is unmapped when nobody refers to it any more, and keeps no descriptor (as `mmap.mmap` does).
+        """
+        address = _system.mmap(
+            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE, self.descriptor, offset
+        )
+        if address in (None, ctypes.c_void_p(-1).value):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        window = (ctypes.c_char * nbytes).from_address(address)
+        weakref.finalize(window, _system.munmap, address, nbytes).atexit = False  # tensors may be read until the end
+        return window
+
+    def close(self) -> None:
+        """Give the file back to the system, once nothing is mapped any more."""
+        for closing in self._closing:
+            closing()
+        self.descriptor = self._direct = -1
+
+    def _descriptors(self) -> list[int]:
+        return [number for number in (self.descriptor, self._direct) if number >= 0]
+
+    def _try_direct(self) -> str:
+        """Why direct I/O does not work here, with a whole page; empty if it does."""
+        if self._direct < 0:
+            return "the system has no such thing"
+        buffer = self._buffer()
+        try:
+            os.ftruncate(self.descriptor, PAGE)
+            buffer[:5] = b"spill"
+            _write_all(self._direct, 0, memoryview(buffer)[:PAGE])
+            buffer[:5] = bytes(5)
+            _read_all(self._direct, 0, memoryview(buffer)[:PAGE], PAGE)
+            os.ftruncate(self.descriptor, 0)
+        except (OSError, SpillCorruptedError) as error:
+            return str(error)
+        return "" if buffer[:5] == b"spill" else "it reads something else than it wrote"
+
+    def _buffer(self) -> mmap.mmap:
+        """This thread's own, at a page boundary."""
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = mmap.mmap(-1, _PIECE)
+        return self._own.buffer  # type: ignore[no-any-return]
+
+
+def forget_pages(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: Bytes) -> None:
+    """Private copies of these pages are given up: what is read there comes from the file again."""
+    _system.madvise(ctypes.addressof(window) + start, nbytes, mmap.MADV_DONTNEED)
+
+
+def _memory(address: int, nbytes: Bytes) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def _write_all(descriptor: int, offset: Bytes, source: memoryview) -> None:
+    done = 0
+    while done < len(source):
+        done += os.pwrite(descriptor, source[done:], offset + done)
+
+
+def _read_all(descriptor: int, offset: Bytes, target: memoryview, needed: Bytes) -> None:
+    done = 0
+    while done < needed:
+        count = os.preadv(descriptor, [target[done:]], offset + done)
+        done += count
+        if done < needed and (count == 0 or offset + done == os.fstat(descriptor).st_size):
+            raise SpillCorruptedError(f"The spill file ends {format_bytes(needed - done)} too early.")
+
+
+def _open_unlinked(directory: Path, *, direct: bool) -> tuple[int, int]:
+    """Descriptors of one new file: the usual one, and one past the page cache (negative if there is none)."""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="spillway-", dir=directory)
+    except OSError as error:
+        raise SpillDirectoryError(
+            f"The spill directory {directory} cannot be used: {error.strerror or error}; choose a writable one with "
+            f"spill_directory=."
+        ) from error
+    second = -1
+    try:
+        if direct and hasattr(os, "O_DIRECT"):
+            second = os.open(name, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+    except OSError:
+        second = -1  # tmpfs on older systems, some network file systems
+    finally:
+        os.unlink(name)
+    return descriptor, second
+
+
+def _system_calls() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library
+
+
+_system: Final = _system_calls()
