@@ -240,3 +240,31 @@ def test_nobody_is_asked_under_a_policy_that_never_recomputes() -> None:
     assert program.move("a")
     program.read("a")
     assert (policy.asked, program.controller.counters.reloads) == (0, 1)  # type: ignore[attr-defined]
+
+
+def test_the_copy_of_what_was_recomputed_is_not_trusted_across_steps() -> None:
+    program = program_with_a()
+    assert program.move("a")
+    program.read("a")
+    assert program.controller.counters.recalls == 1
+    program.end_step()
+    audit(program)
+    program.begin_step()
+    program.poke("a", 77)
+    assert program.move("a")
+    assert program.read("a") == [77]
+    audit(program)
+
+
+def test_what_was_recomputed_is_expected_to_be_wanted_in_the_next_such_step() -> None:
+    program = Program(1 << 62, Recalls())
+    program.source("x", [3])
+    for step in (1, 2):
+        program.begin_step()
+        program.run(MAKE, "x", "a")
+        assert program.move("a")
+        due = [storage.number for storage in program.controller.view.due()]
+        assert due == ([] if step == 1 else [program.names["a"].number])
+        program.read("a")
+        program.free("a")
+        program.end_step()
