@@ -12,6 +12,7 @@ SpillwayError
  |   +- SpillDirectoryError            the directory is missing or not writable
  |   +- SpillFullError                 no room is left for another storage
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
+ +- DeviceFullError                    the device has no memory for an op although all that may leave has left
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
  +- EngineError                        an invariant of the engine is broken: a bug in Spillway
@@ -113,6 +114,10 @@ class SpillFullError(SpillError):
 
 class SpillCorruptedError(SpillError):
     """Bytes came back that are not the bytes that went out."""
+
+
+class DeviceFullError(SpillwayError):
+    """The device has no memory for an op, under its budget or not, although all that may leave has left."""
 
 
 class PlanRejected(SpillwayError):

@@ -82,7 +82,7 @@ class View:
         return inf if found is None else self._seconds(found)
 
     def _seconds(self, found: Ancestry) -> Seconds:
-        own = sum(recipe.seconds for recipe in found.recipes.values())
+        own = sum(map(self._controller.machine.seconds_of, found.recipes.values()))
         below = (ancestry(leaf, self._controller.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
         return own + sum(self._seconds(deeper) for deeper in below if deeper is not None)
 

@@ -60,6 +60,12 @@ class StepReport:
     """Tensors passed by because they have no storage of their own (sparse, meta, foreign devices)."""
     logged: dict[str, float]
     """What the user logged during the step, the loss for example."""
+    device_peak_bytes: Bytes = 0
+    """The most that the device's allocator had handed out, measured; 0 on the CPU, where nobody counts that."""
+    reserved_bytes: Bytes = 0
+    """Of the budget, what is set aside for what the account does not see: workspaces, other tensors, odd pieces."""
+    copy_seconds: Seconds = 0.0
+    """Time that a CUDA device's lanes spent on copies; what of it is not in `stall_seconds` was hidden."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
@@ -69,6 +75,7 @@ class StepReport:
     def from_json(cls, data: dict[str, Any]) -> StepReport:
         """Read what `to_json` gave. Raises ValueError for anything else."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(data) != names:
+        needed = {field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING}
+        if not needed <= set(data) <= names:
             raise ValueError(f"a step report has the fields {', '.join(sorted(names))}")
         return cls(**data)

@@ -12,7 +12,6 @@ the op.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import OPERAND, Call, Surroundings, random_state
+from spillway.engines.tensors.calls import OPERAND, Call, random_state, surroundings_with
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.system import LARGE
@@ -34,8 +33,6 @@ Handler = Callable[..., Any]
 
 Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
 """Takes any call at all."""
-
-_now = time.perf_counter
 
 
 def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
@@ -53,7 +50,7 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 
 def _passing_by(info: OpInfo) -> Handler:
     """For views: they touch no bytes."""
-    call, call_with = quickest_call(info.func)
+    call, call_with = quickest_call(info.func)  # it needs no memory
     plain, as_it_came = PLAIN_TENSORS, info.call
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,9 +65,9 @@ def _passing_by(info: OpInfo) -> Handler:
 def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create one storage and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
-    call, call_with = quickest_call(info.func)
-    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.reclaimer.expect
-    plain, harmless = PLAIN_TENSORS, NO_TENSORS
+    call, call_with = engine.place.calls(info)
+    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.creations.expect
+    plain, harmless, here = PLAIN_TENSORS, NO_TENSORS, engine.place.devices
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -101,7 +98,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             engine.unmanaged += out is not None
             return out
         if key not in table:
-            if kwargs and info.places and out.device.type != "cpu":
+            if kwargs and info.places and out.device not in here:
                 engine.unmanaged += 1
                 return out
             register(out, key)
@@ -113,11 +110,12 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create one storage and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
-    call, call_with = quickest_call(info.func)
+    call, call_with = engine.place.calls(info)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
-    expect = engine.reclaimer.expect
+    expect, here, now = engine.creations.expect, engine.place.devices, engine.place.now
     plain, harmless, odd, operator = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.func
-    surroundings, same, name, exactness = Surroundings(), engine.geometries.setdefault, info.name, info.exactness
+    surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
+    name, exactness = info.name, info.exactness
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -149,9 +147,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             expect(needed // SAFETY_OF_BOUNDS)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
-        began = _now()
+        began = now()
         out = call_with(*args, **kwargs) if kwargs else call(*args)
-        recipe = Recipe(clock, name, reads, payload, _now() - began, exactness)
+        recipe = Recipe(clock, name, reads, payload, now() - began, exactness)
         append(recipe)
         try:
             key = _address(out)
@@ -159,7 +157,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             engine.unmanaged += out is not None
             return out
         if key not in table:
-            if kwargs and info.places and out.device.type != "cpu":
+            if kwargs and info.places and out.device not in here:
                 engine.unmanaged += 1
                 return out
             value = register(out, key).value
@@ -182,7 +180,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         engine.interrupts,
         engine.controller.overwrite,
     )
-    call, call_with = quickest_call(info.func)
+    call, call_with = engine.place.calls(info)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
 
@@ -234,8 +232,9 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
         engine.controller.overwrite,
         engine.geometries.setdefault,
     )
-    call, call_with = quickest_call(info.func)
-    plain, surroundings, odd, seeded = PLAIN_TENSORS, Surroundings(), ODD_DTYPES, info.seeded
+    call, call_with = engine.place.calls(info)
+    plain, surroundings, odd = PLAIN_TENSORS, surroundings_with(engine.place.settings), ODD_DTYPES
+    seeded, generator, now = info.seeded, engine.place.generator, engine.place.now
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
         if any(type(given) in plain and given.dtype in odd for given in args):
@@ -252,15 +251,15 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
                 payload.append(same(geometry, geometry))
         payload[1] = _where_tensors_stand(args)
         if seeded:
-            payload = Call.unpacked(payload)._replace(random=random_state(kwargs))
+            payload = Call.unpacked(payload)._replace(random=random_state(kwargs, generator))
         written = reads[0].storage
-        began = _now()
+        began = now()
         try:
             out = call_with(*args, **kwargs) if kwargs else call(*args)
         except BaseException:
             overwrite(written, None)  # whatever it wrote until then
             raise
-        recipe = Recipe(controller.clock, info.name, reads, payload, _now() - began, info.exactness)
+        recipe = Recipe(controller.clock, info.name, reads, payload, now() - began, info.exactness)
         controller.recipes.append(recipe)
         recipe.writes = ((0, overwrite(written, recipe)),)
         return out
