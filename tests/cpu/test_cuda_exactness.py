@@ -30,7 +30,7 @@ def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **optio
     return run, driver
 
 
-@pytest.mark.parametrize(("name", "order", "exchanges"), product(A_FEW, ORDERS, [True, False]))
+@pytest.mark.parametrize(("name", "order", "exchanges"), [*product(A_FEW, ORDERS, [True, False])])
 def test_a_family_trains_to_the_same_bits_with_late_copies(name: str, order: str, exchanges: bool) -> None:
     budget = plain_peak(name) * 60 // 100
     run, driver = late(name, budget, order, exchanges=exchanges)

@@ -38,7 +38,7 @@ Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
 def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """The cheapest function that does all there is to do for the op."""
     if info.view:
-        return _passing_by(info)
+        return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
     if info.fast and not info.resizes:
         if info.fresh and info.single and not info.writes:
             recorded = engine.controller.policy.uses_recipes and info.exactness
@@ -58,6 +58,20 @@ def _passing_by(info: OpInfo) -> Handler:
             return call_with(*args, **kwargs) if kwargs else call(*args)
         with torch._C.DisableTorchFunctionSubclass():  # a subclass has had its say
             return as_it_came(*args, **(kwargs or {}))
+
+    return handle
+
+
+def _bringing_back(info: OpInfo, engine: TensorEngine) -> Handler:
+    """For views where an absent storage has a size of 0, beyond which torch makes none."""
+    view, find = _passing_by(info), engine.find
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        storage = find(args[0]) if args else None
+        if storage is not None and storage.value is not None and storage.value.absent:
+            with engine.controller.lock:
+                engine.fetch(storage)
+        return view(_, func, types, args, kwargs)
 
     return handle
 
