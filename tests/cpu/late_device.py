@@ -1,8 +1,8 @@
 """A device for the CUDA machine that is made of CPU memory, and whose copies happen as late as they may.
 
-A copy is made when something waits for its event, or when that has been asked for often enough whether it is done. What
-the machine forgot to wait for is then found out: fresh memory holds a pattern until the copy into it is made, and a copy
-whose source or target is gone by the time it is made fails.
+A copy is made when something waits for its event, or when that has been asked for often enough whether it is done.
+What the machine forgot to wait for is then found out: fresh memory holds a pattern until the copy into it is made, and
+a copy whose source or target is gone by the time it is made fails.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 
 from spillway.engines.tensors.cuda_place import cuda_engine
 from spillway.engines.tensors.driver import Event, LaneTimes
+from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.host import Block
 from spillway.methods import AbstractPolicy
 from spillway.session import Session
@@ -70,8 +71,8 @@ class LateCopy:
             first = self.lane.pop(0)
             for event in first.after:
                 event.synchronize()
-            first.make()
             first.done = True
+            first.make()
 
 
 @final
@@ -219,14 +220,30 @@ def _copy(target: int, source: int, nbytes: int) -> None:
     ctypes.memmove(target, source, nbytes)
 
 
+def late_engine(
+    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *, exchanges: bool = True,
+    costs: bool = False,
+) -> TensorEngine:  # fmt: skip
+    """The engine of such a session."""
+    engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
+    driver.account = lambda: engine.controller.resident
+    place: Any = engine.place
+    if not costs:
+        place.clock.begin_step = lambda signature, wanted: None
+    return engine
+
+
 def late_session(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
-    host_budget: int = 1 << 30, exchanges: bool = True, driver: LateDriver | None = None,
+    host_budget: int = 96 << 20, exchanges: bool = True, driver: LateDriver | None = None,
+    costs: bool = False,
 ) -> Session:  # fmt: skip
-    """A session whose tensors lie, as far as its engine can tell, on a CUDA device."""
+    """A session whose tensors lie, as far as its engine can tell, on a CUDA device.
+
+    With `costs` its first step measures them, which waits for the device, so that nothing in it is late.
+    """
     driver = driver if driver is not None else LateDriver()
-    engine = cuda_engine(method, budget, driver, host_budget, exchanges=exchanges)
-    driver.account = lambda: engine.controller.resident
+    engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
     return Session([model], optimizers, engine, None, None, keep_timeline=False, return_freed=True)
 
 

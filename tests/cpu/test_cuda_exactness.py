@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.cpu.families import FAMILIES
-from tests.cpu.late_device import LateDriver, driver_of, late_session
-from tests.cpu.pressure import ENDS, ORDERS, PLENTY
+from tests.cpu.late_device import LateDriver, late_session
+from tests.cpu.pressure import ORDERS
 from tests.cpu.test_exactness import A_FEW, Trained, assert_the_same, plain, plain_peak, train
-from spillway.methods import Drop, Move
 
 MARGIN = 101
 """The budget in percent of what the account may have: one percent is set aside."""

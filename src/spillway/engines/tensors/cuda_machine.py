@@ -65,7 +65,6 @@ class HostHome:
 class Arrival(NamedTuple):
     """Bytes on their way in."""
 
-    real: torch.UntypedStorage
     target: torch.UntypedStorage
     done: Event
 
@@ -89,7 +88,7 @@ class AbstractAbsence(ABC):
         """The bytes are in the target: the storage has them."""
 
     @abstractmethod
-    def give_up(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+    def give_up(self, target: torch.UntypedStorage) -> None:
         """The target is not wanted; the storage stays absent."""
 
     @abstractmethod
@@ -123,7 +122,7 @@ class Exchanged(AbstractAbsence):
         """It points at the fresh memory."""
         swap_bytes(real, target)
 
-    def give_up(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+    def give_up(self, target: torch.UntypedStorage) -> None:
         """The fresh memory dies with its last owner."""
 
     def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
@@ -149,9 +148,9 @@ class Resized(AbstractAbsence):
     def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
         """They are there already."""
 
-    def give_up(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+    def give_up(self, target: torch.UntypedStorage) -> None:
         """Empty again."""
-        real.resize_(0)
+        target.resize_(0)
 
     def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """For a moment both are there."""
@@ -254,7 +253,7 @@ class CudaMachine:
         """Copy the block to device memory; ops that follow wait for it on the device."""
         real = real_storage(storage)
         target = self.allocate(lambda: self.absence.target(real, storage.nbytes), storage.nbytes)
-        return self.finish_in(storage, self._begin_in(real, target, home))
+        return self.finish_in(storage, self._begin_in(target, home))
 
     def start_in(self, storage: Storage, home: HostHome) -> Arrival:
         """Enqueue the copy (rule 3). Raises `SpillError` if the device has no memory to spare after all."""
@@ -263,16 +262,16 @@ class CudaMachine:
             target = self.absence.target(real, storage.nbytes)
         except torch.OutOfMemoryError as error:
             raise SpillError("The device has no memory for a copy ahead of its use.") from error
-        return self._begin_in(real, target, home)
+        return self._begin_in(target, home)
 
-    def _begin_in(self, real: torch.UntypedStorage, target: torch.UntypedStorage, home: HostHome) -> Arrival:
+    def _begin_in(self, target: torch.UntypedStorage, home: HostHome) -> Arrival:
         after = [self.driver.reached()]
         if not home.done.query():
             after.append(home.done)
         try:
-            return Arrival(real, target, self.driver.copy_in(home.block, target, after))
+            return Arrival(target, self.driver.copy_in(home.block, target, after))
         except BaseException:
-            self.absence.give_up(real, target)
+            self.absence.give_up(target)
             raise
 
     def arrived(self, arrival: Arrival) -> bool:
@@ -283,13 +282,13 @@ class CudaMachine:
         """Ops that follow find the bytes (rule 4). The block holds the same: it is what was read."""
         if not arrival.done.query():
             self.driver.compute_waits(arrival.done)
-        self.absence.bring(arrival.real, arrival.target)
+        self.absence.bring(real_storage(storage), arrival.target)
         return True
 
     def abandon(self, arrival: Arrival) -> None:
         """Its memory may be freed when the copy is done (rule 4)."""
         self.driver.compute_waits(arrival.done)
-        self.absence.give_up(arrival.real, arrival.target)
+        self.absence.give_up(arrival.target)
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
         """Nothing is copied afterwards; the host waits."""
