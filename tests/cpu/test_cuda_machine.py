@@ -177,7 +177,7 @@ def test_a_machine_that_waits_is_not_blamed() -> None:
 
 
 def leave_and_come_back(late: LateDriver) -> None:
-    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, host_budget=8 * NBYTES)
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, host_budget=32 * NBYTES)
     with memory, memory.step():
         for number in range(8):
             tensor, other = torch.arange(ITEMS) + number, torch.arange(ITEMS) - number
