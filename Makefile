@@ -7,7 +7,10 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
 RUN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check bench clean
+# The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
+GPU_PYTHON ?= python3
+
+.PHONY: demo test test-gpu check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(RUN)/spillway demo
@@ -24,6 +27,12 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks
+
+test-gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py -p no:cacheprovider -W default --durations=10
+
+bench-gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu_costs gpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
 from spillway.engines.tensors.cuda_place import cuda_engine
 from spillway.engines.tensors.driver import Event, LaneTimes
 from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.host import Block
 from spillway.methods import AbstractPolicy
 from spillway.session import Session
@@ -221,10 +223,12 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 
 def late_engine(
-    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *, exchanges: bool = True,
+    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *, exchanges: bool = CAN_SWAP,
     costs: bool = False,
 ) -> TensorEngine:  # fmt: skip
     """The engine of such a session."""
+    if exchanges and not CAN_SWAP:
+        pytest.skip("this torch cannot exchange bytes under a storage")
     engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
     driver.account = lambda: engine.controller.resident
     place: Any = engine.place
@@ -235,7 +239,7 @@ def late_engine(
 
 def late_session(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
-    host_budget: int = 96 << 20, exchanges: bool = True, driver: LateDriver | None = None,
+    host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, driver: LateDriver | None = None,
     costs: bool = False,
 ) -> Session:  # fmt: skip
     """A session whose tensors lie, as far as its engine can tell, on a CUDA device.

@@ -1,4 +1,4 @@
-"""Sessions on a real CUDA device: the same bits, within the budget by the allocator's own count, nothing left behind."""
+"""Sessions on a real CUDA device: the same bits, within the budget by the allocator's count, nothing left behind."""
 
 from __future__ import annotations
 
