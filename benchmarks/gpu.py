@@ -281,7 +281,7 @@ COLUMNS: Final = (
 NOTES: Final = (
     "Peak: `torch.cuda.max_memory_allocated` of the worst step, the first included. Step: median on the device's clock "
     "without the first three.",
-    "The first budget of each model is the share of the plain peak that DELTA reports for it: section 5.2 for ResNet-50 "
+    "The first budget of each model is the share of the plain peak that DELTA reports: section 5.2 for ResNet-50 "
     "(11.2 -> 4.11 GB at batch 128, 21.3 -> 8.4 GB at 256), table II for ResNet-101 and ResNeXt-50.",
     "Copies hidden: of the time that the lanes spent on copies, what compute did not wait for. The paper's overlap "
     "shortens a step by 20 %.",

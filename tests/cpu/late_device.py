@@ -223,8 +223,8 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 
 def late_engine(
-    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *, exchanges: bool = CAN_SWAP,
-    costs: bool = False,
+    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *,
+    exchanges: bool = CAN_SWAP, costs: bool = False,
 ) -> TensorEngine:  # fmt: skip
     """The engine of such a session."""
     if exchanges and not CAN_SWAP:
