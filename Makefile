@@ -9,7 +9,10 @@ RUN := $(VENV)/bin
 BESIDE := --numprocesses=auto --maxprocesses=4 --dist=loadscope
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check bench clean
+# The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
+GPU_PYTHON ?= python3
+
+.PHONY: demo test test-gpu check bench bench-gpu clean
 
 demo: $(INSTALLED)
 	$(RUN)/spillway demo
@@ -26,6 +29,12 @@ check: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks
+
+test-gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py tests/cpu/test_cuda_engine.py -p no:cacheprovider -W default --durations=10
+
+bench-gpu:
+	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu_costs gpu
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -20,6 +20,9 @@ NAMES = (
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
+ON_A_GPU = ("gpu_costs", "gpu")
+"""They need a CUDA device, and run when they are named."""
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -41,14 +44,16 @@ def load(name: str) -> Benchmark:
 
 
 def _asked(arguments: Sequence[str]) -> argparse.Namespace:
-    names = ", ".join(NAMES)
+    names = ", ".join((*NAMES, *ON_A_GPU))
     parser = argparse.ArgumentParser("python -m benchmarks", description="Measure what Spillway promises.")
-    parser.add_argument("name", nargs="*", metavar="NAME", help=f"one of {names}; all of them if none is named")
+    parser.add_argument(
+        "name", nargs="*", metavar="NAME", help=f"one of {names}; all that need no GPU if none is named"
+    )
     parser.add_argument("--quick", action="store_true", help="a small size that only shows whether everything runs")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results go (default: benchmarks/results)")
     asked = parser.parse_args(arguments)
     # Not by `choices`, which an empty list of names would have to be one of.
-    unknown = [name for name in asked.name if name not in NAMES]
+    unknown = [name for name in asked.name if name not in (*NAMES, *ON_A_GPU)]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; choose from {names}")
     return asked

@@ -13,6 +13,7 @@ SpillwayError
  |   +- SpillFullError                 no room is left for another storage
  |   +- SpillBusyError                 the workers have enough to copy; what was to be copied early stays for now
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
+ +- DeviceFullError                    the device has no memory for an op although all that may leave has left
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
  +- EngineError                        an invariant of the engine is broken: a bug in Spillway
@@ -118,6 +119,10 @@ class SpillBusyError(SpillError):
 
 class SpillCorruptedError(SpillError):
     """Bytes came back that are not the bytes that went out."""
+
+
+class DeviceFullError(SpillwayError):
+    """The device has no memory for an op, under its budget or not, although all that may leave has left."""
 
 
 class PlanRejected(SpillwayError):

@@ -16,10 +16,12 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.devices import device_of, engine_for, machine_memory
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
-from spillway.engines.tensors.private import CAN_SWAP, unheard
+from spillway.engines.tensors.places import CpuPlace
+from spillway.engines.tensors.private import unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
 from spillway.engines.tensors.turns import check_thread, end_turn, take_turn
@@ -29,7 +31,7 @@ from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.methods import AbstractPolicy, resolve
 from spillway.report.html import write_report
 from spillway.report.live import LiveLine
-from spillway.units import Bytes, format_bytes, parse_budget
+from spillway.units import Bytes, format_bytes
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -41,6 +43,7 @@ def manage(
     *,
     budget: int | str | None,
     method: str | AbstractPolicy = "lru",
+    host_budget: int | str | None = None,
     spill_directory: str | os.PathLike[str] | None = None,
     spill_io: SpillIO = "buffered",
     return_freed: bool = True,
@@ -53,9 +56,12 @@ def manage(
     Arguments:
         model: The module, or several that train together. Nothing about them is changed.
         optimizer: Theirs, or several; used to know their state's storages.
-        budget: Bytes, "6GiB", or a share of the machine's memory, "80%". It covers every storage that the step touches:
-            parameters, gradients, optimizer state, inputs, activations. None only keeps account.
+        budget: Bytes, "6GiB", or a share of the memory of the model's device, "80%". It covers every storage that the
+            step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
+            hands out to anybody else in the process. None only keeps account.
         method: How to decide what leaves: a name or a policy object.
+        host_budget: For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as
+            a share of the machine's memory; half of that by default.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
         spill_io: "direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that
@@ -74,8 +80,8 @@ def manage(
     models: list[torch.nn.Module] = _several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = _several(optimizer, torch.optim.Optimizer)
     _check_models(models, optimizers)
-    allowed = UNLIMITED if budget is None else parse_budget(budget, _machine_memory())
-    engine = TensorEngine(resolve(method), allowed, spill_directory, spill_io)
+    engine = engine_for(device_of(models), resolve(method), budget, host_budget, spill_directory, spill_io)
+    allowed = engine.controller.allowed
     try:
         writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
         shown = LiveLine(allowed) if live else None
@@ -121,12 +127,13 @@ class Session:
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
-        self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed else None
+        on_cpu = isinstance(engine.place, CpuPlace)
+        self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed and on_cpu else None
 
     @property
     def allowed(self) -> Bytes:
         """The budget in bytes."""
-        return self._engine.controller.allowed
+        return self._engine.controller.allowed + self._engine.place.measured().reserved
 
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
@@ -199,7 +206,8 @@ class Session:
 
     def _circumstances(self, signature: str) -> tuple[Any, ...]:
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
-        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+        kind = self._engine.place.device.type
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         training = tuple(module.training for module in self._parts)
         return signature, modes, training, tuple(parameter.requires_grad for parameter in self._parameters)
 
@@ -284,7 +292,9 @@ class _Step:
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
         take_turn(engine, lambda: (tensor for _, tensor in named()), alone=not others_open(engine))
-        if not self._aside:
+        if self._aside:
+            engine.place.begin_aside()
+        else:
             reset_peak()
             self._interrupts.__enter__()
         session._running = self
@@ -342,9 +352,8 @@ class _Step:
             if engine.history is not None:
                 timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
                 engine.history = None
-        elif engine.resident_set.read() > engine.reclaimer.limit:
+        elif engine.place.outgrown():
             session._fits.pop(self._circumstances, None)  # it grew: watch it again
-            engine.resident_set.trim()
         session._finish(report, timeline)
 
     def _is_whole(self) -> bool:
@@ -360,28 +369,31 @@ class _Step:
 
     def _managed_report(self, seconds: float) -> StepReport:
         engine, counters = self._session._engine, self._session._engine.controller.counters
+        measured = engine.place.measured()
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=True, allowed=self._session.allowed,
             start_bytes=engine.start_bytes, peak_bytes=engine.controller.peak, end_bytes=engine.controller.resident,
             peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes, seconds=seconds,
-            stall_seconds=counters.stall_seconds, recomputed_ops=counters.recomputed_ops,
-            recomputed_seconds=counters.recomputed_seconds, ops=engine.ops, bytes_out=counters.bytes_out,
+            stall_seconds=counters.stall_seconds,
+            recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
+            bytes_out=counters.bytes_out,
             bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
             moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
             unmanaged=engine.unmanaged, logged=self.logged, transfer_seconds=engine.transfers.seconds,
             hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
-            bytes_in_beside=counters.early_in,
+            bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=measured.reserved,
         )  # fmt: skip
 
     def _aside_report(self, seconds: float) -> StepReport:
-        controller = self._session._engine.controller
+        controller, measured = self._session._engine.controller, self._session._engine.place.measured()
         peak = self._fit.peak_from(self._start) if self._fit is not None else 0
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=False, allowed=self._session.allowed,
             start_bytes=self._start, peak_bytes=peak,
             end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
             recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
-            refusals={}, escaped=0, unmanaged=0, logged=self.logged,
+            refusals={}, escaped=0, unmanaged=0, logged=self.logged, device_peak_bytes=measured.peak,
+            reserved_bytes=measured.reserved,
         )  # fmt: skip
 
 
@@ -429,23 +441,11 @@ def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.
                 raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
     if not models:
         raise ModelError("manage() needs at least one model.")
-    if not CAN_SWAP:
-        raise ModelError(
-            f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer."
-        )
-    devices = sorted({str(t.device) for m in models for t in (*m.parameters(), *m.buffers())})
-    if len(devices) > 1:
-        raise ModelError(f"The model lies on {len(devices)} devices ({', '.join(devices)}); move it to one.")
-    if devices and devices != ["cpu"]:
-        raise ModelError(f"The model lies on {devices[0]}; this version manages models on the CPU.")
+    device_of(models)
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
         raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
     if not any(p.requires_grad for m in models for p in m.parameters()):
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
-
-
-def _machine_memory() -> Bytes:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
@@ -454,7 +454,8 @@ def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
         "method": engine.controller.policy.name,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(_machine_memory())}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
         "threads": torch.get_num_threads(),
-        "spill_io": engine.tier.io,
+        "device": str(engine.place.device),
+        "spill_io": engine.place.spill_io,
     }

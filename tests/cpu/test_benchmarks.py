@@ -275,3 +275,22 @@ def test_the_machine_is_described_without_its_name() -> None:
 def test_a_figure_that_is_not_there_shows_as_nothing() -> None:
     column = Column(key="figure", head="figure", show="{:.1f}".format)
     assert [column.cell(row) for row in ({"figure": 0.0}, {"figure": None}, {})] == ["0.0", "", ""]
+
+
+@pytest.mark.parametrize("name", command.ON_A_GPU)
+def test_a_benchmark_for_a_gpu_says_that_it_needs_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    benchmark = command.load(name)
+    assert benchmark.name == name
+    with pytest.raises(SystemExit, match=f"{name} needs a CUDA device"):
+        benchmark.run(benchmark.quick, lambda text: None)
+
+
+def test_overlap_is_judged_by_runs_that_copy_for_a_third_of_a_step() -> None:
+    from benchmarks.gpu import NOTHING_TO_COMPARE, _overlap
+
+    def row(method: str, seconds: float, copying: float) -> dict[str, object]:
+        return {"model": "a", "batch": 1, "budget": 2, "method": method, "seconds": seconds, "copying": copying}
+
+    assert _overlap([row("delta", 3.0, 2.0), row("delta, copies in turn", 4.0, 2.0)]) == 0.75
+    assert _overlap([row("delta", 3.0, 1.0), row("delta, copies in turn", 4.0, 1.0)]) == NOTHING_TO_COMPARE

@@ -89,7 +89,7 @@ def test_a_torch_that_is_too_old_ends_with_1(
     monkeypatch.setattr(on_torch, "CAN_SWAP", False)
     code, _, err = run(capsys, "--no-measure", "--spill-directory", tmp_path)
     assert code == 1
-    assert "cannot exchange a storage's bytes in place. Use torch 2.13 or newer." in err
+    assert "cannot exchange a storage's bytes in place, which models on the CPU need. Use torch 2.13 or newer." in err
 
 
 def test_threads_that_leave_no_processor_to_the_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +119,10 @@ def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pyte
     monkeypatch.setattr(on_torch, "_link", lambda number: {"copy_out": 20 << 30, "copy_in": 22 << 30})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     (finding,) = on_torch.devices(measure=True, environment=settings)
-    assert finding.sentence == (
-        "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s; the allocator "
-        "works in expandable segments."
-    )
+    told = "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s. Moved storages"
+    assert finding.sentence.startswith(told)
+    assert finding.sentence.endswith("expandable_segments is on: odd pieces of memory hardly count.")
     assert finding.facts["expandable_segments"] is True
     (plain,) = on_torch.devices(measure=False, environment={})
     assert "copy_out" not in plain.facts
-    assert plain.sentence.endswith("in segments of fixed size.")
+    assert "expandable_segments is off" in plain.sentence

@@ -299,6 +299,9 @@ class MemoryMachine:
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         return 2 * nbytes / 1e9
 
+    def seconds_of(self, recipe: Recipe) -> float:
+        return recipe.seconds
+
     def settle(self) -> None:
         self.before("settle")
 

@@ -174,9 +174,7 @@ class Program:
             recipe = Recipe(
                 self.controller.clock, op.name, reads, call, 1e-9, op.exactness, tuple(made), tuple(edges), nbytes
             )
-            for value in (*made, *(value for _, value in edges)):
-                value.recipe = recipe
-            self.controller.recipes.append(recipe)
+            self.controller.remember(recipe)
         return storages
 
     def _register(self, items: list[int]) -> Storage:

@@ -13,6 +13,7 @@ import torch
 from spillway.doctor.findings import Finding, Problem
 from spillway.doctor.on_spill import rate
 from spillway.doctor.on_system import processors
+from spillway.engines.tensors.cuda_facts import cuda_facts
 from spillway.engines.tensors.private import CAN_SWAP, rules_of
 from spillway.engines.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -29,9 +30,10 @@ def version() -> Finding:
     if not CAN_SWAP:
         problems.append(
             Problem(
-                what=f"torch {torch.__version__} cannot exchange a storage's bytes in place.",
+                what=f"torch {torch.__version__} cannot exchange a storage's bytes in place, which models on the CPU "
+                f"need.",
                 fix="Use torch 2.13 or newer.",
-                fatal=True,
+                fatal=not torch.cuda.is_available(),
             )
         )
     handlers = "finds an op's handler by itself" if finds_handlers else "asks Python for handlers, which is slower"
@@ -101,37 +103,38 @@ def memory_copy() -> Finding:
 
 def devices(*, measure: bool, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """A line for every CUDA device, or one that says that there is none."""
-    settings = {name: environment[name] for name in _SETTINGS if environment.get(name)}
     if not torch.cuda.is_available():
         return [
             Finding(
                 topic="CUDA",
                 sentence="No device: models are managed on the CPU, where the budget is RAM.",
-                facts={"available": False, "settings": settings},
+                facts={"available": False, "settings": _settings(environment)},
             )
         ]
-    return [_device(number, settings, measure=measure) for number in range(torch.cuda.device_count())]
+    return [_device(number, environment, measure=measure) for number in range(torch.cuda.device_count())]
 
 
-def _device(number: int, settings: dict[str, str], *, measure: bool) -> Finding:
-    free, total = torch.cuda.mem_get_info(number)
-    expandable = any("expandable_segments:true" in value.lower() for value in settings.values())
+def _settings(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: environment[name] for name in _SETTINGS if environment.get(name)}
+
+
+def _device(number: int, environment: Mapping[str, str], *, measure: bool) -> Finding:
+    offered = cuda_facts(torch.device("cuda", number), environment)
     facts: dict[str, Any] = {
         "available": True,
         "device": number,
-        "name": torch.cuda.get_device_name(number),
-        "memory": total,
-        "free": free,
-        "settings": settings,
-        "expandable_segments": expandable,
+        "name": offered.name,
+        "memory": offered.total,
+        "free": offered.free,
+        "settings": _settings(environment),
+        "expandable_segments": offered.expandable_segments,
         "locked_memory_limit": _locked_limit(),
     }
-    told = f"{facts['name']}, {format_bytes(free)} of {format_bytes(total)} free"
+    told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
     if measure:
         facts |= _link(number)
         told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
-    segments = "in expandable segments" if expandable else "in segments of fixed size"
-    return Finding(topic=f"CUDA {number}", sentence=f"{told}; the allocator works {segments}.", facts=facts)
+    return Finding(topic=f"CUDA {number}", sentence=f"{told}. {' '.join(offered.notes())}", facts=facts)
 
 
 def _locked_limit() -> Bytes | None:

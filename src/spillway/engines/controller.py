@@ -165,7 +165,7 @@ class Controller:
         """A present value has a home that is good until it is written, or until the step ends."""
         self._copied.append(value)
 
-    def _distrust_copies(self) -> None:
+    def distrust_copies(self) -> None:
         """Rule 7. Between steps a present storage may be written unseen: its home is good for nothing afterwards."""
         for value in self._copied:
             if value.absent == HERE:
@@ -451,7 +451,7 @@ class Controller:
     def begin_step(self, signature: str = "") -> None:
         """Start counting anew. Steps of one signature are expected to want the same things in the same order."""
         self.empty_graveyard()
-        self._distrust_copies()
+        self.distrust_copies()
         self.counters = Counters()
         self.peak = self.resident
         self.first_op = self.clock
@@ -468,9 +468,15 @@ class Controller:
         finally:
             self.forget_recipes()
             self.empty_graveyard()
-            self._distrust_copies()
+            self.distrust_copies()
             self.machine.reap()
             self.young = [storage for storage in self.young if storage.value is not None]
+
+    def remember(self, recipe: Recipe) -> None:
+        """From here on this is how what it created and wrote is made again."""
+        for value in (*recipe.creates, *(value for _, value in recipe.writes)):
+            value.recipe = recipe
+        self.recipes.append(recipe)
 
     def forget_recipes(self) -> None:
         """Make every value that is not dropped a source, and free the graph of recipes."""

@@ -74,5 +74,8 @@ class Machine(Protocol):
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to copy `nbytes` out and in again."""
 
+    def seconds_of(self, recipe: Recipe) -> Seconds:
+        """Seconds that the op takes when it is run again."""
+
     def settle(self) -> None:
         """Called after room was made: return freed memory to the system if need be."""

@@ -86,7 +86,9 @@ class View:
         """Seconds of the op that made it."""
         value = storage.value if isinstance(storage, Storage) else None
         recipe = None if value is None else value.recipe
-        return inf if recipe is None or recipe.exactness != EXACT else recipe.seconds
+        if recipe is None or recipe.exactness != EXACT:
+            return inf
+        return self._controller.machine.seconds_of(recipe)
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the chain, as measured when its ops ran, and to copy in what it needs of what was moved."""
@@ -94,7 +96,7 @@ class View:
         return inf if found is None else self._seconds(found)
 
     def _seconds(self, found: Ancestry) -> Seconds:
-        own = sum(recipe.seconds for recipe in found.recipes.values())
+        own = sum(map(self._controller.machine.seconds_of, found.recipes.values()))
         below = (ancestry(leaf, self._controller.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
         away = sum(leaf.storage.nbytes for leaf in found.leaves if leaf.absent == AWAY)
         copied_in = self._controller.machine.transfer_seconds(away) / 2 if away else 0.0

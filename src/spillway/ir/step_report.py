@@ -68,6 +68,10 @@ class StepReport:
     """Of the bytes out, those whose copy began while ops ran."""
     bytes_in_beside: Bytes = 0
     """Of the bytes in, those whose copy began while ops ran."""
+    device_peak_bytes: Bytes = 0
+    """The most that the device's allocator had handed out, measured; 0 on the CPU, where nobody counts that."""
+    reserved_bytes: Bytes = 0
+    """Of the budget, what is set aside for what the account does not see: workspaces, other tensors, odd pieces."""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON can hold it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -28,6 +28,19 @@ _deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch.
 _matmul_precision = torch._C._get_float32_matmul_precision
 
 
+@final
+class Settings(NamedTuple):
+    """Settings that count on one kind of device alone: what they are now, and how to change them."""
+
+    now: Callable[[], tuple[Any, ...]]
+    change: Callable[[tuple[Any, ...], tuple[Any, ...]], None]
+    """Takes what they are and what they shall be."""
+
+
+NO_SETTINGS: Final = Settings(tuple, lambda present, wanted: None)
+"""Where `Environment` holds all."""
+
+
 class Environment(NamedTuple):
     """Settings that are inputs of every op (the same call under others need not give the same bits)."""
 
@@ -37,9 +50,12 @@ class Environment(NamedTuple):
     deterministic: bool
     mkldnn: bool
     matmul: str
+    of_device: tuple[Any, ...] = ()
+    settings: Settings = NO_SETTINGS
+    """What `of_device` is of."""
 
     @staticmethod
-    def now() -> Environment:
+    def now(settings: Settings = NO_SETTINGS) -> Environment:
         """The settings of this thread and process at this moment."""
         return Environment(
             torch.is_grad_enabled(),
@@ -48,6 +64,8 @@ class Environment(NamedTuple):
             torch._C._get_deterministic_algorithms(),
             torch._C._get_mkldnn_enabled(),
             torch.get_float32_matmul_precision(),
+            settings.now(),
+            settings,
         )
 
 
@@ -63,12 +81,37 @@ class Surroundings:
     def now(self) -> Environment:
         """The settings of this thread and process at this moment."""
         last = self._last
-        if last == (
+        present: Any = (
             _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
-        ):  # fmt: skip
+            (), NO_SETTINGS,
+        )  # fmt: skip
+        if last == present:
             return last
         last = self._last = Environment.now()
         return last
+
+
+@final
+class DeviceSurroundings:
+    """The same with the settings of a device."""
+
+    __slots__ = ("_last", "_settings")
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._last = Environment.now(settings)
+
+    def now(self) -> Environment:
+        """The settings of this thread and process at this moment."""
+        present = Environment.now(self._settings)
+        if present != self._last:
+            self._last = present
+        return self._last
+
+
+def surroundings_with(settings: Settings) -> Surroundings | DeviceSurroundings:
+    """What tells the settings of every op."""
+    return Surroundings() if settings is NO_SETTINGS else DeviceSurroundings(settings)
 
 
 _GUARDS: Final = (
@@ -89,7 +132,7 @@ class InEnvironment:
         self._guards: list[Any] = []
 
     def __enter__(self) -> None:
-        self._before = Environment.now()
+        self._before = Environment.now(self._wanted.settings)
         for kind in _GUARDS:  # a guard acts when it is made: each is entered before the next is made
             guard: Any = kind()
             guard.__enter__()
@@ -117,6 +160,8 @@ def _apply(current: Environment, wanted: Environment) -> None:
         torch._C._set_mkldnn_enabled(wanted.mkldnn)
     if current.matmul != wanted.matmul:
         torch.set_float32_matmul_precision(wanted.matmul)
+    if current.of_device != wanted.of_device:
+        wanted.settings.change(current.of_device, wanted.of_device)
 
 
 class Call(NamedTuple):
@@ -160,7 +205,7 @@ class Call(NamedTuple):
             for (place, geometry), storage in zip(self.operands, storages, strict=True):
                 fill(args, kwargs, place, tensor_over(storage, geometry))
             for place, geometry in self.scratch:
-                fill(args, kwargs, place, torch.zeros(geometry[0], dtype=geometry[3]))
+                fill(args, kwargs, place, torch.zeros(geometry[0], dtype=geometry[3], device=storages[0].device))
             if self.random is None:
                 return self.func(*args, **kwargs)
             generator, state = self.random
@@ -172,9 +217,9 @@ class Call(NamedTuple):
                 generator.set_state(present)
 
 
-def random_state(kwargs: Mapping[str, Any] | None) -> tuple[torch.Generator, torch.Tensor]:
-    """The generator that a call draws from, and its state now."""
-    generator = (kwargs or {}).get("generator") or torch.default_generator
+def random_state(kwargs: Mapping[str, Any] | None, usual: torch.Generator) -> tuple[torch.Generator, torch.Tensor]:
+    """The generator that a call draws from, which is the `usual` one if it is given none, and its state now."""
+    generator = (kwargs or {}).get("generator") or usual
     return generator, generator.get_state()
 
 

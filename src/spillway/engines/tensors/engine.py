@@ -6,7 +6,6 @@ a weak reference.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -21,9 +20,10 @@ from spillway.engines.records import DROPPED, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.history import StepHistory
-from spillway.engines.tensors.machine import CpuMachine, Watch
+from spillway.engines.tensors.machine import Watch
 from spillway.engines.tensors.mode import Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import SAFETY_OF_BOUNDS, OpInfo
+from spillway.engines.tensors.places import AbstractPlace, CpuPlace
 from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
@@ -31,7 +31,7 @@ from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import EngineError, SpillError
+from spillway.errors import BudgetInfeasible, EngineError
 from spillway.ir.lanes import Transfers, total
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
@@ -39,9 +39,7 @@ from spillway.units import Bytes, Seconds
 
 Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
 
-RSS_SLACK = 0.05
-"""Freed memory is returned to the system when the resident set passes the budget by this share."""
-
+_has_storage = torch._C._has_storage
 
 NO_ADDRESS: Final = -1
 """In place of the address of a storage, where there is none."""
@@ -49,25 +47,25 @@ NO_ADDRESS: Final = -1
 
 @final
 class TensorEngine:
-    """Pages storages of CPU tensors under one budget.
+    """Pages storages of the tensors of one device under one budget.
 
     Arguments:
         policy: Decides what leaves.
         allowed: The budget in bytes; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
         spill_io: Through the page cache, or past it where the file system can.
+        place: The device, where it is not the CPU.
     """
 
     def __init__(
         self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
-        spill_io: SpillIO = "buffered",
+        spill_io: SpillIO = "buffered", *, place: AbstractPlace | None = None,
     ) -> None:  # fmt: skip
-        self.tier = DiskTier(spill_directory, spill_io)
-        self.log = self.tier.log
+        self.place = place if place is not None else CpuPlace(spill_directory, spill_io)
+        self.log = self.place.log
         """Copies as they were made, and what waited for them."""
-        self.resident_set = ResidentSet()
-        self.reclaimer = Reclaimer(self.resident_set)
-        self.machine = CpuMachine(self.tier, self.reclaimer)
+        self.machine = self.place.machine
+        self.creations = self.place.creations
         self.controller = Controller(self.machine, policy, allowed)
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
@@ -84,9 +82,6 @@ class TensorEngine:
         self.in_step = False
         self.foresees = policy.foresees and allowed < UNLIMITED
         """Whether the policy is asked while ops run."""
-        if self.foresees:
-            with contextlib.suppress(SpillError):  # there may be threads later
-                self.tier.start_workers()
         self.start_bytes: Bytes = 0
         self.ops = 0
         self.transfers = Transfers(seconds=0.0, hidden_seconds=0.0)
@@ -98,6 +93,28 @@ class TensorEngine:
         self._escapes = Escapes(self)
         self._closed = self._measured = False
         self._dispatch = Dispatch(self)
+        self.place.attach(self)
+
+    @property
+    def tier(self) -> DiskTier:
+        """The spill file of a session on the CPU."""
+        return self._on_cpu.tier
+
+    @property
+    def resident_set(self) -> ResidentSet:
+        """Of the process, for a session on the CPU."""
+        return self._on_cpu.resident_set
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        """What keeps it near the account."""
+        return self._on_cpu.reclaimer
+
+    @property
+    def _on_cpu(self) -> CpuPlace:
+        if not isinstance(self.place, CpuPlace):
+            raise EngineError(f"A session on {self.place.device} was asked for what only one on the CPU has.")
+        return self.place
 
     # ------------------------------------------------------------------ storages
 
@@ -105,6 +122,7 @@ class TensorEngine:
         """Read the op's schema, once."""
         info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
         info.fast = info.fast and not self.lazy_bits
+        self.place.learn_op(info)
         return info
 
     def note_lazy_bits(self) -> None:
@@ -117,6 +135,10 @@ class TensorEngine:
             info.fast = False
         self._dispatch.start_anew()
 
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The tensor's storage if it is known."""
+        return self.table.get(_address_or_none(tensor))
+
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
         return self.table.get(_address_or_none(tensor)) or self.adopt(tensor)
@@ -125,7 +147,7 @@ class TensorEngine:
     def adopt(self, tensor: torch.Tensor) -> Storage | None:
         """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
         by."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
+        if tensor.layout is not torch.strided or tensor.device not in self.place.devices or not _has_storage(tensor):
             self.unmanaged += 1
             return None
         key = _address_or_none(tensor)
@@ -142,7 +164,7 @@ class TensorEngine:
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
         key = _address_or_none(tensor)
-        if key == NO_ADDRESS or tensor.device.type != "cpu" or is_wrapper(tensor):
+        if key == NO_ADDRESS or tensor.device not in self.place.devices or is_wrapper(tensor):
             self.unmanaged += 1
             return None
         return None if key in self.table else self.register(tensor, key)
@@ -173,6 +195,8 @@ class TensorEngine:
             if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
+        if self.place.workspaces is not None and key is not None:
+            needed += self.place.workspaces.expected(seen, key, needed, controller.allowed)
         if ready and controller.resident + needed <= controller.allowed:
             return self._run_and_learn(seen, complete, key, needed)
         with controller.lock:
@@ -203,8 +227,11 @@ class TensorEngine:
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
         before = self.controller.created
         if needed >= LARGE:
-            self.reclaimer.expect(needed if key is not None else needed // SAFETY_OF_BOUNDS)
-        out = seen.run(complete)
+            self.creations.expect(needed if key is not None else needed // SAFETY_OF_BOUNDS)
+        if self.place.workspaces is None:
+            out = seen.run(complete)
+        else:
+            out = self.place.workspaces.watch(self.controller, key, lambda: seen.run(complete))
         if key is not None and not seen.info.resizes:
             self.sizes.learn(key, self.controller.created - before)
         if self.controller.resident > self.controller.allowed:
@@ -217,8 +244,10 @@ class TensorEngine:
         """Something is about to read `tensor` without asking the dispatcher.
 
         With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
-        where it is, and a dropped one comes back and is not dropped again.
+        where it is, and a dropped one comes back and is not dropped again. Where a moved one cannot be read, it is
+        the same as with an address.
         """
+        by_address = by_address or not self.machine.readable_in_place
         storage = self.table.get(_address_or_none(tensor))
         if storage is None or storage.value is None:
             return
@@ -229,7 +258,7 @@ class TensorEngine:
                 if by_address:
                     self.controller.restore_dependents(storage)  # a write through the address would not be seen
                 if storage.value.absent == DROPPED or (by_address and storage.value.absent):
-                    self._bring_back(storage)
+                    self.fetch(storage)
                 storage.exposed = True
                 storage.escaped = storage.escaped or by_address
             finally:
@@ -251,10 +280,11 @@ class TensorEngine:
         if not storage.value.absent:
             return
         with self.controller.lock, torch._C._DisableTorchDispatch():
-            self._bring_back(storage)
+            self.fetch(storage)
 
-    def _bring_back(self, storage: Storage) -> None:
-        """Within the budget during a step; between steps nothing that plain PyTorch allows is refused."""
+    def fetch(self, storage: Storage) -> None:
+        """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
+        refused."""
         if self.in_step:
             self.controller.restore(self.current(storage))
         else:
@@ -283,16 +313,17 @@ class TensorEngine:
         controller.resident = sum(
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
-        self.tier.generation += 1
-        self.machine.returns_pages = base_rss is not None
-        if base_rss is not None and controller.allowed < UNLIMITED:
-            self.reclaimer.limit = base_rss + int(controller.allowed * (1 + RSS_SLACK))
         if self.foresees and not self._measured:
             self._measured = True
             self.machine.measure_link()
+        self.place.begin_step(controller.allowed, base_rss, signature)
         self.log.begin_step()
         controller.begin_step(signature)
-        controller.make_room(0, "begin step")
+        try:
+            controller.make_room(0, "begin step")
+        except BaseException:
+            self.place.end_step()
+            raise
         controller.peak = self.start_bytes = controller.resident
         self._first_op = controller.clock
         self.fused_updates = 0
@@ -314,19 +345,44 @@ class TensorEngine:
             self.in_step = False
             self._dispatch.pop()
             self.ops = self.controller.clock - self._first_op
-        with self.controller.lock:
-            self.controller.end_step()
-        self.geometries.clear()
-        self.tier.generation += 1
+            self.place.finish_ops()
+        try:
+            with self.controller.lock:
+                self.controller.end_step()
+        finally:
+            self.geometries.clear()
+            self.place.end_step()
         self._add_up_lanes()
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
-        counters, log = self.controller.counters, self.log
+        counters, log, measured = self.controller.counters, self.log, self.place.measured()
         counters.stalls += unseen(log.waits, counters.stalls)
         stalled = stalled_intervals(counters.stalls)
         counters.stall_seconds = total(stalled)
         self.transfers = transfers_beside(log.transfers, stalled)
+        if measured.stall is not None:  # by the device's own clock
+            counters.stall_seconds = measured.stall
+            hidden = max(measured.copying - measured.stall, 0.0)
+            self.transfers = Transfers(seconds=measured.copying, hidden_seconds=hidden)
+
+    def bring_all_back(self) -> None:
+        """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
+
+        Raises:
+            BudgetInfeasible: They do not fit together. They are back all the same: right comes before small.
+        """
+        controller = self.controller
+        absent = [
+            storage for storage in list(self.table.values()) if storage.value is not None and storage.value.absent
+        ]
+        together = controller.resident + sum(storage.nbytes for storage in absent)
+        controller.bring_back_all(absent)
+        if together > controller.allowed:
+            raise BudgetInfeasible(
+                needed=together, allowed=controller.allowed, op="the end of the step", op_index=max(self.ops - 1, 0),
+                smallest_budget=together, exact=False,
+            )  # fmt: skip
 
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
@@ -347,11 +403,11 @@ class TensorEngine:
         try:
             with self.controller.lock:
                 self.controller.bring_back_all(list(self.table.values()))
+                self.controller.distrust_copies()
         finally:
             self._escapes.remove()
             self.table.clear()
-            self.tier.close()
-            self.resident_set.close()
+            self.place.close()
 
     def raise_interrupt(self) -> None:
         """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead."""
@@ -366,7 +422,7 @@ class TensorEngine:
 def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
     """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
     controller, table = engine.controller, engine.table
-    adopt, bury, created = controller.adopt, controller.bury, engine.reclaimer.created
+    adopt, bury, created = controller.adopt, controller.bury, engine.creations.created
 
     def buried(watch: Any) -> None:
         storage: Storage = watch.record

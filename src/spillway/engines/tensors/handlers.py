@@ -13,7 +13,6 @@ the op.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,7 +21,7 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import OPERAND, Call, Surroundings, random_state
+from spillway.engines.tensors.calls import OPERAND, Call, random_state, surroundings_with
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
@@ -37,7 +36,6 @@ Handler = Callable[..., Any]
 Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
 """Takes any call at all."""
 
-_now = time.perf_counter
 _recipe = cast("Callable[[tuple[Any, ...]], Recipe]", functools.partial(tuple.__new__, Recipe))
 """A recipe of all its fields, in a third of the time that naming them takes."""
 
@@ -45,7 +43,7 @@ _recipe = cast("Callable[[tuple[Any, ...]], Recipe]", functools.partial(tuple.__
 def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """The cheapest function that does all there is to do for the op."""
     if info.view:
-        return _passing_by(info)
+        return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
     if info.fast and not info.resizes:
         if info.fresh and not info.writes:
             recorded = engine.controller.policy.uses_recipes and info.exactness
@@ -57,7 +55,7 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 
 def _passing_by(info: OpInfo) -> Handler:
     """For views: they touch no bytes."""
-    call, call_with = quickest_call(info.func)
+    call, call_with = quickest_call(info.func)  # it needs no memory
     plain, as_it_came = PLAIN_TENSORS, info.call
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,12 +67,26 @@ def _passing_by(info: OpInfo) -> Handler:
     return handle
 
 
+def _bringing_back(info: OpInfo, engine: TensorEngine) -> Handler:
+    """For views where an absent storage has a size of 0, beyond which torch makes none."""
+    view, find = _passing_by(info), engine.find
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        storage = find(args[0]) if args else None
+        if storage is not None and storage.value is not None and storage.value.absent:
+            with engine.controller.lock:
+                engine.fetch(storage)
+        return view(_, func, types, args, kwargs)
+
+    return handle
+
+
 def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
-    call, call_with = quickest_call(info.func)
-    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.reclaimer.expect
-    plain, harmless = PLAIN_TENSORS, NO_TENSORS
+    call, call_with = engine.place.calls(info)
+    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.creations.expect
+    plain, harmless, here = PLAIN_TENSORS, NO_TENSORS, engine.place.devices
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,7 +120,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             engine.unmanaged += out is not None
             return out
         if key not in table:
-            if kwargs and info.places and out.device.type != "cpu":
+            if kwargs and info.places and out.device not in here:
                 engine.unmanaged += 1
                 return out
             register(out, key)
@@ -120,10 +132,11 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
-    call, call_with = quickest_call(info.func)
+    call, call_with = engine.place.calls(info)
     bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
-    plain, harmless, odd, operator, expect = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.func, engine.reclaimer.expect
-    surroundings, same, name, exactness = Surroundings(), engine.geometries.setdefault, info.name, info.exactness
+    expect, here, now, operator = engine.creations.expect, engine.place.devices, engine.place.now, info.func
+    plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
+    surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,9 +169,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             expect(needed // SAFETY_OF_BOUNDS)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
-        began = _now()
+        began = now()
         out = call_with(*args, **kwargs) if kwargs else call(*args)
-        seconds = _now() - began
+        seconds = now() - began
         if several is not None:
             return several(out, clock, reads, payload, seconds)
         try:
@@ -167,12 +180,11 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             engine.unmanaged += out is not None
             return out
         if key not in table:
-            if kwargs and info.places and out.device.type != "cpu":
+            if kwargs and info.places and out.device not in here:
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
-            made = (storage.value,)
-            recipe = _recipe((clock, name, reads, payload, seconds, exactness, made, (), storage.nbytes))
+            recipe = _recipe((clock, name, reads, payload, seconds, exactness, (storage.value,), (), storage.nbytes))
             storage.value.recipe = recipe  # type: ignore[union-attr]
             append(recipe)
         return out
@@ -192,7 +204,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         engine.interrupts,
         engine.controller.overwrite,
     )
-    call, call_with = quickest_call(info.func)
+    call, call_with = engine.place.calls(info)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
 
@@ -244,8 +256,9 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
         engine.controller.overwrite,
         engine.geometries.setdefault,
     )
-    call, call_with = quickest_call(info.func)
-    plain, surroundings, odd, seeded = PLAIN_TENSORS, Surroundings(), ODD_DTYPES, info.seeded
+    call, call_with = engine.place.calls(info)
+    plain, surroundings, odd = PLAIN_TENSORS, surroundings_with(engine.place.settings), ODD_DTYPES
+    seeded, generator, now = info.seeded, engine.place.generator, engine.place.now
     append, made, operator, name, exactness = controller.recipes.append, _recipe, info.func, info.name, info.exactness
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
@@ -264,16 +277,16 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
                 last = place
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         if seeded:
-            payload = Call.unpacked(payload)._replace(random=random_state(kwargs))
+            payload = Call.unpacked(payload)._replace(random=random_state(kwargs, generator))
         controller.clock = clock = controller.clock + 1
         written = reads[0].storage
-        began = _now()
+        began = now()
         try:
             out = call_with(*args, **kwargs) if kwargs else call(*args)
         except BaseException:
             overwrite(written, None)  # whatever it wrote until then
             raise
-        seconds = _now() - began
+        seconds = now() - began
         value = overwrite(written, None)
         value.recipe = recipe = made((clock, name, reads, payload, seconds, exactness, (), ((0, value),), 0))
         append(recipe)
@@ -285,7 +298,7 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
 def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., Any]:
     """What registers the results of an op that has several, under one recipe if there is a payload for it; it returns
     them."""
-    register, append, made = engine.register_new, engine.controller.recipes.append, _recipe
+    register, remember = engine.register_new, engine.controller.remember
     name, exactness, operator = info.name, info.exactness, info.func
 
     def finish(out: Any, clock: int, reads: list[Value], payload: list[Any] | None, seconds: float) -> Any:
@@ -300,10 +313,7 @@ def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., An
                 nbytes += storage.nbytes
         if created and payload is not None:
             payload[0] = (operator, tuple(positions))
-            recipe = made((clock, name, reads, payload, seconds, exactness, created, (), nbytes))
-            for value in created:
-                value.recipe = recipe
-            append(recipe)
+            remember(_recipe((clock, name, reads, payload, seconds, exactness, created, (), nbytes)))
         return out
 
     return finish

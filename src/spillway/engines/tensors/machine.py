@@ -16,19 +16,19 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from typing import Final, NamedTuple, cast, final
+from typing import Final, NamedTuple, final
 
 import torch
 
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.private import fresh_storage, swap_bytes
+from spillway.engines.tensors.private import fresh_storage, storage_at, swap_bytes
 from spillway.engines.tensors.system import Reclaimer, give_pages_back, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
 
-_UNREADABLE_RANGE: Final = 1 << 40
+UNREADABLE_RANGE: Final = 1 << 40
 """Length of the range that dropped storages point at: address space, not memory."""
 
 _PROBE: Final = 1 << 20
@@ -58,18 +58,21 @@ class Arrival(NamedTuple):
 class CpuMachine:
     """Carries out what the controller decides, on CPU tensors, with the disk as the slower tier."""
 
+    readable_in_place = True
+    """Whether a moved storage can be read where it is."""
+
     def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
         self.tier = tier
         self._reclaimer = reclaimer
         self.returns_pages = True
         """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
-        self._unreadable = _unreadable_range()
+        self._unreadable = unreadable_range()
         self._leaving: list[tuple[Slot, torch.UntypedStorage]] = []  # what workers read is kept alive
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
         call = Call.unpacked(recipe.payload)
-        inputs = [_real(storage) for storage in bindings]
+        inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
         results = call.again(inputs)
         flat = tensors_of(results)
@@ -78,7 +81,7 @@ class CpuMachine:
     def page_out(self, storage: Storage) -> Slot:
         """Write the bytes to a slot and point the storage at its mapping."""
         self.wait_for_readers(storage)
-        real = _real(storage)
+        real = real_storage(storage)
         slot = self.tier.write(real.data_ptr(), storage.nbytes)
         slot.storage = storage.number
         self._exchange(real, self._mapping(slot))
@@ -88,18 +91,18 @@ class CpuMachine:
         """The slot holds the same content, or will in a moment: point the storage at it."""
         self.tier.finish_write(home)
         self.wait_for_readers(storage)  # an older version may still be on its way out
-        self._exchange(_real(storage), self._mapping(home))
+        self._exchange(real_storage(storage), self._mapping(home))
 
     def page_in(self, storage: Storage, home: Slot) -> bool:
         """Read the bytes into fresh memory and point the storage there."""
         fresh = self._fresh(storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())
-        swap_bytes(_real(storage), fresh)
+        swap_bytes(real_storage(storage), fresh)
         return unchanged
 
     def start_out(self, storage: Storage) -> Slot:
         """Let a worker write the bytes to a slot."""
-        real = _real(storage)
+        real = real_storage(storage)
         slot = self.tier.start_write(real.data_ptr(), storage.nbytes)
         slot.storage = storage.number
         self._leaving.append((slot, real))
@@ -117,7 +120,7 @@ class CpuMachine:
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
         """Wait for the worker and point the storage at what it read."""
         unchanged = arrival.reading.result()
-        swap_bytes(_real(storage), arrival.fresh)
+        swap_bytes(real_storage(storage), arrival.fresh)
         return unchanged
 
     def abandon(self, arrival: Arrival) -> None:
@@ -134,7 +137,7 @@ class CpuMachine:
         """No worker reads the bytes afterwards: they are about to be put elsewhere."""
         if not self._leaving:
             return
-        real = _real(storage)
+        real = real_storage(storage)
         self.tier.log.wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
@@ -150,18 +153,15 @@ class CpuMachine:
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; the storage points at memory that cannot be read."""
-        if storage.nbytes > _UNREADABLE_RANGE:
+        if storage.nbytes > UNREADABLE_RANGE:
             raise EngineError(f"A storage of {storage.nbytes} bytes is larger than the range for dropped storages.")
-        nowhere = cast(
-            torch.UntypedStorage,
-            torch._C._construct_storage_from_data_pointer(self._unreadable, _CPU, storage.nbytes),
-        )
+        nowhere = storage_at(self._unreadable, storage.nbytes, _CPU)
         self.wait_for_readers(storage)
-        self._exchange(_real(storage), nowhere)
+        self._exchange(real_storage(storage), nowhere)
 
     def give(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
-        swap_bytes(_real(target), _real(source))
+        swap_bytes(real_storage(target), real_storage(source))
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
@@ -203,6 +203,10 @@ class CpuMachine:
         """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""
         return 2 * self.tier.seconds_for(nbytes)
 
+    def seconds_of(self, recipe: Recipe) -> Seconds:
+        """As long as it took."""
+        return recipe.seconds
+
     def settle(self) -> None:
         """Return freed memory to the system when the resident set has outgrown the account."""
         self._reclaimer.settle()
@@ -219,7 +223,8 @@ class CpuMachine:
         return view.untyped_storage()
 
 
-def _real(storage: Storage) -> torch.UntypedStorage:
+def real_storage(storage: Storage) -> torch.UntypedStorage:
+    """The real storage behind a record."""
     handle = storage.handle
     real = handle() if isinstance(handle, Watch) else handle
     if not isinstance(real, torch.UntypedStorage):
@@ -239,14 +244,14 @@ def tensors_of(results: object) -> list[torch.Tensor]:
 
 
 @functools.cache
-def _unreadable_range() -> int:
+def unreadable_range() -> int:
     """An address range without memory behind it, readable by nobody; one for the process, because it is never given
     back."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    address = libc.mmap(None, _UNREADABLE_RANGE, 0, flags, -1, 0)
+    address = libc.mmap(None, UNREADABLE_RANGE, 0, flags, -1, 0)
     if address in (None, ctypes.c_void_p(-1).value):
         raise SpillError(
             "The system gives no address range of 1 TiB, which takes no memory, for dropped storages; lift `ulimit -v`."

@@ -7,7 +7,6 @@ tensors that were never seen) goes through `General`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
@@ -22,10 +21,10 @@ from spillway.engines.tensors.calls import (
     Environment,
     Operand,
     Place,
-    Surroundings,
     geometry_of,
     operands,
     random_state,
+    surroundings_with,
     with_holes,
 )
 from spillway.engines.tensors.handlers import Handler, Usual, handler_for
@@ -36,11 +35,10 @@ from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
+    from spillway.engines.tensors.places import AbstractPlace
 
 Completion = Callable[..., Any]
 """Runs a ready op: see `build_completion`."""
-
-_now = time.perf_counter
 
 
 class Known(NamedTuple):
@@ -219,7 +217,7 @@ def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storag
 
 def build_completion(engine: TensorEngine) -> Completion:
     """The function that runs an op that is ready to run, and registers what it created and wrote."""
-    recorder, overwrite = Recorder(engine), engine.controller.overwrite
+    recorder, overwrite, now = Recorder(engine), engine.controller.overwrite, engine.place.now
     recording = engine.controller.policy.uses_recipes
 
     def complete(
@@ -229,14 +227,14 @@ def build_completion(engine: TensorEngine) -> Completion:
         payload: Any = None
         if recording and info.exactness and not opaque and (info.fresh or _has_history(writes)):
             payload = recorder.payload(info, args, kwargs, reads, places, scratch)
-        began = _now()
+        began = now()
         try:
             out = info.call(*args, **kwargs) if kwargs else info.call(*args)
         except BaseException:
             for storage in writes:
                 overwrite(storage, None)  # whatever it wrote until then
             raise
-        seconds = _now() - began
+        seconds = now() - began
         edges: Sequence[tuple[int, Value]] = ()
         if writes:
             if recording or info.resizes:
@@ -262,7 +260,7 @@ class Recorder:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         self._controller = engine.controller
-        self._surroundings = Surroundings()
+        self._surroundings = surroundings_with(engine.place.settings)
 
     def payload(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
@@ -272,13 +270,13 @@ class Recorder:
         for value in reads:
             value.recorded = True
         if not info.fast:
-            return _record_generally(info, args, kwargs or {}, places, scratch)
+            return _record_generally(info, args, kwargs or {}, places, scratch, self._engine.place)
         holes = list(args)
         recorded: list[Operand] = []
         for place in places:
             recorded.append((place, geometry_of(holes[place])))
             holes[place] = None
-        random = random_state(kwargs) if info.seeded else None
+        random = random_state(kwargs, self._engine.place.generator) if info.seeded else None
         return Call(info.func, holes, kwargs, recorded, self._surroundings.now(), random=random)
 
     def note_writes(
@@ -320,19 +318,18 @@ class Recorder:
             writes=edges,
             nbytes=sum(value.storage.nbytes for value in created.values()),
         )
-        for value in (*recipe.creates, *(value for _, value in edges)):
-            value.recipe = recipe
-        self._controller.recipes.append(recipe)
+        self._controller.remember(recipe)
 
 
 def _record_generally(
-    info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[Place], scratch: Sequence[Operand]
-) -> Call:
+    info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[Place], scratch: Sequence[Operand],
+    device: AbstractPlace,
+) -> Call:  # fmt: skip
     holes, named = with_holes(args, kwargs)
     wanted = set(places)
     recorded = [(place, geometry_of(t)) for place, t, _ in operands(info, args, kwargs) if place in wanted]
-    random = random_state(kwargs) if info.seeded else None
-    return Call(info.func, holes, named, recorded, Environment.now(), (0,), scratch, random)
+    random = random_state(kwargs, device.generator) if info.seeded else None
+    return Call(info.func, holes, named, recorded, Environment.now(device.settings), (0,), scratch, random)
 
 
 def _has_history(writes: Sequence[Storage]) -> bool:

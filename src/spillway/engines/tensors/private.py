@@ -57,6 +57,18 @@ def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     cast(Any, one)._swap_data_ptr_(other)
 
 
-def fresh_storage(nbytes: int) -> torch.UntypedStorage:
-    """A storage of uninitialised bytes."""
-    return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes))
+def fresh_storage(nbytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
+    """A storage of uninitialised bytes, on the CPU unless it is said where."""
+    if device is None:
+        return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes))
+    return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes, device=device))
+
+
+def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage over memory that somebody else keeps."""
+    return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, nbytes))
+
+
+def owners(storage: torch.UntypedStorage) -> int:
+    """How many hold it: its Python object is one, each of its tensors another."""
+    return int(torch._C._storage_Use_Count(storage._cdata))

@@ -69,9 +69,10 @@ def smallest_budget(
     update = max((_update_bytes(optimizer) for optimizer in optimizers), default=0)
     largest = max(error.needed, engine.controller.counters.floor_bytes, update)
     probed = _probe(models, batch) if batch is not None else None
-    bytes_needed = int((max(largest, probed or 0) + stuck) * MARGIN)
+    reserved = engine.place.measured().reserved
+    bytes_needed = int((max(largest, probed or 0) + stuck) * MARGIN) + reserved
     return BudgetInfeasible(
-        needed=error.needed, allowed=error.allowed, op=error.op, op_index=error.op_index,
+        needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=bytes_needed, exact=probed is not None,
     )  # fmt: skip
 

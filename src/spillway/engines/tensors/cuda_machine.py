@@ -1,0 +1,404 @@
+"""The CUDA machine: moves the bytes of device storages to pinned host memory and back.
+
+NOTE [Order on the device]. The host enqueues and does not wait. Everything that could go wrong is a matter of the
+order in which the device does things, and these are the rules by which it is kept:
+
+ 1. A copy out begins after what the compute stream had been given before it: its source has been written.
+ 2. Before the source of a copy out is freed, the compute stream is made to wait for the copy. The caching allocator
+    may hand the memory out at once: whoever gets it writes in the compute stream's order. So a storage that leaves
+    stays as long as its copy runs (rule 5 of the controller) without the host waiting. A storage that dies meanwhile
+    is kept alive until the copy is done.
+ 3. The target of a copy in is allocated on the compute stream, and the copy begins after what that had been given
+    before: the memory may have been somebody else's until then. It also begins after the copy out that filled its
+    block.
+ 4. Before an op may use what came in, or its memory is freed unused, the compute stream waits for the copy.
+ 5. A block of the pool is free again when the compute stream has passed the moment at which it was given up, and with
+    it everything that was made to wait for copies from and to the block; only then another copy out may fill it.
+
+`record_stream` is used nowhere: it would tie memory to the moment at which the host looks.
+
+NOTE [Absent storages]. With `_swap_data_ptr_` (torch 2.13) a moved storage points at its pinned block, which kernels
+read where it is, slowly and right, and what they write there is what comes back. A dropped one points at a range that
+nobody can read. Without it (torch 2.11) an absent storage has no bytes (`resize_`): whoever reads it without asking
+stops, so that nothing may be absent between steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar, final
+
+import torch
+
+from spillway.engines.records import Recipe, Storage
+from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
+from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
+from spillway.engines.tensors.private import owners, storage_at, swap_bytes
+from spillway.engines.tiers.host import Block, HostPool
+from spillway.errors import EngineError, SpillError
+from spillway.units import Bytes, Seconds
+
+T = TypeVar("T")
+
+_PROBED: Bytes = 32 << 20
+"""Bytes of the copies by which the link is measured."""
+
+LIKELY_BANDWIDTH = 20e9
+"""Bytes per second of a link that could not be measured."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class HostHome:
+    """Where a value waits in pinned memory."""
+
+    block: Block
+    done: Event
+    """The copy out into it."""
+    shown: bool = False
+    """Whether its storage points at it."""
+
+
+class Arrival(NamedTuple):
+    """Bytes on their way in."""
+
+    target: torch.UntypedStorage
+    done: Event
+
+
+class AbstractAbsence(ABC):
+    """How a storage is without its bytes."""
+
+    readable: bool
+    """Whether a moved storage can be read where it is."""
+
+    @abstractmethod
+    def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
+        """Free the bytes; the storage is absent, with a block as its home or none."""
+
+    @abstractmethod
+    def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:
+        """Where its bytes may be copied to. Raises `torch.OutOfMemoryError`; then nothing has changed."""
+
+    @abstractmethod
+    def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+        """The bytes are in the target: the storage has them."""
+
+    @abstractmethod
+    def give_up(self, target: torch.UntypedStorage) -> None:
+        """The target is not wanted; the storage stays absent."""
+
+    @abstractmethod
+    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """An absent storage gets the bytes of another one, which dies."""
+
+
+@final
+class Exchanged(AbstractAbsence):
+    """What is under the storage is exchanged (torch 2.13)."""
+
+    readable = True
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._unreadable = unreadable_range()
+
+    def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
+        """It points at the block, or at nothing that can be read."""
+        if nbytes > UNREADABLE_RANGE:
+            raise EngineError(f"A storage of {nbytes} bytes is larger than the range for dropped storages.")
+        address = self._unreadable if block is None or not block.device_address else block.device_address
+        instead = storage_at(address, nbytes, self._driver.device)
+        swap_bytes(real, instead)
+
+    def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:
+        """Fresh memory beside it."""
+        return self._driver.fresh(nbytes)
+
+    def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+        """It points at the fresh memory."""
+        swap_bytes(real, target)
+
+    def give_up(self, target: torch.UntypedStorage) -> None:
+        """The fresh memory dies with its last owner."""
+
+    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """It points at the other one's bytes."""
+        swap_bytes(real, source)
+
+
+@final
+class Resized(AbstractAbsence):
+    """The storage has no bytes while it is absent (torch 2.11)."""
+
+    readable = False
+
+    def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
+        """It is empty."""
+        real.resize_(0)
+
+    def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:
+        """The storage itself: nobody but the engine knows that it has a size again."""
+        real.resize_(nbytes)
+        return real
+
+    def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+        """They are there already."""
+
+    def give_up(self, target: torch.UntypedStorage) -> None:
+        """Empty again."""
+        target.resize_(0)
+
+    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+        """For a moment both are there."""
+        real.resize_(source.nbytes())
+        with unseen():
+            bytes_over(real).copy_(bytes_over(source))
+
+
+@final
+class CudaMachine:
+    """Carries out what the controller decides on device tensors, with pinned host memory as the slower tier."""
+
+    def __init__(self, driver: Driver, pool: HostPool, absence: AbstractAbsence) -> None:
+        self.driver = driver
+        self.pool = pool
+        self.absence = absence
+        self.allocate: Callable[[Callable[[], torch.UntypedStorage], Bytes], torch.UntypedStorage] = _just_once
+        """Runs what allocates device memory for so many bytes; may make room and run it again."""
+        self.again: Callable[[Callable[[], Any], str, Bytes], Any] = lambda run, name, nbytes: run()
+        """The same for a replayed op."""
+        self.largest_given: Bytes = 0
+        """Where giving bytes takes memory twice for a moment: the largest storage that was dropped."""
+        self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
+        """Seconds that an op takes on the device."""
+        pool.make_free = self._await_cooling
+        self._leaving: list[tuple[HostHome, torch.UntypedStorage]] = []  # sources of copies out that may be under way
+        self._cooling: list[tuple[Block, tuple[Event, ...]]] = []  # blocks that the device may still use
+        self._seconds_per_byte = 2 / LIKELY_BANDWIDTH
+        self._measured = False
+
+    @property
+    def readable_in_place(self) -> bool:
+        """Whether a moved storage can be read where it is."""
+        return self.absence.readable and self.pool.readable
+
+    # ------------------------------------------------------------------ ops
+
+    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
+        """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
+        call = Call.unpacked(recipe.payload)
+        inputs = [real_storage(storage) for storage in bindings]
+        if recipe.writes:  # half of it may have happened when it fails: it is not begun twice
+            results = call.again(inputs)
+        else:
+            results = self.again(lambda: call.again(inputs), recipe.name, recipe.nbytes)
+        flat = tensors_of(results)
+        return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
+
+    # ------------------------------------------------------------------ out
+
+    def page_out(self, storage: Storage) -> HostHome:
+        """Copy the bytes to a block and free them in the order of the device."""
+        home = self.start_out(storage)
+        self.leave(storage, home)
+        return home
+
+    def start_out(self, storage: Storage) -> HostHome:
+        """Enqueue the copy (rules 1 and 2)."""
+        real = real_storage(storage)
+        block = self.pool.take(storage.nbytes)
+        try:
+            done = self.driver.copy_out(real, block, (self.driver.reached(),))
+        except BaseException:
+            self.pool.free(block)
+            raise
+        home = HostHome(block, done)
+        self._leaving.append((home, real))
+        return home
+
+    def leave(self, storage: Storage, home: HostHome) -> None:
+        """Free the bytes behind the copy (rule 2)."""
+        self.wait_for_readers(storage)  # of this copy, if it is not done, and of those of older versions
+        self.absence.take_away(real_storage(storage), storage.nbytes, home.block)
+        home.shown = True
+
+    def release(self, storage: Storage) -> None:
+        """Free the bytes; nothing is kept."""
+        self.wait_for_readers(storage)
+        if not self.absence.readable:
+            self.largest_given = max(self.largest_given, storage.nbytes)
+        self.absence.take_away(real_storage(storage), storage.nbytes, None)
+
+    def wait_for_readers(self, storage: Storage) -> None:
+        """The compute stream waits for copies out of the storage: its memory is about to be freed or resized."""
+        if not self._leaving:
+            return
+        real = real_storage(storage)
+        self._let_go(lambda source: source is real)
+
+    def _let_go(self, wanted: Callable[[torch.UntypedStorage], bool]) -> None:
+        going = [(home, real) for home, real in self._leaving if wanted(real)]
+        if going:
+            self._leaving = [(home, real) for home, real in self._leaving if not wanted(real)]
+        for home, _ in going:
+            if not home.done.query():
+                self.driver.compute_waits(home.done)
+
+    # ------------------------------------------------------------------ in
+
+    def page_in(self, storage: Storage, home: HostHome) -> bool:
+        """Copy the block to device memory; ops that follow wait for it on the device."""
+        real = real_storage(storage)
+        target = self.allocate(lambda: self.absence.target(real, storage.nbytes), storage.nbytes)
+        return self.finish_in(storage, self._begin_in(target, home))
+
+    def start_in(self, storage: Storage, home: HostHome) -> Arrival:
+        """Enqueue the copy (rule 3). Raises `SpillError` if the device has no memory to spare after all."""
+        real = real_storage(storage)
+        try:
+            target = self.absence.target(real, storage.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise SpillError("The device has no memory for a copy ahead of its use.") from error
+        return self._begin_in(target, home)
+
+    def _begin_in(self, target: torch.UntypedStorage, home: HostHome) -> Arrival:
+        after = [self.driver.reached()]
+        if not home.done.query():
+            after.append(home.done)
+        try:
+            return Arrival(target, self.driver.copy_in(home.block, target, after))
+        except BaseException:
+            self.absence.give_up(target)
+            raise
+
+    def arrived(self, arrival: Arrival) -> bool:
+        """Whether the copy is done."""
+        return arrival.done.query()
+
+    def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
+        """Ops that follow find the bytes (rule 4). The block holds the same: it is what was read."""
+        if not arrival.done.query():
+            self.driver.compute_waits(arrival.done)
+        self.absence.bring(real_storage(storage), arrival.target)
+        return True
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Its memory may be freed when the copy is done (rule 4)."""
+        self.driver.compute_waits(arrival.done)
+        self.absence.give_up(arrival.target)
+
+    def await_workers(self, arrivals: Sequence[Arrival]) -> None:
+        """Nothing is copied afterwards; the host waits."""
+        for event in (*(arrival.done for arrival in arrivals), *(home.done for home, _ in list(self._leaving))):
+            event.synchronize()
+
+    # ------------------------------------------------------------------ what is kept
+
+    def reap(self) -> None:
+        """Let go of storages whose copies are done, and of blocks that the device is done with."""
+        if self._leaving:
+            self._leaving = [(home, real) for home, real in self._leaving if not home.done.query()]
+        if self._cooling:
+            self._free_cooled()
+
+    def settle(self) -> None:
+        """Room was short: what lives on for copies alone may die, in the order of the device (rule 2)."""
+        self._let_go(lambda real: owners(real) <= 1)
+
+    def give(self, source: Storage, target: Storage) -> None:
+        """The target's storage takes the temporary's bytes."""
+        self.absence.give(real_storage(target), real_storage(source))
+
+    def hold(self, storage: Storage) -> None:
+        """Own the storage, so that it outlives its last tensor."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = watch()
+
+    def unhold(self, storage: Storage) -> None:
+        """Stop owning it; it dies here if nobody else does."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = None
+
+    def discard(self, home: HostHome) -> None:
+        """Free the block as soon as the device is done with it (rule 5)."""
+        home.shown = False
+        busy: tuple[Event, ...] = (self.driver.reached(),)
+        if not home.done.query():
+            busy = (*busy, home.done)
+        self._cooling.append((home.block, busy))
+
+    def _free_cooled(self) -> None:
+        warm: list[tuple[Block, tuple[Event, ...]]] = []
+        for block, busy in self._cooling:
+            if all(event.query() for event in busy):
+                self.pool.free(block)
+            else:
+                warm.append((block, busy))
+        self._cooling = warm
+
+    def _await_cooling(self) -> None:
+        """The pool has no hole: wait for blocks that were given up. The host waits, for once."""
+        for _, busy in self._cooling:
+            for event in busy:
+                event.synchronize()
+        self._free_cooled()
+
+    def escaped(self, storage: Storage) -> bool:
+        """Whether its memory is somebody else's (it cannot be resized then), or it was resized unseen."""
+        watch = storage.handle
+        real = watch() if isinstance(watch, Watch) else watch
+        return real is None or not real.resizable() or real.nbytes() != storage.nbytes
+
+    # ------------------------------------------------------------------ the link
+
+    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
+        """Seconds to copy `nbytes` out and in, by the bandwidth measured at the start."""
+        return nbytes * self._seconds_per_byte
+
+    def seconds_of(self, recipe: Recipe) -> Seconds:
+        """As long as it took, measured with the device."""
+        return self.cost_of(recipe)
+
+    @property
+    def overlaps(self) -> bool:
+        """Copy engines are not what computes."""
+        return True
+
+    def measure_link(self) -> None:
+        """Copy some bytes out and in, and wait.
+
+        Done once, before the first step; where there is not enough memory for it, a likely figure is taken.
+        """
+        if self._measured:
+            return
+        self._measured = True
+        try:
+            nbytes = min(_PROBED, self.pool.budget // 2)
+            source, block = self.driver.fresh(nbytes), self.pool.take(nbytes)
+        except (torch.OutOfMemoryError, SpillError):
+            return
+        for _ in range(2):  # the first finds everything cold
+            self.driver.synchronize()
+            self.driver.lane_times()
+            self.driver.copy_out(source, block, (self.driver.reached(),)).synchronize()
+            self.driver.copy_in(block, source, (self.driver.reached(),)).synchronize()
+        times = self.driver.lane_times()
+        self.pool.free(block)
+        self._seconds_per_byte = (times.out + times.back) / nbytes
+
+    def close(self) -> None:
+        """Give the pinned memory back, but for blocks that storages still point at."""
+        self.driver.synchronize()
+        self._leaving.clear()
+        self._free_cooled()
+        self.pool.close()
+
+
+def _just_once(run: Callable[[], T], nbytes: Bytes) -> T:
+    return run()

@@ -1,0 +1,123 @@
+"""What differs on a CUDA device about ops, and about the settings that are inputs of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from spillway.engines.records import EXACT, NEVER
+from spillway.engines.tensors.calls import Settings
+from spillway.engines.tensors.ops import OpInfo
+
+
+def _named(*names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names)
+
+
+HUNGRY: Final = _named(
+    "convolution", "convolution_backward", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+    "_cudnn_rnn", "_cudnn_rnn_backward", "cudnn_convolution_relu", "cudnn_convolution_add_relu", "_cudnn_ctc_loss",
+    "sort", "topk", "embedding_dense_backward", "index_put_", "index_put", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_cudnn_attention_backward", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "linalg_svd", "_linalg_svd", "linalg_eigh", "_linalg_eigh",
+)  # fmt: skip
+"""Ops that may need much memory for themselves: they are measured (`reserve.Workspaces`)."""
+
+SUMS_IN_ANY_ORDER: Final = _named(
+    "index_add", "index_add_", "index_put", "index_put_", "_index_put_impl_", "put_", "scatter_add", "scatter_add_",
+    "scatter_reduce", "scatter_reduce_", "index_reduce", "index_reduce_", "bincount", "histc", "kthvalue", "median",
+    "nanmedian", "avg_pool3d_backward", "_adaptive_avg_pool2d_backward",
+    "_adaptive_avg_pool3d_backward", "max_pool3d_with_indices_backward", "adaptive_max_pool2d_backward",
+    "fractional_max_pool2d_backward", "fractional_max_pool3d_backward", "max_unpool2d", "max_unpool3d",
+    "upsample_linear1d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward",
+    "upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward", "_upsample_bicubic2d_aa_backward",
+    "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
+    "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
+    "nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "_embedding_bag_dense_backward",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cumsum", "cumsum_",
+    "_segment_reduce_backward", "_scaled_dot_product_flash_attention_backward",
+    "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
+    "_flash_attention_backward", "_efficient_attention_backward",
+)  # fmt: skip
+"""Ops that need not give the same bits twice on a CUDA device (most are listed at
+`torch.use_deterministic_algorithms`). They are never replayed: a value that was read before it left has to come back as
+it was. What they create is moved."""
+
+KEEPS_STATE: Final = _named("_cudnn_rnn", "_cudnn_rnn_backward", "_cudnn_init_dropout_state", "_cudnn_ctc_loss")
+"""Ops with a random state or a workspace of their own among their arguments, which they write: never replayed."""
+
+UNMARKED_WRITES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"aten::_cudnn_rnn": ("dropout_state",), "aten::_cudnn_rnn_backward": ("reserve",)}
+)
+"""Arguments that an op writes although its schema does not say so."""
+
+_CONVOLUTIONS: Final = _named(
+    "convolution", "convolution_backward", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+    "convolution_overrideable", "cudnn_convolution_relu", "cudnn_convolution_add_relu",
+)  # fmt: skip
+"""With `torch.backends.cudnn.benchmark` their algorithm is the one that was fastest, in each thread: they are not
+replayed then."""
+
+
+def fit_for_cuda(info: OpInfo) -> None:
+    """What was read off an op's schema, put right for a CUDA device. Changes `info`."""
+    name = info.name
+    never = name in SUMS_IN_ANY_ORDER or name in KEEPS_STATE
+    never = never or (name in _CONVOLUTIONS and torch.backends.cudnn.benchmark)
+    if never and info.exactness == EXACT:
+        info.exactness = NEVER
+        info.fast = False
+    if name in HUNGRY:
+        info.fast = False
+        info.bound = None
+    unmarked = frozenset(UNMARKED_WRITES.get(name, ()))
+    if unmarked:
+        info.schema_writes |= unmarked
+        arguments = enumerate(info.func._schema.arguments)
+        info.writes = tuple(place for place, argument in arguments if argument.name in info.schema_writes)
+
+
+_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+def _fp16_reduction(value: Any) -> None:
+    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*(value if isinstance(value, tuple) else (value,)))
+
+
+def _bf16_reduction(value: Any) -> None:
+    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*(value if isinstance(value, tuple) else (value,)))
+
+
+_SETTINGS: Final[tuple[_Setting, ...]] = (
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, _fp16_reduction),
+    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, _bf16_reduction),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+"""Settings of the libraries for CUDA that decide how an op is computed."""
+
+_GETTERS: Final = tuple(get for get, _ in _SETTINGS)
+
+
+def _now() -> tuple[Any, ...]:
+    return tuple(get() for get in _GETTERS)
+
+
+def _change(present: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
+    for (_, put), one, other in zip(_SETTINGS, present, wanted, strict=True):
+        if one != other:
+            with contextlib.suppress(RuntimeError):
+                put(other)
+
+
+LIBRARIES: Final = Settings(_now, _change)
+"""They are inputs of every op on a CUDA device."""

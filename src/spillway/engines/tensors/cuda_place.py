@@ -1,0 +1,212 @@
+"""A CUDA device as a place for a session's tensors."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final, final
+
+import torch
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.lanes import TransferLog
+from spillway.engines.records import Recipe
+from spillway.engines.tensors.bindings import Binding, quickest_call
+from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
+from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
+from spillway.engines.tensors.driver import Driver, LaneTimes
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.guests import GRAPHS_REFUSED, Guests
+from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.places import AbstractPlace, Measured
+from spillway.engines.tensors.private import CAN_SWAP
+from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
+from spillway.engines.tensors.retry import Retry
+from spillway.engines.tiers.host import HostPool
+from spillway.errors import SessionError
+from spillway.methods.base import AbstractPolicy
+from spillway.units import Bytes, Seconds
+
+_MOST_COSTS: Final = 1 << 14
+"""Calls whose seconds are remembered."""
+
+
+@final
+class DeviceClock:
+    """Seconds of ops as the device needs them, and not as long as the host takes to launch them.
+
+    The first watched step of a signature runs synchronised: the host waits for the device around every op. From then
+    on what was measured there is taken. (Published costs of recomputation are of launches, where nobody waited:
+    DELTA's table V.)
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._costs: dict[Any, Seconds] = {}
+        self._met: set[str] = set()
+        self.synchronised = False
+        """Whether the host waits around every op."""
+
+    def __call__(self) -> Seconds:
+        if self.synchronised:
+            self._driver.synchronize()
+        return time.perf_counter()
+
+    def begin_step(self, signature: str, *, wanted: bool) -> None:
+        """Whether costs are measured in the step that begins."""
+        self.synchronised = wanted and signature not in self._met
+        if self.synchronised:
+            self._met.add(signature)
+
+    def learn(self, recipes: list[Recipe]) -> None:
+        """A step's ops ran."""
+        if not self.synchronised:
+            return
+        self.synchronised = False
+        if len(self._costs) > _MOST_COSTS:
+            self._costs.clear()
+        for recipe in recipes:
+            self._costs[_key(recipe)] = recipe.seconds
+
+    def seconds_of(self, recipe: Recipe) -> Seconds:
+        """What the op takes on the device; by the host's clock if nothing like it was measured."""
+        return recipe.seconds if self.synchronised else self._costs.get(_key(recipe), recipe.seconds)
+
+
+def _key(recipe: Recipe) -> tuple[Any, ...]:
+    return recipe.name, recipe.nbytes, *(read.storage.nbytes for read in recipe.reads)
+
+
+@final
+class CudaPlace(AbstractPlace):
+    """Device memory, with pinned host memory below it.
+
+    Arguments:
+        driver: The device.
+        host_budget: The most bytes of host memory that are pinned.
+        exchanges: Whether bytes can be exchanged under a storage; by default whether this torch can do it.
+    """
+
+    def __init__(self, driver: Driver, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
+        self.driver = driver
+        self.device = driver.device
+        self.devices = frozenset({driver.device})
+        self.pool = HostPool(driver.pin, host_budget)
+        self.machine = self._machine = CudaMachine(driver, self.pool, Exchanged(driver) if exchanges else Resized())
+        self.log = TransferLog()
+        self.creations = self.reserve = Reserve(driver)
+        self.reserve.twice = lambda: self._machine.largest_given
+        self.meter = Meter(driver)
+        self.workspaces = Workspaces(self.meter, HUNGRY)
+        self.retry = Retry(driver)
+        self.generator = driver.generator
+        self.settings = LIBRARIES
+        self.now = self.clock = DeviceClock(driver)
+        self._machine.cost_of = self.clock.seconds_of
+        self._engine: TensorEngine | None = None
+        self._guests: Guests | None = None
+        self._times = LaneTimes()
+        self._peak: Bytes = 0
+
+    def attach(self, engine: TensorEngine) -> None:
+        """From here on ops that find no memory run again, and custom functions find their tensors."""
+        self._engine = engine
+        self.reserve.attach(engine)
+        self.retry.attach(engine)
+        self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
+        self._machine.again = self.retry.run
+        self._guests = Guests(engine)
+        self._machine.measure_link()
+
+    def learn_op(self, info: OpInfo) -> None:
+        """What need not be the same twice, and what needs much for itself."""
+        fit_for_cuda(info)
+        info.call = self.retry.guarded(info, info.call)
+
+    def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
+        """The quickest, run again when they find no memory."""
+        call, call_with = quickest_call(info.func)
+        return self.retry.guarded(info, call), self.retry.guarded(info, call_with)
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
+        """Look what is on the device beside the account; measure from here.
+
+        Raises:
+            SessionError: A CUDA graph is being captured.
+        """
+        if self.driver.capturing():
+            raise SessionError(GRAPHS_REFUSED)
+        engine = self._attached()
+        self.reserve.look()
+        self.meter.begin()
+        policy, limited = engine.controller.policy, engine.controller.allowed < UNLIMITED
+        self.clock.begin_step(signature, wanted=policy.uses_recipes and limited)
+
+    def finish_ops(self) -> None:
+        """What the ops cost is known now."""
+        self.clock.learn(self._attached().controller.recipes)
+
+    def end_step(self) -> None:
+        """Without storages that can be read in place everything comes back. Then the device is waited for: what a
+        report says of a step is of all of it.
+        """
+        engine = self._attached()
+        try:
+            if not self._machine.readable_in_place:
+                with engine.controller.lock:
+                    engine.bring_all_back()
+        finally:
+            self.driver.synchronize()
+            self._times = self.driver.lane_times()
+            self._peak = self.meter.peak()
+            self.reserve.learn(self._peak)
+            self._machine.reap()
+
+    def begin_aside(self) -> None:
+        """Measure from here."""
+        self.meter.begin()
+
+    def outgrown(self) -> bool:
+        """By the allocator's peak."""
+        self._peak, self._times = self.meter.peak(), LaneTimes()
+        engine = self._attached()
+        return self._peak > engine.controller.allowed + self.reserve.reserved
+
+    def measured(self) -> Measured:
+        """Peak of the allocator, and the lanes' times."""
+        times = self._times
+        return Measured(
+            peak=self._peak, reserved=self.reserve.reserved, stall=times.stall, copying=times.out + times.back
+        )
+
+    def close(self) -> None:
+        """Give the pinned memory back."""
+        if self._guests is not None:
+            self._guests.remove()
+        self._machine.close()
+
+    def _attached(self) -> TensorEngine:
+        assert self._engine is not None, "attach() comes first"
+        return self._engine
+
+
+def cuda_engine(
+    policy: AbstractPolicy, budget: Bytes, driver: Driver, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
+) -> TensorEngine:
+    """An engine for the tensors of one CUDA device.
+
+    Arguments:
+        budget: Of device memory, what is set aside for libraries included.
+        host_budget: Of pinned host memory.
+    """
+    warm_up(driver.device)
+    return TensorEngine(policy, budget, place=CudaPlace(driver, host_budget, exchanges=exchanges))
+
+
+def warm_up(device: torch.device) -> None:
+    """Let the libraries take their workspaces, forward and backward, so that they are seen when memory is counted."""
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        weight = torch.ones(64, 64, device=device, requires_grad=True)
+        out = torch.nn.functional.linear(weight @ weight, weight, weight[0])
+        torch.autograd.grad(out.sum(), weight)

@@ -1,0 +1,72 @@
+"""Which device a session's model lies on, and the engine for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.cuda_place import cuda_engine
+from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.private import CAN_SWAP
+from spillway.engines.tiers.spill_file import SpillIO
+from spillway.errors import BudgetError, ModelError
+from spillway.methods.base import AbstractPolicy
+from spillway.units import Bytes, parse_budget
+
+HOST_SHARE = "50%"
+"""Of the machine's memory: the host budget where none is given."""
+
+
+def machine_memory() -> Bytes:
+    """RAM of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
+    """Where all parameters and buffers lie.
+
+    Raises:
+        ModelError: On several devices, or on one that cannot be managed.
+    """
+    found = {t.device for m in models for t in (*m.parameters(), *m.buffers())}
+    names = sorted({str(device) for device in found})
+    if len(names) > 1:
+        raise ModelError(f"The model lies on {len(names)} devices ({', '.join(names)}); move it to one.")
+    device = next(iter(found), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"The model lies on {device}; this version manages models on the CPU and on CUDA.")
+    if device.type == "cpu" and not CAN_SWAP:
+        raise ModelError(
+            f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer."
+        )
+    return device
+
+
+def engine_for(
+    device: torch.device,
+    policy: AbstractPolicy,
+    budget: int | str | None,
+    host_budget: int | str | None,
+    spill_directory: str | os.PathLike[str] | None,
+    spill_io: SpillIO = "buffered",
+) -> TensorEngine:
+    """An engine for tensors of that device.
+
+    Raises:
+        BudgetError: A budget that cannot be read, or more than there is.
+    """
+    if device.type == "cpu":
+        if host_budget is not None:
+            raise BudgetError("host_budget= is for models on CUDA; what leaves memory on the CPU goes to disk.")
+        return TensorEngine(policy, _read(budget, machine_memory()), spill_directory, spill_io)
+    driver = CudaDriver(device)
+    pinned = parse_budget(HOST_SHARE if host_budget is None else host_budget, machine_memory())
+    return cuda_engine(policy, _read(budget, driver.total), driver, pinned)
+
+
+def _read(budget: int | str | None, device_bytes: Bytes) -> Bytes:
+    return UNLIMITED if budget is None else parse_budget(budget, device_bytes)

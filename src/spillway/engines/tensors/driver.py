@@ -1,0 +1,293 @@
+"""What the CUDA machine asks of a device, and nothing more: memory, copies on two lanes, events, counters.
+
+`CudaDriver` asks torch. The tests have another one on the CPU, whose copies happen late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, cast, final
+
+import torch
+
+from spillway.engines.tensors.private import fresh_storage
+from spillway.engines.tiers.host import Block, Pinned
+from spillway.units import Bytes, Seconds
+
+_PORTABLE_AND_MAPPED: Final = 3
+"""Flags of `cudaHostRegister`: for every context, and readable by the device."""
+
+
+_cuda: Final[Any] = torch.cuda
+"""Its functions for devices have no annotations."""
+
+
+class Event(Protocol):
+    """A moment on a lane or on the compute stream."""
+
+    def query(self) -> bool:
+        """Whether the device has come so far."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+
+@final
+@dataclass(slots=True)
+class LaneTimes:
+    """Seconds of device time since they were asked for last."""
+
+    out: Seconds = 0.0
+    """Copies out."""
+    back: Seconds = 0.0
+    """Copies in."""
+    stall: Seconds = 0.0
+    """The compute stream waiting for either."""
+
+
+class Driver(Protocol):
+    """One device. Unless it says otherwise, nothing here lets the host wait."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors."""
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The device's default generator."""
+
+    @property
+    def total(self) -> Bytes:
+        """Bytes of memory of the device."""
+
+    def fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
+        """Uninitialised device memory, allocated on the compute stream. Raises `torch.OutOfMemoryError`."""
+
+    def pin(self, nbytes: Bytes) -> Pinned | None:
+        """Pinned host memory; None if the system gives none."""
+
+    def reached(self) -> Event:
+        """The moment at which the compute stream has done all that it was given so far."""
+
+    def compute_waits(self, event: Event) -> None:
+        """What the compute stream is given from here on begins after `event`."""
+
+    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> Event:
+        """Copy device memory to a block, on the lane for that, after some events; when it is done."""
+
+    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> Event:
+        """Copy a block to device memory, on the other lane."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device has done everything."""
+
+    def lane_times(self) -> LaneTimes:
+        """Of what was copied and waited for since the last call. Everything has to be done."""
+
+    def allocated(self) -> Bytes:
+        """What the caching allocator has handed out now."""
+
+    def peak(self) -> Bytes:
+        """The most that it had handed out since `reset_peak`."""
+
+    def reset_peak(self) -> None:
+        """Let `peak` begin anew."""
+
+    def empty_cache(self) -> None:
+        """Give what the caching allocator keeps back to the device; the host waits."""
+
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured."""
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Ops of our own: no mode sees them, autograd and autocast neither."""
+    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+        yield
+
+
+def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The bytes of a storage as a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def bytes_at(address: int, nbytes: Bytes) -> torch.Tensor:
+    """Host memory as a tensor, for as long as somebody else keeps the memory."""
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+@final
+class RegisteredMemory:
+    """Host memory of our own that CUDA was told of: `cudaHostRegister` pins any size, and unpins it when asked."""
+
+    def __init__(self, memory: mmap.mmap, address: int, device_address: int) -> None:
+        self._memory: mmap.mmap | None = memory
+        self.address = address
+        self.device_address = device_address
+
+    def release(self) -> None:
+        """Unpin it and give it back."""
+        if self._memory is not None:
+            _cuda.cudart().cudaHostUnregister(self.address)
+            self._memory.close()
+            self._memory = None
+
+
+@final
+@dataclass(slots=True)
+class _Timed:
+    """Pairs of events whose distance is asked for at the end of a step."""
+
+    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def seconds(self) -> Seconds:
+        pairs, self.pairs = self.pairs, []
+        return sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+
+
+@final
+class CudaDriver:
+    """A real CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        _cuda.init()
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._out = _cuda.Stream(self.device)
+        self._in = _cuda.Stream(self.device)
+        self._compute: torch.cuda.Stream | None = None
+        self._times = {"out": _Timed(), "in": _Timed(), "stall": _Timed()}
+        self.generator = torch.cuda.default_generators[self.device.index]
+        self.total = int(torch.cuda.get_device_properties(self.device).total_memory)
+
+    # ------------------------------------------------------------------ memory
+
+    def fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
+        """Allocated on the compute stream, whose order protects it when it is freed."""
+        self._stream()
+        with torch.cuda.device(self.device):
+            return fresh_storage(nbytes, self.device)
+
+    def pin(self, nbytes: Bytes) -> RegisteredMemory | None:
+        """Pages of our own, pinned. A fork does not inherit them: a copy on write would part host and device."""
+        try:
+            memory = mmap.mmap(-1, nbytes)
+        except (OSError, ValueError):
+            return None
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_DONTFORK)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        with torch.cuda.device(self.device):
+            failed = int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
+            if failed:
+                self._forget_error()
+                memory.close()
+                return None
+        return RegisteredMemory(memory, address, _address_on_device(address))
+
+    def _forget_error(self) -> None:
+        """A refused call leaves its error behind, where the next kernel would be blamed for it."""
+        with contextlib.suppress(RuntimeError), unseen():
+            torch.zeros(1, device=self.device)
+
+    # ------------------------------------------------------------------ lanes
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The compute stream: the current one. If that is another than before, it follows on what was."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._compute is not None and stream != self._compute:
+            stream.wait_stream(self._compute)
+        self._compute = stream
+        return stream
+
+    def reached(self) -> torch.cuda.Event:
+        """An event on the compute stream."""
+        event: torch.cuda.Event = self._stream().record_event()
+        return event
+
+    def compute_waits(self, event: Event) -> None:
+        """The device waits, not the host; how long is measured by an event on either side."""
+        stream, (begin, end) = self._stream(), _pair()
+        begin.record(stream)
+        stream.wait_event(cast(torch.cuda.Event, event))
+        end.record(stream)
+        self._times["stall"].pairs.append((begin, end))
+
+    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> torch.cuda.Event:
+        """On the lane for copies out."""
+        with unseen():
+            host, device = bytes_at(target.address, target.nbytes), bytes_over(source)
+            return self._copy(self._out, "out", host, device, after)
+
+    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> torch.cuda.Event:
+        """On the lane for copies in."""
+        with unseen():
+            host, device = bytes_at(source.address, source.nbytes), bytes_over(target)
+            return self._copy(self._in, "in", device, host, after)
+
+    def _copy(
+        self, lane: torch.cuda.Stream, name: str, target: torch.Tensor, source: torch.Tensor, after: Sequence[Event]
+    ) -> torch.cuda.Event:
+        begin, end = _pair()
+        for event in after:
+            lane.wait_event(cast(torch.cuda.Event, event))
+        with torch.cuda.stream(lane):
+            begin.record(lane)
+            target.copy_(source, non_blocking=True)
+            end.record(lane)
+        self._times[name].pairs.append((begin, end))
+        return end
+
+    def synchronize(self) -> None:
+        """The whole device."""
+        torch.cuda.synchronize(self.device)
+
+    def lane_times(self) -> LaneTimes:
+        """By the events around every copy and every wait."""
+        times = self._times
+        return LaneTimes(times["out"].seconds(), times["in"].seconds(), times["stall"].seconds())
+
+    # ------------------------------------------------------------------ counters
+
+    def allocated(self) -> Bytes:
+        """As `torch.cuda.memory_allocated` has it, without building its long dictionary."""
+        return int(self._counters()["current"])
+
+    def peak(self) -> Bytes:
+        """As `torch.cuda.max_memory_allocated` has it."""
+        return int(self._counters()["peak"])
+
+    def _counters(self) -> dict[str, int]:
+        counters: dict[str, int] = torch._C._cuda_memoryStats(self.device.index)["allocated_bytes"]["all"]
+        return counters
+
+    def reset_peak(self) -> None:
+        """As `torch.cuda.reset_peak_memory_stats` does."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        """Waits for the device: what is cached may still be in use by what it was given."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+
+    def capturing(self) -> bool:
+        """On the current stream."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+
+
+def _address_on_device(address: int) -> int:
+    """Where the device finds registered host memory; 0 if it does not say."""
+    found = ctypes.c_uint64(0)
+    try:
+        ask = ctypes.CDLL("libcuda.so.1").cuMemHostGetDevicePointer_v2
+    except (OSError, AttributeError):
+        return 0
+    return int(found.value) if ask(ctypes.byref(found), ctypes.c_void_p(address), 0) == 0 else 0

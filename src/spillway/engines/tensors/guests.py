@@ -1,0 +1,159 @@
+"""Code that uses tensors of a CUDA session without asking the dispatcher: custom autograd functions, and CUDA graphs.
+
+A custom `torch.autograd.Function` may hand its tensors to kernels that no dispatch mode sees. So what it is given, and
+what it asks for of what it saved, is made resident first and stays until it returns. That is done where Python hands
+the tensors over, and not by `saved_tensors_hooks`: those would stand at every op's saved tensors, and torch leaves its
+check of versions to them.
+
+A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open.
+
+Changing classes is global by nature, so the list of open engines is too; with the last one they are as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch.autograd.function import BackwardCFunction, Function
+
+from spillway.engines.records import Storage
+from spillway.errors import SessionError
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.engine import TensorEngine
+
+GRAPHS_REFUSED: Final = (
+    "A CUDA graph keeps the addresses of its tensors, and a session moves what is behind them: capture graphs (also "
+    'those of torch.compile(mode="reduce-overhead")) outside of spillway.manage().'
+)
+
+_open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
+_lock = threading.RLock()
+_running = threading.local()
+_originals: dict[tuple[Any, str], Any] = {}
+
+
+@final
+class Guests:
+    """One engine's place among those whose tensors are lent to custom functions."""
+
+    def __init__(self, engine: TensorEngine) -> None:
+        self._engine = engine
+        with _lock:
+            if not len(_open):
+                _install()
+            _open.add(engine)
+
+    def remove(self) -> None:
+        """The engine is closed."""
+        with _lock:
+            _open.discard(self._engine)
+            if not len(_open):
+                _uninstall()
+
+
+@final
+class _Loans:
+    """What one call of a custom function was lent; it stays until the call returns."""
+
+    def __init__(self) -> None:
+        self._storages: list[tuple[TensorEngine, Storage]] = []
+
+    def lend(self, values: Iterable[Any]) -> None:
+        """Make the tensors among these resident, and keep them so."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                for engine in tuple(_open):
+                    self._lend_one(engine, value)
+            elif isinstance(value, list | tuple):
+                self.lend(value)
+            elif isinstance(value, dict):
+                self.lend(value.values())
+
+    def _lend_one(self, engine: TensorEngine, tensor: torch.Tensor) -> None:
+        storage = engine.find(tensor)
+        if storage is None or storage.value is None:
+            return
+        with engine.controller.lock, torch._C._DisableTorchDispatch():
+            storage.locks += 1
+            self._storages.append((engine, storage))
+            if storage.value.absent:
+                engine.fetch(storage)
+
+    def end(self) -> None:
+        """It returned."""
+        for engine, storage in self._storages:
+            with engine.controller.lock:
+                storage.locks -= 1
+        self._storages.clear()
+
+
+@contextlib.contextmanager
+def _loans() -> Iterator[_Loans]:
+    loans = _Loans()
+    stack: list[_Loans] = _running.__dict__.setdefault("stack", [])
+    stack.append(loans)
+    try:
+        yield loans
+    finally:
+        stack.pop()
+        loans.end()
+
+
+def _install() -> None:
+    original = Function.__dict__["apply"]
+
+    @functools.wraps(original.__func__)
+    def forward(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with _loans() as loans:
+            loans.lend((args, kwargs))
+            return original.__get__(None, cls)(*args, **kwargs)
+
+    _replace(Function, "apply", classmethod(forward))
+    for name in ("apply", "apply_boxed"):
+        if name in BackwardCFunction.__dict__:
+            _replace(BackwardCFunction, name, _lending_to_backward(BackwardCFunction.__dict__[name]))
+    saved = vars(torch._C._FunctionBase)["saved_tensors"]
+    _replace(BackwardCFunction, "saved_tensors", property(lambda context: _lent(saved.__get__(context))))
+    _replace(torch.cuda.CUDAGraph, "capture_begin", _refuse_graph)
+
+
+def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def backward(context: Any, *gradients: Any) -> Any:
+        with _loans() as loans:
+            loans.lend(gradients)
+            return original(context, *gradients)
+
+    return backward
+
+
+def _lent(saved: Any) -> Any:
+    stack: list[_Loans] = _running.__dict__.get("stack", [])
+    if stack:
+        stack[-1].lend(saved)
+    return saved
+
+
+def _refuse_graph(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise SessionError(GRAPHS_REFUSED)
+
+
+def _replace(owner: Any, name: str, new: Any) -> None:
+    _originals[owner, name] = owner.__dict__.get(name)
+    setattr(owner, name, new)
+
+
+def _uninstall() -> None:
+    for (owner, name), original in _originals.items():
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    _originals.clear()

@@ -1,0 +1,205 @@
+"""Where a session's tensors are: everything in which the CPU and a CUDA device differ for the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
+
+import torch
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.lanes import TransferLog
+from spillway.engines.machine import Machine
+from spillway.engines.records import Storage
+from spillway.engines.tensors.bindings import Binding, quickest_call
+from spillway.engines.tensors.calls import NO_SETTINGS, Settings
+from spillway.engines.tensors.machine import CpuMachine
+from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.system import Reclaimer, ResidentSet
+from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.tiers.spill_file import SpillIO
+from spillway.errors import SpillError
+from spillway.units import Bytes, Seconds
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.engine import TensorEngine
+    from spillway.engines.tensors.reserve import Workspaces
+
+RSS_SLACK = 0.05
+"""Freed memory is returned to the system when the resident set passes the budget by this share."""
+
+
+class TensorMachine(Machine, Protocol):
+    """A machine over real storages: what the engine asks of it besides what the controller does."""
+
+    @property
+    def readable_in_place(self) -> bool:
+        """Whether a moved storage can be read where it is."""
+
+    def wait_for_readers(self, storage: Storage) -> None:
+        """No copy reads the bytes afterwards: they are about to be put elsewhere."""
+
+    def await_workers(self, arrivals: Sequence[Any]) -> None:
+        """Nothing is copied afterwards; what copies have to tell is not heard yet."""
+
+
+class Creations(Protocol):
+    """Hears of what is created."""
+
+    def expect(self, nbytes: Bytes) -> None:
+        """So many bytes are about to be created."""
+
+    def created(self, nbytes: Bytes) -> None:
+        """So many bytes are new."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the device itself says of a step."""
+
+    peak: Bytes = 0
+    """The most that its allocator had handed out; 0 where nobody counts that."""
+    reserved: Bytes = 0
+    """What was set aside in the budget for what the account does not see."""
+    stall: Seconds | None = None
+    """Time that it waited for copies; None where the host waits, whose time is measured by the controller."""
+    copying: Seconds = 0.0
+    """Time that its lanes spent on copies."""
+
+
+class AbstractPlace(ABC):
+    """One device, for one engine."""
+
+    devices: frozenset[torch.device]
+    """Tensors on these are managed."""
+    device: torch.device
+    """The usual one of them."""
+    machine: TensorMachine
+    """Moves the bytes."""
+    log: TransferLog
+    """Copies that a tier made, and what waited for them; empty where the device keeps account of that."""
+    creations: Creations
+    """Hears of what is created."""
+    generator: torch.Generator
+    """What ops draw from that are given no generator."""
+    settings: Settings
+    """Further settings that are inputs of every op."""
+    now: Callable[[], Seconds]
+    """The clock by which ops are timed."""
+    spill_io: SpillIO | None = None
+    """How bytes go to a spill file, where there is one."""
+    workspaces: Workspaces | None = None
+    """What ops need for themselves, where that counts."""
+
+    @abstractmethod
+    def attach(self, engine: TensorEngine) -> None:
+        """The engine is ready."""
+
+    @abstractmethod
+    def learn_op(self, info: OpInfo) -> None:
+        """Put right what an op's schema says, for this device."""
+
+    @abstractmethod
+    def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
+        """What calls the op: with positional arguments alone, and with keywords."""
+
+    @abstractmethod
+    def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
+        """A watched step begins."""
+
+    @abstractmethod
+    def finish_ops(self) -> None:
+        """Its last op ran; recipes are still there."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """It ended."""
+
+    @abstractmethod
+    def begin_aside(self) -> None:
+        """A step begins that nobody watches."""
+
+    @abstractmethod
+    def outgrown(self) -> bool:
+        """Whether a step that nobody watched needed more than it should; freed memory is returned then."""
+
+    @abstractmethod
+    def measured(self) -> Measured:
+        """Of the last step."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what the place took."""
+
+
+CPU: Final = frozenset({torch.device("cpu"), torch.device("cpu", 0)})
+
+
+@final
+class CpuPlace(AbstractPlace):
+    """RAM, with a file below it."""
+
+    def __init__(self, spill_directory: str | os.PathLike[str] | None, spill_io: SpillIO = "buffered") -> None:
+        self.devices = CPU
+        self.device = torch.device("cpu")
+        self.tier = DiskTier(spill_directory, spill_io)
+        self.log = self.tier.log
+        self.spill_io = self.tier.io
+        self.resident_set = ResidentSet()
+        self.creations = self.reclaimer = Reclaimer(self.resident_set)
+        self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
+        self.generator = torch.default_generator
+        self.settings = NO_SETTINGS
+        self.now = time.perf_counter
+
+    def attach(self, engine: TensorEngine) -> None:
+        """Threads that copy are there before memory is short."""
+        if engine.foresees:
+            with contextlib.suppress(SpillError):  # there may be threads later
+                self.tier.start_workers()
+
+    def learn_op(self, info: OpInfo) -> None:
+        """Schemas and tables are right."""
+
+    def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
+        """The quickest."""
+        return quickest_call(info.func)
+
+    def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
+        """What is in slots of earlier steps may have been written by the user."""
+        self.tier.generation += 1
+        self._machine.returns_pages = base_rss is not None
+        if base_rss is not None and allowed < UNLIMITED:
+            self.reclaimer.limit = base_rss + int(allowed * (1 + RSS_SLACK))
+
+    def finish_ops(self) -> None:
+        """Nothing to do."""
+
+    def end_step(self) -> None:
+        """From here on the user may write through mapped slots."""
+        self.tier.generation += 1
+
+    def begin_aside(self) -> None:
+        """Nothing to do."""
+
+    def outgrown(self) -> bool:
+        """By the resident set."""
+        if self.resident_set.read() <= self.reclaimer.limit:
+            return False
+        self.resident_set.trim()
+        return True
+
+    def measured(self) -> Measured:
+        """The system says nothing that the account does not."""
+        return Measured()
+
+    def close(self) -> None:
+        """Give the file back."""
+        self.tier.close()
+        self.resident_set.close()

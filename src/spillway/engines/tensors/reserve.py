@@ -1,0 +1,148 @@
+"""What is set aside inside the budget of a CUDA device, and how much the device really needed.
+
+The account knows storages. The caching allocator hands out more: workspaces of libraries, memory that an op takes and
+gives back inside itself, tensors that no op of a step has touched, blocks that are larger than what was asked for. What
+is there all the time is seen by looking; what an op needs for itself is measured around the op, and room is made for it
+the next time; and if the allocator's peak was above the budget all the same, more is set aside from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.driver import Driver
+from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.engines.controller import Controller
+    from spillway.engines.tensors.engine import TensorEngine
+    from spillway.engines.tensors.mode import Seen
+
+T = TypeVar("T")
+
+MARGIN: Final = 0.01
+"""Share of the budget that is set aside beside what is seen."""
+
+BETWEEN_LOOKS: Final[Bytes] = 16 << 20
+"""Bytes created between two looks at the allocator's counters, which cost as much as two ops."""
+
+
+@final
+class Reserve:
+    """Keeps `Controller.allowed` at the budget less what is set aside."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._engine: TensorEngine | None = None
+        self._budget: Bytes = UNLIMITED
+        self._until_look: Bytes = 0
+        self._learned: Bytes = 0
+        self.twice: Callable[[], Bytes] = lambda: 0
+        """Bytes that are there twice for a moment when dropped bytes are given back."""
+        self.reserved: Bytes = 0
+        """Bytes set aside now."""
+
+    def attach(self, engine: TensorEngine) -> None:
+        """Whose account it is that is compared with the allocator's."""
+        self._engine = engine
+        self._budget = engine.controller.allowed
+
+    def expect(self, nbytes: Bytes) -> None:
+        """So many bytes are about to be created: room was made for them."""
+
+    def created(self, nbytes: Bytes) -> None:
+        """So many bytes are new."""
+        self._until_look -= nbytes
+        if self._until_look < 0:
+            self.look()
+
+    def look(self) -> None:
+        """Set aside what the allocator has handed out beside the account."""
+        self._until_look = BETWEEN_LOOKS
+        if self._engine is None or self._budget >= UNLIMITED:
+            return
+        controller = self._engine.controller
+        beside = max(self._driver.allocated() - controller.resident, 0)
+        self.reserved = beside + int(MARGIN * self._budget) + self._learned + self.twice()
+        controller.allowed = max(self._budget - self.reserved, 0)
+
+    def learn(self, peak: Bytes) -> None:
+        """The allocator's peak in a step: what was above the budget is set aside from now on."""
+        if self._budget < UNLIMITED:
+            self._learned += max(peak - self._budget, 0)
+
+
+@final
+class Meter:
+    """The allocator's peak in a step, and in single ops of it."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._most: Bytes = 0
+
+    def begin(self) -> None:
+        """Let the peak begin anew."""
+        self._driver.reset_peak()
+        self._most = 0
+
+    def peak(self) -> Bytes:
+        """The most that was handed out since `begin`."""
+        return max(self._most, self._driver.peak())
+
+    def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
+        """Run an op; what it needed for itself beside what it left behind."""
+        self._most = self.peak()
+        self._driver.reset_peak()
+        before = self._driver.allocated()
+        out = run()
+        return out, max(self._driver.peak() - max(before, self._driver.allocated()), 0)
+
+
+_LOOKS_PER_CALL: Final = 2
+"""A call is measured so often: the first time it may load what it never loads again."""
+
+_MOST_KNOWN: Final = 1 << 10
+
+
+@final
+class Workspaces:
+    """Bytes that calls need for themselves while they run, by the keys of `Sizes`."""
+
+    def __init__(self, meter: Meter, hungry: frozenset[str]) -> None:
+        self._meter = meter
+        self._hungry = hungry
+        self._known: dict[Any, list[Bytes]] = {}
+
+    def expected(self, seen: Seen, key: Any, created: Bytes, allowed: Bytes) -> Bytes:
+        """What the call will need beside its results.
+
+        The first time nobody knows: for ops that are known to be hungry it is as much again as they create, unless
+        that would not fit beside their operands.
+        """
+        measured = self._known.get(key)
+        if measured:
+            return measured[-1]
+        if seen.info.name not in self._hungry:
+            return 0
+        working = created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
+        return max(min(created, allowed - working), 0)
+
+    def watch(self, controller: Controller, key: Any, run: Callable[[], T]) -> T:
+        """Run a call and learn. If it left a recipe, a replay makes room for as much."""
+        measured = self._known.get(key, [])
+        if key is None:
+            return run()
+        recipes = len(controller.recipes)
+        if len(measured) < _LOOKS_PER_CALL:
+            out, inside = self._meter.around(run)
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known.setdefault(key, []).append(inside)
+        else:
+            out, inside = run(), measured[-1]
+        if len(controller.recipes) > recipes:
+            recipe = controller.recipes.pop()
+            controller.remember(recipe._replace(nbytes=recipe.nbytes + inside))
+        return out

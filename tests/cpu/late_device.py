@@ -1,0 +1,256 @@
+"""A device for the CUDA machine that is made of CPU memory, and whose copies happen as late as they may.
+
+A copy is made when something waits for its event, or when that has been asked for often enough whether it is done.
+What the machine forgot to wait for is then found out: fresh memory holds a pattern until the copy into it is made, and
+a copy whose source or target is gone by the time it is made fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from spillway.engines.tensors.cuda_place import cuda_engine
+from spillway.engines.tensors.driver import Event, LaneTimes
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.private import CAN_SWAP
+from spillway.engines.tiers.host import Block
+from spillway.methods import AbstractPolicy
+from spillway.session import Session
+from tests.cpu.bits import fill
+
+PATTERN = 0xA7
+"""What fresh memory holds."""
+
+RELEASED = 0x5C
+"""What host memory holds that was given back."""
+
+
+class OutOfOrderError(AssertionError):
+    """The machine let the device do something in the wrong order."""
+
+
+@final
+class Reached:
+    """The compute stream does at once what it is given."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+@final
+class LateCopy:
+    """A copy that is an event too: it is made when somebody waits for it."""
+
+    def __init__(self, driver: LateDriver, lane: list[LateCopy], make: Callable[[], None], after: Sequence[Event]):
+        self.lane = lane
+        self.make = make
+        self.after = after
+        self.asked = 0
+        self.done = False
+        self.driver = driver
+        self.host_range: tuple[int, int] = (0, 0)
+        lane.append(self)
+
+    def query(self) -> bool:
+        self.asked += 1
+        if not self.done and self.asked > self.driver.lag:
+            self.synchronize()
+        return self.done
+
+    def synchronize(self) -> None:
+        """Everything that stands before it in its lane comes first."""
+        while not self.done:
+            first = self.lane.pop(0)
+            for event in first.after:
+                event.synchronize()
+            first.done = True
+            first.make()
+
+
+@final
+class HostMemory:
+    """Ordinary memory that passes for pinned memory."""
+
+    def __init__(self, driver: LateDriver, nbytes: int, *, readable: bool) -> None:
+        self._memory = np.zeros(nbytes + 512, np.uint8)
+        self.address = -(-self._memory.ctypes.data // 512) * 512
+        self.device_address = self.address if readable else 0
+        self.nbytes = nbytes
+        self._driver = driver
+        driver.pinned += nbytes
+
+    def release(self) -> None:
+        self._memory[:] = RELEASED
+        self._driver.released.append(self._memory)  # whoever still points at it reads the pattern
+        self._driver.pinned -= self.nbytes
+
+
+@final
+class LateDriver:
+    """See the module."""
+
+    def __init__(self, *, lag: int = 3, readable: bool = True, pins: int = 1 << 40) -> None:
+        self.device = torch.device("cpu")
+        self.generator = torch.default_generator
+        self.total = 1 << 40
+        self.lag = lag
+        self.readable = readable
+        self.pins_left = pins
+        self.pinned = 0
+        self.released: list[Any] = []
+        self.out: list[LateCopy] = []
+        self.back: list[LateCopy] = []
+        self.copies_out = self.copies_in = self.waits = self.caches_emptied = 0
+        self.account: Callable[[], int] = lambda: 0
+        self.beside = 0
+        """Bytes that are handed out and in nobody's account."""
+        self.inside = 0
+        """Bytes that the next ops need for themselves."""
+        self.is_capturing = False
+        self.full = 0
+        """So many of the next asked for are refused."""
+        self._peak = 0
+
+    def fresh(self, nbytes: int) -> torch.UntypedStorage:
+        if self.full:
+            self.full -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has nothing left.")
+        storage = torch.UntypedStorage(nbytes)
+        fill(storage, PATTERN)
+        return storage
+
+    def pin(self, nbytes: int) -> HostMemory | None:
+        if nbytes > self.pins_left:
+            return None
+        self.pins_left -= nbytes
+        return HostMemory(self, nbytes, readable=self.readable)
+
+    def reached(self) -> Reached:
+        return Reached()
+
+    def compute_waits(self, event: Event) -> None:
+        self.waits += 1
+        event.synchronize()
+
+    def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> LateCopy:
+        self._check(after)
+        self._check_free(target, after)
+        self.copies_out += 1
+        at = _Place(source)
+        copy = LateCopy(self, self.out, lambda: _copy(target.address, at.address_now(), target.nbytes), after)
+        copy.host_range = (target.address, target.address + target.nbytes)
+        return copy
+
+    def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> LateCopy:
+        self._check(after)
+        self.copies_in += 1
+        at = _Place(target)
+        for copy in self.out:
+            if _overlap(copy, source) and copy not in after:
+                raise OutOfOrderError("A copy in begins before the copy out that fills its block is done.")
+        copy = LateCopy(self, self.back, lambda: _copy(at.address_now(), source.address, source.nbytes), after)
+        copy.host_range = (source.address, source.address + source.nbytes)
+        return copy
+
+    def _check(self, after: Sequence[Event]) -> None:
+        if not any(isinstance(event, Reached) for event in after):
+            raise OutOfOrderError("A copy does not wait for what the compute stream was given before it.")
+
+    def _check_free(self, target: Block, after: Sequence[Event]) -> None:
+        if any(_overlap(copy, target) and copy not in after for copy in (*self.back, *self.out)):
+            raise OutOfOrderError("A copy out fills a block that another copy has not done with.")
+
+    def synchronize(self) -> None:
+        for lane in (self.out, self.back):
+            while lane:
+                lane[-1].synchronize()
+
+    def lane_times(self) -> LaneTimes:
+        if self.out or self.back:
+            raise OutOfOrderError("Times of copies are asked for before they are done.")
+        return LaneTimes(out=self.copies_out * 1e-3, back=self.copies_in * 1e-3, stall=self.waits * 1e-4)
+
+    def allocated(self) -> int:
+        self._peak = max(self._peak, self.account() + self.beside + self.inside)
+        return self.account() + self.beside
+
+    def peak(self) -> int:
+        self.allocated()
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = 0
+
+    def empty_cache(self) -> None:
+        self.caches_emptied += 1
+
+    def capturing(self) -> bool:
+        return self.is_capturing
+
+
+@final
+class _Place:
+    """Where a storage's bytes are when a copy is begun, and whether they are still there when it is made."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = weakref.ref(storage)
+        self._address = storage.data_ptr()
+
+    def address_now(self) -> int:
+        storage = self._storage()
+        if storage is None or storage.data_ptr() != self._address:
+            raise OutOfOrderError("Memory was freed while a copy needed it.")
+        return self._address
+
+
+def _overlap(copy: LateCopy, block: Block) -> bool:
+    begin, end = copy.host_range
+    return begin < block.address + block.nbytes and block.address < end
+
+
+def _copy(target: int, source: int, nbytes: int) -> None:
+    ctypes.memmove(target, source, nbytes)
+
+
+def late_engine(
+    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *,
+    exchanges: bool = CAN_SWAP, costs: bool = False,
+) -> TensorEngine:  # fmt: skip
+    """The engine of such a session."""
+    if exchanges and not CAN_SWAP:
+        pytest.skip("this torch cannot exchange bytes under a storage")
+    engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
+    driver.account = lambda: engine.controller.resident
+    place: Any = engine.place
+    if not costs:
+        place.clock.begin_step = lambda signature, wanted: None
+    return engine
+
+
+def late_session(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
+    host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, driver: LateDriver | None = None,
+    costs: bool = False,
+) -> Session:  # fmt: skip
+    """A session whose tensors lie, as far as its engine can tell, on a CUDA device.
+
+    With `costs` its first step measures them, which waits for the device, so that nothing in it is late.
+    """
+    driver = driver if driver is not None else LateDriver()
+    engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
+    return Session([model], optimizers, engine, None, None, keep_timeline=False, return_freed=True)
+
+
+def driver_of(memory: Session) -> Any:
+    place: Any = memory._engine.place
+    return place.driver

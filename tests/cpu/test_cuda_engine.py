@@ -1,0 +1,316 @@
+"""The CUDA engine on the late device: what is set aside, what runs again, whose tensors stay, what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from spillway.errors import BudgetInfeasible, DeviceFullError, SessionError
+from spillway.methods import LRU, Delta, Drop, Move
+from spillway.session import Session
+from tests.cpu.late_device import LateDriver, driver_of, late_session
+from tests.cpu.pressure import PLENTY, is_dropped, is_moved, put_away
+from tests.cpu.test_cuda_machine import ITEMS, NBYTES, raw
+
+
+@pytest.fixture(params=[True, False], ids=["exchanged", "resized"])
+def exchanges(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def memory(exchanges: bool) -> Iterator[Session]:
+    late = LateDriver(lag=1 << 30)
+    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
+    with session, session.step():
+        yield session
+    assert late.pinned == 0
+
+
+# ---------------------------------------------------------------------- what is set aside
+
+
+def test_what_others_have_of_the_device_is_set_aside_in_the_budget() -> None:
+    late = LateDriver()
+    late.beside = 5 * NBYTES
+    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), driver=late) as memory:
+        with memory.step():
+            kept = [torch.arange(ITEMS) for _ in range(10)]
+        report = memory.history[-1]
+        assert report.reserved_bytes == 5 * NBYTES + 12 * NBYTES // 100
+        assert report.peak_bytes + report.reserved_bytes <= memory.allowed == report.allowed == 12 * NBYTES
+        assert report.moves + report.drops > 0
+    assert len(kept) == 10
+
+
+def test_what_grows_beside_the_account_within_a_step_is_seen() -> None:
+    late = LateDriver()
+    with late_session(nn.Linear(2, 2), budget=200 << 20, method=LRU(), driver=late) as memory, memory.step():
+        roomy = memory._engine.controller.allowed
+        late.beside = 50 << 20
+        kept = [torch.arange(ITEMS) for _ in range(40)]
+        assert memory._engine.controller.allowed == roomy - (50 << 20)
+    assert kept
+
+
+def test_a_refusal_speaks_of_the_whole_budget() -> None:
+    late = LateDriver()
+    late.beside = 5 * NBYTES
+    with late_session(nn.Linear(2, 2), budget=7 * NBYTES, method=LRU(), driver=late) as memory:
+        with pytest.raises(BudgetInfeasible) as refusal, memory.step():
+            torch.arange(ITEMS).expand(2, -1).clone()
+        assert refusal.value.allowed == 7 * NBYTES
+        told = refusal.value.smallest_budget
+    assert told > 8 * NBYTES
+    with late_session(nn.Linear(2, 2), budget=told, method=LRU(), driver=late) as memory, memory.step():
+        torch.arange(ITEMS).expand(2, -1).clone()
+
+
+def test_a_peak_above_the_budget_is_reported_and_more_is_set_aside_afterwards() -> None:
+    late = LateDriver()
+    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), driver=late) as memory:
+        for excess in (4 * NBYTES, 0):
+            with memory.step():
+                kept = [torch.arange(ITEMS) for _ in range(10)]
+                late._peak = 12 * NBYTES + excess
+                del kept
+        first, second = memory.history
+        assert first.device_peak_bytes == 16 * NBYTES > first.allowed
+        assert second.reserved_bytes == first.reserved_bytes + 4 * NBYTES
+
+
+def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_next_time() -> None:
+    late = LateDriver()
+    picture, layer = torch.ones(1, 8, 64, 64), nn.Conv2d(8, 8, 3, padding=1)
+    made = 8 * 64 * 64 * 4
+    with late_session(layer, budget=PLENTY, method=LRU(), driver=late) as memory, memory.step():
+        late.inside = 3 * made
+        for _ in range(3):
+            layer(picture)
+        late.inside = 0
+        known = memory._engine.place.workspaces
+        assert known is not None
+        assert [looks for looks in known._known.values() if looks == [3 * made, 3 * made]]
+        controller = memory._engine.controller
+        controller.allowed = controller.resident + 2 * made
+        with pytest.raises(BudgetInfeasible):
+            layer(picture)
+        controller.allowed = PLENTY
+
+
+# ---------------------------------------------------------------------- no memory all the same
+
+
+class Failing:
+    """Stands in the way of an op: so many calls find no memory."""
+
+    def __init__(self, memory: Session, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
+        self.left = times
+        place: Any = memory._engine.place
+        guarded, self.calls = place.retry.guarded, 0
+
+        def failing(info: Any, call: Any) -> Any:
+            if info.name != name:
+                return guarded(info, call)
+
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.calls += 1
+                self.left -= 1
+                if self.left >= 0:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And so on.")
+                return call(*args, **kwargs)
+
+            return guarded(info, run)
+
+        monkeypatch.setattr(place.retry, "guarded", failing)
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+def test_an_op_that_finds_no_memory_runs_again_after_room_was_made(
+    memory: Session, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    other, tensor = torch.randperm(ITEMS), torch.arange(ITEMS)
+    failing = Failing(memory, monkeypatch, "aten::mul", times)
+    assert int((tensor * 2)[-1]) == 2 * ITEMS - 2
+    assert failing.calls == times + 1
+    assert driver_of(memory).caches_emptied == times
+    assert is_moved(memory, other) or is_dropped(memory, other) or times == 1
+    place: Any = memory._engine.place
+    assert place.retry.count == 1
+    assert [storage.locks for storage in memory._engine.table.values() if storage.locks] == []
+
+
+def test_an_op_that_finds_no_memory_in_the_end_says_so(memory: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(ITEMS)
+    Failing(memory, monkeypatch, "aten::mul", 99)
+    told = r"aten::mul found no memory on cpu .*lower budget=.*torch said: CUDA out of memory\."
+    with pytest.raises(DeviceFullError, match=told):
+        tensor * 2
+    assert torch.equal(tensor, torch.arange(ITEMS))
+    assert [storage.locks for storage in memory._engine.table.values() if storage.locks] == []
+
+
+def test_random_numbers_are_drawn_once_when_their_op_runs_twice(
+    memory: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.empty(ITEMS)
+    state = torch.get_rng_state()
+    expected = tensor.clone().bernoulli_(0.5)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    place: Any = memory._engine.place
+    guarded = place.retry.guarded
+
+    def drawing_first(info: Any, call: Any) -> Any:
+        left = [1]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = call(*args, **kwargs)
+            if info.name == "aten::bernoulli_" and left:
+                left.pop()
+                raise torch.OutOfMemoryError("CUDA out of memory. After it drew.")
+            return out
+
+        return guarded(info, run)
+
+    monkeypatch.setattr(place.retry, "guarded", drawing_first)
+    memory._engine._dispatch.start_anew()
+    memory._engine.infos.clear()
+    assert torch.equal(tensor.bernoulli_(0.5), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_ops_that_may_have_written_some_of_several_tensors_are_not_run_again(
+    memory: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = [torch.zeros(ITEMS), torch.zeros(ITEMS)]
+    Failing(memory, monkeypatch, "aten::_foreach_add_", 1)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch._foreach_add_(tensors, 1.0)
+
+
+def test_bringing_a_storage_back_makes_room_too(memory: Session, exchanges: bool) -> None:
+    if not exchanges:
+        pytest.skip("the storage itself is resized there")
+    other, tensor = torch.randperm(ITEMS), torch.arange(ITEMS)
+    assert put_away(memory, tensor, Move)
+    driver_of(memory).full = 2
+    assert int((tensor * 2)[-1]) == 2 * ITEMS - 2
+    assert is_moved(memory, other) or is_dropped(memory, other)
+
+
+# ---------------------------------------------------------------------- guests
+
+
+class Outside(torch.autograd.Function):
+    """Reads its tensors without asking anybody, as a kernel of somebody else's does."""
+
+    seen: ClassVar[list[Tensor]] = []
+    memory: Session
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        Outside.seen.append(raw(x))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        assert not put_away(Outside.memory, x, Move), "it stays until the function returns"
+        Outside.seen.append(raw(x))
+        return gradient * 2
+
+
+@pytest.mark.parametrize("way", [Move, Drop])
+def test_custom_functions_find_their_tensors(memory: Session, way: type[Move | Drop]) -> None:
+    Outside.seen, Outside.memory = [], memory
+    source = torch.arange(ITEMS, dtype=torch.float32, requires_grad=True)
+    x = source + 1
+    assert put_away(memory, x, way)
+    out = Outside.apply(x)
+    assert put_away(memory, x, way), "and nothing stays locked"
+    out.sum().backward()
+    assert len(Outside.seen) == 2
+    assert all(torch.equal(seen, torch.arange(ITEMS) + 1.0) for seen in Outside.seen)
+    assert put_away(memory, x, Move)
+
+
+def test_nothing_of_torch_stays_changed_when_the_last_session_closes() -> None:
+    names = ("apply", "saved_tensors", "apply_boxed")
+    node, function = torch.autograd.function.BackwardCFunction, torch.autograd.Function
+    before = [node.__dict__.get(name) for name in names], function.__dict__["apply"]
+    first = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU())
+    second = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU())
+    first.close()
+    assert function.__dict__["apply"] is not before[1]
+    second.close()
+    assert ([node.__dict__.get(name) for name in names], function.__dict__["apply"]) == before
+
+
+def test_capturing_a_cuda_graph_is_refused_while_a_session_is_open() -> None:
+    late = LateDriver()
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late) as memory:
+        with pytest.raises(SessionError, match=r"A CUDA graph keeps the addresses .* outside of spillway\.manage"):
+            torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
+        late.is_capturing = True
+        with pytest.raises(SessionError, match="CUDA graph"), memory.step():
+            pass
+        late.is_capturing = False
+        with memory.step():
+            pass
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_costs_are_measured_with_the_device_once_and_taken_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    late, waited = LateDriver(), [0]
+    synchronize = LateDriver.synchronize
+
+    def counted(self: LateDriver) -> None:
+        waited[0] += 1
+        synchronize(self)
+
+    monkeypatch.setattr(LateDriver, "synchronize", counted)
+    model = nn.Linear(64, 64)
+    batch = torch.ones(256, 64)
+    found = []
+    with late_session(model, budget=PLENTY, method=LRU(), driver=late, costs=True) as memory:
+        for _ in range(2):
+            waited[0] = 0
+            with memory.step():
+                out = model(batch).tanh()
+                recipe = memory._engine.controller.recipes[-1]
+                found.append((recipe, memory._engine.machine.seconds_of(recipe), waited[0]))
+            del out
+    (first, first_seconds, first_waits), (second, second_seconds, second_waits) = found
+    assert first_waits >= 4
+    assert second_waits == 0
+    assert first_seconds == first.seconds == second_seconds != second.seconds
+
+
+def test_a_report_has_the_lanes_and_the_peak_of_the_device() -> None:
+    with late_session(nn.Linear(2, 2), budget=8 * NBYTES, method=Delta()) as memory:
+        with memory.step():
+            kept = [torch.randperm(ITEMS) for _ in range(12)]
+            assert sum(int(tensor[0] >= 0) for tensor in kept) == 12
+        report, late = memory.history[-1], driver_of(memory)
+        assert report.transfer_seconds == pytest.approx((late.copies_out + late.copies_in) * 1e-3)
+        assert report.stall_seconds == pytest.approx(late.waits * 1e-4)
+        assert report.device_peak_bytes >= report.peak_bytes
+        assert spillway.StepReport.from_json(report.to_json()) == report
+
+
+def test_a_report_from_before_there_were_such_figures_can_be_read() -> None:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU()) as memory, memory.step():
+        pass
+    written = memory.history[-1].to_json()
+    for name in ("device_peak_bytes", "reserved_bytes", "transfer_seconds"):
+        del written[name]
+    assert spillway.StepReport.from_json(written).reserved_bytes == 0

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from spillway.engines.tensors.cuda_facts import CudaFacts, expandable_segments
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("", False),
+        ("expandable_segments:True", True),
+        ("max_split_size_mb:64, expandable_segments: true", True),
+        ("expandable_segments:False,max_split_size_mb:64", False),
+    ],
+)
+def test_expandable_segments_are_found_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, asked: str, found: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", asked)
+    assert expandable_segments() == found
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_every_fact_that_matters_has_a_note(on: bool) -> None:
+    facts = CudaFacts(
+        name="a device", total=2, free=1, exchanges=on, expandable_segments=on, benchmarks=on,
+    )  # fmt: skip
+    notes = " ".join(facts.notes())
+    assert ("point at pinned host memory" in notes) == on
+    assert ("expandable_segments is on" in notes) == on
+    assert ("not recomputed" in notes) == on

@@ -1,0 +1,287 @@
+"""The CUDA machine's logic on the late device: what has to wait for what, what is counted, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spillway.engines.tensors.cuda_machine import CudaMachine
+from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
+from spillway.methods import LRU, Copy, Fetch, Move
+from spillway.session import Session
+from tests.cpu.late_device import LateCopy, LateDriver, OutOfOrderError, driver_of, late_session
+from tests.cpu.pressure import PLENTY, is_moved, put_away
+
+ITEMS = 64 << 10
+NBYTES = 8 * ITEMS
+
+
+@pytest.fixture(params=[True, False], ids=["exchanged", "resized"])
+def exchanges(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def memory(exchanges: bool) -> Iterator[Session]:
+    """A session in a step, whose copies are made when something waits for them and not before."""
+    late = LateDriver(lag=1 << 30)
+    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
+    late.copies_out = late.copies_in = 0  # those by which the link is measured
+    with session, session.step():
+        yield session
+    assert late.pinned == 0
+
+
+def begin(memory: Session, tensor: Tensor, way: type[Copy | Fetch]) -> bool:
+    return put_away(memory, tensor, way)  # type: ignore[arg-type]
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Its bytes as code finds them that asks nobody."""
+    storage = torch._C.TensorBase.untyped_storage(tensor)
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride()).clone()
+
+
+# ---------------------------------------------------------------------- order on the device
+
+
+def test_what_is_moved_comes_back_as_it_was(memory: Session) -> None:
+    tensor = torch.arange(ITEMS)
+    assert put_away(memory, tensor, Move)
+    assert is_moved(memory, tensor)
+    assert int((tensor * 2)[-1]) == 2 * ITEMS - 2
+
+
+def test_an_op_waits_for_the_copy_in_and_a_leaving_storage_for_its_copy_out(memory: Session) -> None:
+    tensor, late = torch.arange(ITEMS), driver_of(memory)
+    assert begin(memory, tensor, Copy)
+    assert (late.copies_out, late.waits, len(late.out)) == (1, 0, 1)
+    assert put_away(memory, tensor, Move)
+    assert (late.copies_out, late.waits, len(late.out)) == (1, 1, 0)
+    assert begin(memory, tensor, Fetch)
+    assert (late.copies_in, late.waits, len(late.back)) == (1, 1, 1)
+    assert torch.equal(tensor, torch.arange(ITEMS))
+    assert (late.copies_in, late.waits, len(late.back)) == (1, 2, 0)
+
+
+def test_the_host_waits_for_nothing_within_a_step(memory: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[LateCopy] = []
+    within = LateDriver.compute_waits
+    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: (waited.append(event), within(self, event)))
+    synchronise = LateCopy.synchronize
+
+    def told(self: LateCopy) -> None:
+        assert self in waited or self.done or self.lane is not waited[-1].lane, "the host waits"
+        synchronise(self)
+
+    monkeypatch.setattr(LateCopy, "synchronize", told)
+    tensors = [torch.arange(ITEMS) + number for number in range(4)]
+    for tensor in tensors:
+        assert put_away(memory, tensor, Move)
+    assert [int(tensor[1]) for tensor in tensors] == [1, 2, 3, 4]
+    assert len(waited) == 8
+
+
+def test_what_dies_while_it_is_copied_lives_until_the_copy_is_done(memory: Session) -> None:
+    late, before = driver_of(memory), memory._engine.controller.resident
+    tensor = torch.arange(ITEMS)
+    assert begin(memory, tensor, Copy)
+    after = memory._engine.controller.resident
+    del tensor
+    assert memory._engine.controller.resident == after == before + NBYTES, "in flight is resident"
+    memory._engine.machine.reap()
+    assert memory._engine.controller.resident == after
+    late.synchronize()
+    memory._engine.machine.reap()
+    assert memory._engine.controller.resident == before
+
+
+def test_room_is_made_of_what_lives_for_its_copy_alone(memory: Session) -> None:
+    tensor, controller = torch.arange(ITEMS), memory._engine.controller
+    before = controller.resident - NBYTES
+    assert begin(memory, tensor, Copy)
+    del tensor
+    memory._engine.machine.settle()
+    assert controller.resident == before
+
+
+def test_a_write_while_a_copy_is_under_way_is_what_comes_back(memory: Session) -> None:
+    tensor = torch.zeros(ITEMS)
+    assert begin(memory, tensor, Copy)
+    tensor += 1
+    assert put_away(memory, tensor, Move)
+    assert torch.equal(tensor, torch.ones(ITEMS))
+
+
+def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(memory: Session) -> None:
+    tensor, engine = torch.arange(ITEMS), memory._engine
+    assert put_away(memory, tensor, Move)
+    before = engine.controller.resident
+    assert begin(memory, tensor, Fetch)
+    assert engine.controller.resident == before + NBYTES
+    del tensor
+    engine.controller.empty_graveyard()
+    engine.controller.copies.land(wait=True)  # a storage that is its own target lives until then
+    assert engine.controller.resident == before
+
+
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: None)
+
+
+def _free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaMachine, "discard", lambda self, home: self.pool.free(home.block))
+
+
+def _start_before_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nothing:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(LateDriver, "reached", lambda self: Nothing())
+
+
+def _forget_the_copy_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy in that does not wait for the copy out which fills its block."""
+    begin_in = LateDriver.copy_in
+    monkeypatch.setattr(
+        LateDriver, "copy_in", lambda self, block, target, after: begin_in(self, block, target, after[:1])
+    )
+    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: None)
+
+
+@pytest.mark.parametrize(
+    "break_something",
+    [_forget, _free_at_once, _start_before_the_ops, _forget_the_copy_out],
+    ids=["no waits", "blocks at once", "before the ops", "before the copy out"],
+)
+def test_a_machine_that_forgets_to_wait_is_found_out(
+    break_something: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_something(monkeypatch)
+    late = LateDriver(lag=1 << 30)
+    with pytest.raises((OutOfOrderError, AssertionError)):
+        leave_and_come_back(late)
+
+
+def test_a_machine_that_waits_is_not_blamed() -> None:
+    leave_and_come_back(LateDriver(lag=1 << 30))
+
+
+def leave_and_come_back(late: LateDriver) -> None:
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, host_budget=32 * NBYTES)
+    with memory, memory.step():
+        for number in range(8):
+            tensor, other = torch.arange(ITEMS) + number, torch.arange(ITEMS) - number
+            assert begin(memory, tensor, Copy)
+            assert begin(memory, other, Copy)
+            assert put_away(memory, tensor, Move)
+            assert begin(memory, tensor, Fetch)
+            assert torch.equal(tensor, torch.arange(ITEMS) + number)
+            tensor += 1
+            assert begin(memory, tensor, Copy)
+            tensor += 1  # what is on its way out is good for nothing
+            memory._engine.controller.empty_graveyard()
+            assert torch.equal(tensor, torch.arange(ITEMS) + number + 2)
+
+
+# ---------------------------------------------------------------------- who reads what is absent
+
+
+def test_a_moved_storage_can_be_read_where_it_is(memory: Session, exchanges: bool) -> None:
+    tensor = torch.arange(ITEMS)
+    assert put_away(memory, tensor, Move)
+    assert memory._engine.machine.readable_in_place == exchanges
+    if exchanges:
+        assert torch.equal(raw(tensor), torch.arange(ITEMS))
+    else:
+        assert torch._C.TensorBase.untyped_storage(tensor).nbytes() == 0
+
+
+def test_what_is_written_where_a_moved_storage_waits_comes_back(memory: Session, exchanges: bool) -> None:
+    if not exchanges:
+        pytest.skip("it has no bytes while it is absent")
+    tensor = torch.zeros(ITEMS)
+    assert put_away(memory, tensor, Move)
+    with torch._C._DisableTorchDispatch():
+        tensor.fill_(7.0)
+    assert is_moved(memory, tensor)
+    assert torch.equal(tensor, torch.full((ITEMS,), 7.0))
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_nothing_is_absent_between_steps_where_it_could_not_be_read(exchanges: bool, readable: bool) -> None:
+    late = LateDriver(readable=readable)
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late) as memory:
+        with memory.step():
+            tensor = torch.arange(ITEMS)
+            assert put_away(memory, tensor, Move)
+        assert is_moved(memory, tensor) == (exchanges and readable)
+        assert torch.equal(raw(tensor), torch.arange(ITEMS))
+
+
+def test_a_step_whose_end_does_not_fit_is_refused_where_absent_storages_cannot_be_read() -> None:
+    kept = []
+    with late_session(nn.Linear(2, 2), budget=4 * NBYTES, method=LRU(), exchanges=False) as memory:
+        with pytest.raises(BudgetInfeasible, match="the end of the step") as refusal, memory.step():
+            kept += [torch.arange(ITEMS) + number for number in range(6)]
+        assert refusal.value.smallest_budget >= 6 * NBYTES
+        assert [int(tensor[1]) for tensor in kept] == [1, 2, 3, 4, 5, 6]
+        assert not any(is_moved(memory, tensor) for tensor in kept)
+
+
+def test_printing_a_tensor_that_cannot_be_read_in_place_brings_it_back_for_good(memory: Session) -> None:
+    tensor = torch.arange(ITEMS)
+    assert put_away(memory, tensor, Move)
+    assert tensor.tolist()[-1] == ITEMS - 1
+    assert is_moved(memory, tensor) == memory._engine.machine.readable_in_place
+    tensor += 1
+    assert put_away(memory, tensor, Move) == memory._engine.machine.readable_in_place
+
+
+# ---------------------------------------------------------------------- host memory
+
+
+def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
+    late = LateDriver(pins=1 << 40)
+    with (
+        late_session(
+            nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), host_budget=2 * NBYTES, driver=late
+        ) as memory,
+        pytest.raises(SpillFullError, match=r"host budget of 1\.00 MiB .* raise host_budget="),
+        memory.step(),
+    ):
+        kept = [torch.randperm(ITEMS) for _ in range(12)]
+        sum(int(tensor[0]) for tensor in kept)
+    assert late.pinned == 0
+
+
+def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> None:
+    model, late = nn.Linear(256, 256), LateDriver()
+    before = model.weight.detach().clone()
+    for _ in range(5):
+        with late_session(model, budget=PLENTY, method=LRU(), driver=late) as memory:
+            with memory.step():
+                assert put_away(memory, model.weight, Move)
+            assert late.pinned > 0
+        assert late.pinned == 0
+        assert torch.equal(model.weight, before)
+    assert late.released
+
+
+def test_memory_of_the_pool_is_not_given_back_while_something_still_points_at_it() -> None:
+    tensor, late = torch.arange(ITEMS), LateDriver()
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late)
+    with memory.step():
+        assert put_away(memory, tensor, Move)
+    late.full = 1 << 30  # the device has no memory for it any more
+    with pytest.raises(DeviceFullError, match="bringing a storage back found no memory"):
+        memory.close()
+    assert late.pinned > 0
+    assert torch.equal(raw(tensor), torch.arange(ITEMS))

@@ -1,0 +1,169 @@
+"""Sessions on a real CUDA device: the same bits, within the budget by the allocator's count, nothing left behind."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spillway
+from spillway.engines.tensors.devices import engine_for
+from spillway.engines.tensors.private import CAN_SWAP
+from spillway.errors import SessionError, SpillFullError
+from spillway.methods import LRU, Drop, Move
+from tests.cpu.pressure import is_dropped, is_moved, put_away
+from tests.gpu.models import CASES, DEVICE, Trained, difference, train
+
+pytestmark = pytest.mark.gpu
+
+ITEMS = 1 << 20
+PLENTY = 1 << 30
+
+
+@functools.cache
+def plain(name: str) -> Trained:
+    return train(name)
+
+
+@pytest.mark.parametrize("method", ["lru", "delta", "delta-published"])
+@pytest.mark.parametrize("share", [80, 60])
+@pytest.mark.parametrize("name", CASES)
+def test_training_under_a_budget_gives_the_same_bits_within_it(name: str, share: int, method: str) -> None:
+    expected = plain(name)
+    assert difference(expected, train(name)) is None, "plain training itself is not the same twice"
+    budget = expected.peak * share // 100
+    found = train(name, budget=budget, method=method)
+    assert difference(expected, found) is None
+    assert sum(report.moves + report.drops for report in found.reports) > 0
+    later = [report.device_peak_bytes for report in found.reports[1:]]
+    assert max(later) <= budget, f"budget {budget}, peaks {later}, first {found.reports[0].device_peak_bytes}"
+
+
+def test_without_a_budget_a_session_keeps_account_of_the_same_training() -> None:
+    found = train("transformer", budget=None)
+    assert difference(plain("transformer"), found) is None
+    assert found.reports[0].peak_bytes <= found.peak
+
+
+@pytest.fixture
+def memory() -> Any:
+    with spillway.manage(nn.Linear(8, 8).to(DEVICE), budget=PLENTY, method=LRU()) as session, session.step():
+        yield session
+
+
+@pytest.mark.parametrize("way", [Move, Drop])
+def test_what_leaves_comes_back_as_it_was_while_kernels_are_under_way(memory: Any, way: Any) -> None:
+    source = torch.arange(ITEMS, device=DEVICE)
+    for number in range(50):
+        tensor = source * 3 + number
+        big = torch.randn(2048, 2048, device=DEVICE)
+        for _ in range(4):
+            big = big @ big  # the device is busy, and far behind the host
+        assert put_away(memory, tensor, way)
+        scratch = torch.full((ITEMS,), -1, device=DEVICE)  # takes the memory that was freed
+        assert torch.equal(tensor, torch.arange(ITEMS, device=DEVICE) * 3 + number)
+        del scratch
+
+
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot point a storage at host memory")
+def test_a_moved_storage_is_read_in_place_by_kernels_that_do_not_ask(memory: Any) -> None:
+    tensor = torch.arange(ITEMS, device=DEVICE)
+    assert put_away(memory, tensor, Move)
+    assert memory._engine.machine.readable_in_place
+    with torch._C._DisableTorchDispatch():
+        doubled = tensor * 2
+    assert is_moved(memory, tensor)
+    assert torch.equal(doubled, torch.arange(ITEMS, device=DEVICE) * 2)
+
+
+def test_dropout_is_replayed_with_the_devices_random_numbers(memory: Any) -> None:
+    source = torch.ones(ITEMS, device=DEVICE)
+    state = torch.cuda.get_rng_state(DEVICE)
+    expected = nn.functional.dropout(source, 0.5)
+    after = torch.cuda.get_rng_state(DEVICE)
+    torch.cuda.set_rng_state(state, DEVICE)
+    tensor = nn.functional.dropout(source, 0.5)
+    assert put_away(memory, tensor, Drop)
+    assert is_dropped(memory, tensor)
+    assert torch.equal(tensor, expected)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), after)
+
+
+class Outside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with torch._C._DisableTorchDispatch():
+            return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return gradient * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("way", [Move, Drop])
+def test_custom_functions_find_their_tensors(memory: Any, way: Any) -> None:
+    source = torch.arange(ITEMS, dtype=torch.float32, device=DEVICE, requires_grad=True)
+    x = source + 1
+    assert put_away(memory, x, way)
+    out = Outside.apply(x)
+    assert put_away(memory, x, way)
+    out.sum().backward()
+    assert source.grad is not None
+    assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
+
+def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
+    model = nn.Linear(8, 8).to(DEVICE)
+    method = LRU(short_chain=0)
+    with (
+        spillway.manage(model, budget="200MiB", method=method, host_budget="16MiB") as memory,
+        pytest.raises(SpillFullError, match="host_budget="),
+        memory.step(),
+    ):
+        kept = [torch.randperm(ITEMS, device=DEVICE) for _ in range(60)]
+        sum(int(tensor[0]) for tensor in kept)
+
+
+def test_capturing_a_graph_is_refused(memory: Any) -> None:
+    with pytest.raises(SessionError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        pass
+
+
+def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None:
+    model = nn.Linear(1024, 1024).to(DEVICE)
+    before = None
+    for _ in range(100):
+        with spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB") as memory:
+            pool = memory._engine.place.pool
+            with memory.step():
+                assert put_away(memory, model.weight, Move)
+        assert pool.pinned == 0
+        torch.cuda.synchronize()
+        before = before if before is not None else torch.cuda.memory_allocated()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:
+    engine = engine_for(DEVICE, LRU(), "50%", "256MiB", None)
+    try:
+        assert 1e9 < 2 / engine.machine.transfer_seconds(1) < 1e12
+    finally:
+        engine.close()
+
+
+def test_an_op_that_finds_no_memory_runs_again(memory: Any) -> None:
+    free = torch.cuda.mem_get_info(DEVICE)[0]
+    fraction = (torch.cuda.memory_reserved(DEVICE) + (96 << 20)) / torch.cuda.get_device_properties(DEVICE).total_memory
+    assert free > (96 << 20)
+    torch.cuda.set_per_process_memory_fraction(fraction, DEVICE)
+    try:
+        kept = [torch.randperm(ITEMS, device=DEVICE) for _ in range(40)]  # 320 MiB: others have to leave
+        assert sum(int(tensor.max()) for tensor in kept) == 40 * (ITEMS - 1)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    assert memory._engine.place.retry.count > 0
