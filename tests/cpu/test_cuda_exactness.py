@@ -12,11 +12,6 @@ from tests.cpu.late_device import LateDriver, late_session
 from tests.cpu.pressure import ORDERS
 from tests.cpu.test_exactness import A_FEW, Trained, assert_the_same, plain, plain_peak, train
 
-MARGIN = 101
-"""The budget in percent of what the account may have: one percent is set aside."""
-
-SOME = (*A_FEW, "conv-bn-relu", "dropouts")
-
 
 def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **options: Any) -> tuple[Trained, LateDriver]:
     built = FAMILIES[name](0)
