@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -69,3 +73,39 @@ def test_without_a_limit_nothing_is_ever_trimmed() -> None:
     watching.expect(1 << 40)
     watching.created(1 << 40)
     assert resident.trims == 0
+
+
+FAULTS = """
+import resource, torch
+from spillway.engines.tensors.system import hold_heap, release_heap
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.zeros(24 << 18)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.zeros(1)
+hold_heap()
+hold_heap()
+faults()
+held = faults()
+release_heap()
+still = faults()
+release_heap()
+print(held, still)
+"""
+
+
+def test_while_a_session_is_open_the_c_library_returns_nothing_by_itself() -> None:
+    # 20 storages of 24 MiB, one after the other: 6,144 pages each, touched anew wherever they went back.
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("the C library is not glibc")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = [sys.executable, "-c", FAULTS]
+    held, still = map(int, subprocess.run(run, env=environment, check=True, capture_output=True).stdout.split())
+    assert held < 1000
+    assert still < 1000, "another session is open"
+    left_alone = {**environment, "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
+    held, *_ = map(int, subprocess.run(run, env=left_alone, check=True, capture_output=True).stdout.split())
+    assert held > 20 * 6000, "what the environment says was changed"

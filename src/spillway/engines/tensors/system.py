@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import cast, final
 
@@ -104,6 +105,47 @@ class Reclaimer:
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
 
 
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_THRESHOLD: Bytes = 32 << 20
+"""What glibc lets blocks grow to at most before each gets a mapping of its own (64-bit)."""
+
+_holding = threading.Lock()
+_holders = 0
+
+
+def hold_heap() -> None:
+    """From the first session on, glibc leaves it to sessions when freed memory is returned.
+
+    By itself it gives back the free end of the heap, and every large block, as soon as they are freed; the next op
+    then pays for each page again. Where the environment says how glibc is to decide, nothing is changed. Every call
+    wants one of `release_heap`.
+    """
+    global _holders
+    with _holding:
+        _holders += 1
+        if _holders == 1:
+            _set_thresholds(trim=(1 << 31) - 1)
+
+
+def release_heap() -> None:
+    """After the last session, what glibc comes to by itself when blocks of the largest size were freed."""
+    global _holders
+    with _holding:
+        _holders -= 1
+        if not _holders:
+            _set_thresholds(trim=2 * _LARGEST_THRESHOLD)
+
+
+def _set_thresholds(*, trim: Bytes) -> None:
+    if _mallopt is not None and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        _mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        _mallopt(_M_TRIM_THRESHOLD, trim)
+
+
+_ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
     """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages
     (Linux)."""
@@ -136,6 +178,16 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 
 
 _madvise = _find_madvise()
+
+
+def _find_mallopt() -> Callable[[int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return cast("Callable[[int, int], int]", libc.mallopt) if hasattr(libc, "mallopt") else None
+
+
+_mallopt = _find_mallopt()
 
 
 def reset_peak() -> None:
