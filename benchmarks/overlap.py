@@ -26,6 +26,7 @@ from benchmarks.record import (
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, take_turns
 from benchmarks.workers import Job
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -45,8 +46,8 @@ LEAST_COPYING: Final = 0.3
 class Size:
     """How much is measured."""
 
-    models: Sequence[tuple[str, Mapping[str, Any]]]
-    """Names in `benchmarks.models` with their options."""
+    models: Sequence[tuple[str, Mapping[str, Any], SpillIO]]
+    """Names in `benchmarks.models` with their options, and whether copies go through the page cache or past it."""
     percent: int
     """The budget, in percent of the plain peak."""
     rounds: int
@@ -58,10 +59,14 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """Every model without overlap and with it, then two threads that copy against one."""
-    rows = [row for name, options in size.models for row in _rows(name, options, size, tell)]
+    rows = [row for name, options, io in size.models for row in _rows(name, options, io, size, tell)]
     pairs = [(rows[place + 1], rows[place + 2]) for place in range(0, len(rows), 3)]
     checks = [
-        Check(what=f"{beside['model']}, step with overlap / without", measured=beside["ratio"], at_most=MOST_TIME)
+        Check(
+            what=f"{beside['model']}, {beside['spill_io']}, step with overlap / without",
+            measured=beside["ratio"],
+            at_most=MOST_TIME,
+        )
         for alone, beside in pairs
         if alone["copy_share"] >= LEAST_COPYING
     ]
@@ -83,7 +88,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", competitor="competitor"),
+    *text_columns(model="model", spill_io="copies", competitor="competitor"),
     *byte_columns(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
     *second_columns(seconds="time", stall_seconds="stalls"),
     *share_columns(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
@@ -92,17 +97,18 @@ COLUMNS: Final[Sequence[Column]] = (
 )
 
 NOTES: Final = (
-    "Everything that leaves is moved (all is `evict_pinned`), in both. Without overlap ops wait for every copy, so "
-    "that stalls / time is the share of transfers in that step. Begun early: of the bytes copied, those whose copy "
-    "began before an op wanted them or their room. Hidden: of the stalls without overlap, the part that is gone, byte "
-    "for byte. Times are medians; ratios are medians over rounds, a step of each in turn.",
+    "Copies: through the page cache (buffered), or past it to the disk (direct). Everything that leaves is moved (all "
+    "is `evict_pinned`), in both. Without overlap ops wait for every copy, so that stalls / time is the share of "
+    "transfers in that step. Begun early: of the bytes copied, those whose copy began before an op wanted them or "
+    "their room. Hidden: of the stalls without overlap, the part that is gone, byte for byte. Times are medians; "
+    "ratios are medians over rounds, a step of each in turn.",
 )
 
 
-def _rows(model: str, options: Mapping[str, Any], size: Size, tell: Tell) -> list[Row]:
+def _rows(model: str, options: Mapping[str, Any], io: SpillIO, size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None) -> Job:
         common = {"workload": model, "options": dict(options), "batches": 1, "method": method, "budget": budget}
-        more = {"checkpoints": False, "return_freed": False}
+        more = {"checkpoints": False, "return_freed": False, "spill_io": io}
         return Job(function="benchmarks.training:trainer", options={**common, **more})
 
     budget = account(job("keep-all"), 2) * size.percent // 100
@@ -113,7 +119,7 @@ def _rows(model: str, options: Mapping[str, Any], size: Size, tell: Tell) -> lis
         if isinstance(found, BudgetInfeasible):
             raise found
         steps[name] = found
-    return [_row(model, name, budget, steps, size) for name in jobs]
+    return [{"spill_io": io, **_row(model, name, budget, steps, size)} for name in jobs]
 
 
 def _row(model: str, name: str, budget: Bytes, steps: Mapping[str, Answers], size: Size) -> Row:
@@ -181,11 +187,18 @@ BENCHMARK: Final = Benchmark(
     name="overlap",
     run=run,
     full=Size(
-        models=[("stripes", {}), ("stripes", {"kernel": 5}), ("resnet", {})],
+        models=[
+            ("stripes", {}, "buffered"),
+            ("stripes", {}, "direct"),
+            ("stripes", {"kernel": 5}, "direct"),
+            ("resnet", {}, "direct"),
+        ],
         percent=40,
         rounds=17,
         warm=3,
         bus_bytes=256 << 20,
     ),
-    quick=Size(models=[("stripes", {"layers": 6, "batch": 2})], percent=50, rounds=3, warm=1, bus_bytes=1 << 20),
+    quick=Size(
+        models=[("stripes", {"layers": 6, "batch": 2}, "buffered")], percent=50, rounds=3, warm=1, bus_bytes=1 << 20
+    ),
 )

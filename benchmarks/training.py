@@ -19,6 +19,7 @@ import spillway
 from benchmarks import models
 from benchmarks.timing import Clock
 from spillway.engines.tensors.system import PeakMemory
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
@@ -177,6 +178,7 @@ def trainer(
     checkpoints: bool,
     return_freed: bool,
     activation_budget: float | None = None,
+    spill_io: SpillIO = "buffered",
 ) -> Trainer:
     """A competitor that trains a workload on its long batches.
 
@@ -186,7 +188,7 @@ def trainer(
         method: A name in `METHODS`; None for no session.
         budget: Of the session; None only keeps account.
         checkpoints: Whether every block is checkpointed.
-        return_freed: As of `spillway.manage`.
+        return_freed: As of `spillway.manage`, like `spill_io`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
     """
     inputs = long_batches(models.build(workload, options), batches)
@@ -201,8 +203,9 @@ def trainer(
     session = None
     if method is not None:
         session = spillway.manage(
-            built.model, built.optimizers, budget=budget, method=METHODS[method](), return_freed=return_freed
-        )
+            built.model, built.optimizers, budget=budget, method=METHODS[method](), return_freed=return_freed,
+            spill_io=spill_io,
+        )  # fmt: skip
     return Trainer(built, inputs, session, memory)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from spillway.engines.controller import Controller
+from spillway.engines.records import Value
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.sizes import Sizes
 from spillway.engines.tiers.disk import DiskTier
@@ -82,7 +83,7 @@ def _refuse_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_what_was_written_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Controller, "overwrite", lambda self, storage, recipe: storage.value)
+    monkeypatch.setattr(Controller, "overwrite", lambda self, storage, recipe: Value(storage, recipe))  # put nowhere
 
 
 @pytest.mark.parametrize(
