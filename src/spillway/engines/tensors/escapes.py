@@ -51,7 +51,12 @@ class Escapes:
         with _lock:
             _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
             if not _installed:
-                _install()
+                try:
+                    _install()
+                except BaseException:  # Ctrl-C
+                    _open.discard(engine)
+                    _uninstall()
+                    raise
         weakref.finalize(engine, _uninstall_after_the_last).atexit = False
 
     def remove(self) -> None:
@@ -109,7 +114,7 @@ def _uninstall() -> None:
     global _installed
     _installed = False
     for module in MODULES:
-        module.to_dlpack = module.to_dlpack.__wrapped__
+        module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         wrapper = torch.Tensor.__dict__.get(name)
         original = getattr(wrapper, "__wrapped__", None)
