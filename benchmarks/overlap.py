@@ -190,8 +190,8 @@ BENCHMARK: Final = Benchmark(
         models=[
             ("stripes", {}, "buffered"),
             ("stripes", {}, "direct"),
-            ("stripes", {"kernel": 5}, "direct"),
             ("resnet", {}, "direct"),
+            ("unet", {}, "direct"),
         ],
         percent=40,
         rounds=17,

@@ -189,8 +189,8 @@ BENCHMARK: Final = Benchmark(
         ],
         percents=(70, 50, 35),
         batches=2,
-        rounds=14,
-        warm=4,
+        rounds=9,
+        warm=3,
     ),
     quick=Size(
         contests=[

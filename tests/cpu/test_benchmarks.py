@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import platform
 from collections.abc import Iterator
@@ -12,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import command, exactness, machine, race, random_programs, show, training
+from benchmarks import (
+    command,
+    exactness,
+    heuristics,
+    machine,
+    models,
+    overlap,
+    race,
+    random_programs,
+    show,
+    training,
+)
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
 from benchmarks.reach import LargestOp
@@ -20,7 +32,7 @@ from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
 from spillway.errors import WorkloadError
-from spillway.workloads import get
+from spillway.workloads import WORKLOADS, get
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
 
@@ -294,3 +306,11 @@ def test_overlap_is_judged_by_runs_that_copy_for_a_third_of_a_step() -> None:
 
     assert _overlap([row("delta", 3.0, 2.0), row("delta, copies in turn", 4.0, 2.0)]) == 0.75
     assert _overlap([row("delta", 3.0, 1.0), row("delta, copies in turn", 4.0, 1.0)]) == NOTHING_TO_COMPARE
+
+
+def test_what_the_full_benchmarks_are_run_with_exists() -> None:
+    asked = [(name, options) for name, options, _ in overlap.BENCHMARK.full.models]
+    asked += heuristics.BENCHMARK.full.models
+    asked += [(one.model, {**one.options, **one.without_dropout}) for one in race.BENCHMARK.full.contests]
+    for name, options in asked:
+        inspect.signature(models.MODELS.get(name) or WORKLOADS[name]).bind(**options)
