@@ -193,7 +193,7 @@ BENCHMARK: Final = Benchmark(
             ("resnet", {}, "direct"),
             ("unet", {}, "direct"),
         ],
-        percent=40,
+        percent=35,
         rounds=17,
         warm=3,
         bus_bytes=256 << 20,

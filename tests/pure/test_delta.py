@@ -9,7 +9,7 @@ import pytest
 
 from spillway.errors import UsageError
 from spillway.methods import Copy, Delta, Drop, Fetch, Move, Proposal, Recall
-from spillway.methods.delta import HANDLING, LOOKS_AFTER, RANKED_FOR
+from spillway.methods.delta import HANDLING, RANKED_FOR
 from tests.pure.shelves import Shelf, Shelves, answered, proposals
 
 OLD_AND_SMALL = Shelf(number=1, nbytes=100, touched=0)
@@ -154,10 +154,10 @@ def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first()
 def test_between_two_looks_for_copies_out_some_ops_go_by() -> None:
     policy, view = Delta(spare=1), Shelves(THREE, allowed=1000, resident=800)
     looks = []
-    for clock in range(100, 100 + 2 * LOOKS_AFTER + 1):
+    for clock in range(100, 100 + 2 * Delta().looks_after + 1):
         object.__setattr__(view, "clock", clock)
         looks.append(bool(answered(policy.foresee(view))))
-    assert [place for place, looked in enumerate(looks) if looked] == [0, LOOKS_AFTER, 2 * LOOKS_AFTER]
+    assert [place for place, looked in enumerate(looks) if looked] == [0, 8, 16]
 
 
 def test_nothing_starts_early_where_copies_have_nothing_of_their_own() -> None:

@@ -42,9 +42,6 @@ RANKED_FOR: Final = 64
 JUDGED_FOR: Final = 16
 """Ops for which the two costs of a storage are taken as known, unless it is used or copied meanwhile."""
 
-LOOKS_AFTER: Final = 8
-"""Ops between two looks for what to copy out ahead."""
-
 Pin = Callable[[Candidate], bool]
 """Says of a storage whether it is pinned."""
 
@@ -109,6 +106,7 @@ class Delta(AbstractPolicy):
         early: Share of the budget from which copies out begin; the paper's 3/4.
         spare: Share of the budget for which copies are there, or need not be, before room is short.
         most_copies_out: Copies out that a look ahead may begin.
+        looks_after: Ops between two looks for what to copy out ahead: each takes time.
         most_copies_in: The paper's n, which it does not tell: reloads that are under way at a time.
         evict_pinned: What is never evicted, only offloaded.
         offload_pinned: What is never offloaded, only evicted; what is pinned twice is not released. The controller
@@ -122,7 +120,8 @@ class Delta(AbstractPolicy):
 
     def __init__(
         self, *, filter: str = "cost", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
-        most_copies_out: int = 2, most_copies_in: int = 2, both_ways: bool = True, releases_in_backward: bool = True,
+        most_copies_out: int = 2, most_copies_in: int = 2, looks_after: int = 8,
+        both_ways: bool = True, releases_in_backward: bool = True,
         releases_early: bool = False, in_order_of_use: bool = True, recomputes: Recomputes = "cheaper",
         only_beside: bool = True,
         unhidden: float = 0.5, pessimism: float = 0.25, evict_pinned: Pin = no_pin, offload_pinned: Pin = no_pin,
@@ -149,6 +148,7 @@ class Delta(AbstractPolicy):
         self.enough = enough
         self.spare = spare
         self.most_copies_out = most_copies_out
+        self.looks_after = looks_after
         self.most_copies_in = most_copies_in
         self.both_ways = both_ways
         self.releases_in_backward = releases_in_backward
@@ -310,7 +310,7 @@ class Delta(AbstractPolicy):
         self._meet(view)
         mark = self.early * view.allowed
         may_release = self.releases_in_backward or not view.in_backward
-        if view.resident > mark and may_release and view.clock - self._looked_at >= LOOKS_AFTER:
+        if view.resident > mark and may_release and view.clock - self._looked_at >= self.looks_after:
             self._looked_at = view.clock
             yield from self._release_down_to(view, mark) if self.releases_early else self._copy_ahead(view)
         if self.most_copies_in and (view.in_backward or not self.in_order_of_use):
