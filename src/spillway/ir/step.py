@@ -67,6 +67,8 @@ class StorageInfo:
     """Whether it exists before op 0; its version 0 is then a source, which no op creates."""
     present_at_end: bool = False
     """Whether it still exists after the last op, as parameters do."""
+    name: str = ""
+    """What the model calls it, of parameters, buffers and what belongs to them; else empty."""
 
     def __str__(self) -> str:
         ends = [" present at start"] * self.present_at_start + [" present at end"] * self.present_at_end
@@ -95,10 +97,18 @@ class Op:
     """Whether it draws random numbers, so that a replay needs the generator's state of the first run."""
     replayable: bool = True
     """Whether running it again on the same values gives the same bits."""
+    module: str = ""
+    """Qualified name of the module whose call it belongs to, `encoder.layer.0`; empty outside of any."""
+    flops: int = 0
+    """Floating-point operations that it takes; 0 for what only moves bytes, and where nobody counted."""
+    traffic: Bytes = 0
+    """Bytes that it reads and writes in device memory; 0 where nobody counted."""
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not 0 <= self.seconds < math.inf:
             raise ValueError(f"{self.label} takes {self.seconds} seconds")
+        if self.flops < 0 or self.traffic < 0:
+            raise ValueError(f"{self.label} takes {self.flops} operations and moves {self.traffic} bytes")
         for ids in (self.reads, self.creates):
             if len(set(ids)) < len(ids):
                 raise ValueError(f"{self.label} lists a value twice")
@@ -123,6 +133,8 @@ class Step:
     """Every value of the step; the versions of one storage in their order."""
     ops: tuple[Op, ...]
     """Every op of the step, in the order in which they run."""
+    saved: tuple[ValueId, ...] = ()
+    """What autograd keeps from the forward for the backward, each value once, in the order of saving."""
 
     def __post_init__(self) -> None:
         _check_numbered("storage", (storage.id for storage in self.storages))
@@ -132,6 +144,7 @@ class Step:
             _check_storage(storage, len(self.ops))
         _check_versions(self)
         _check_ops(self)
+        _check_saved(self)
 
     def plain_peak(self) -> Bytes:
         """The most bytes alive during any op: what the step needs if nothing leaves memory; 0 if it has no op."""
@@ -142,7 +155,7 @@ class Step:
         return max(list(accumulate(changes))[:-1], default=0)
 
     def digest(self) -> str:
-        """SHA-256 in hexadecimal of all but the ops' seconds: costs may change under a plan, the step may not."""
+        """SHA-256 in hexadecimal of what a plan stands on: not of costs, which may change under it, nor of names."""
         digest = hashlib.sha256()
         for line in _canonical(self):
             digest.update(line.encode() + b"\n")
@@ -224,6 +237,14 @@ def _check_creation(op: Op, value: Value, storage: StorageInfo, current: dict[St
         raise ValueError(f"{op.label} creates {value}, but the next version of that storage is {now + 1}")
     if value.version == 0 and storage.alive_from != op.number:
         raise ValueError(f"{op.label} creates {value}, whose storage is alive from op {storage.alive_from}")
+
+
+def _check_saved(step: Step) -> None:
+    if len(set(step.saved)) < len(step.saved):
+        raise ValueError("a step lists a saved value twice")
+    for number in step.saved:
+        if not 0 <= number < len(step.values):
+            raise ValueError(f"value {number} is saved, which is not listed")
 
 
 def _canonical(step: Step) -> Iterator[str]:

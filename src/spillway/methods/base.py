@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from spillway.costs.device import Device
 from spillway.ir import Plan, Step
 from spillway.units import Bytes, Seconds
 
@@ -151,10 +152,15 @@ class Problem:
     """The recorded step."""
     allowed: Bytes
     """The budget in bytes."""
+    device: Device
+    """How fast copies are. The ops of `step` have seconds."""
 
 
 class AbstractPlanner(ABC):
     """Decides before the step. Pure: same problem, same plan."""
+
+    name: str
+    """The name by which users choose it."""
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
