@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy
 from numpy.typing import NDArray
 
-from spillway.costs.laws import Law, exact_laws, law_of
+from spillway.costs.laws import Law, law_of, rivals
 from spillway.ir.step import Op, Step, StorageId, StorageInfo
 from spillway.units import Bytes, Seconds
 
@@ -62,7 +62,7 @@ class Growth:
 
         @cache
         def certain(numbers: tuple[Bytes, ...]) -> bool:
-            return len({law.at(size) for law in exact_laws(self.sizes, numbers)}) == 1
+            return len({law.at(size) for law in rivals(self.sizes, numbers)}) == 1
 
         counted = zip(*((storage.nbytes for storage in step.storages) for step in self.steps), strict=True)
         return tuple(number for number, numbers in enumerate(counted) if not certain(numbers))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import ceil
+from math import ceil, gcd
 from typing import Final, final
 
 import numpy
@@ -91,7 +91,7 @@ def exact_law(sizes: Sequence[int], numbers: Sequence[int]) -> Law | None:
 
 
 def exact_laws(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
-    """Every checked law there is. Between recorded sizes they may differ: what nobody recorded, nobody knows."""
+    """Every checked law there is."""
     for quantum, up in _arguments():
         points = _merged([argument(size, quantum, up=up) for size in sizes], numbers)
         if points is None:
@@ -99,6 +99,23 @@ def exact_laws(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
         coefficients = _polynomial(*points)
         if len(coefficients) <= min(DEGREE + 1, len(points[0]) - 1):
             yield Law(coefficients=coefficients, quantum=quantum, up=up)
+
+
+def rivals(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
+    """Checked laws between which these sizes cannot decide: what nobody recorded, nobody knows.
+
+    They are the first one, the one that rounds the other way, and those of quanta that divide every distance between
+    two sizes. Other quanta fit by chance alone.
+    """
+    grid = gcd(*(size - sizes[0] for size in sizes))
+    laws = exact_laws(sizes, numbers)
+    first = next(laws, None)
+    if first is None:
+        return
+    yield first
+    for law in laws:
+        if law.quantum == first.quantum or grid % law.quantum == 0:
+            yield law
 
 
 def _arguments() -> Iterator[tuple[int, bool]]:
