@@ -12,6 +12,7 @@ from spillway.errors import UsageError
 from spillway.ir import Change, Lane, Step
 from spillway.methods import LRU, Delta, KeepAll
 from spillway.methods.base import AbstractPolicy
+from spillway.units import MiB
 from tests.pure.recorded import DEVICE, LAYER, layers
 
 DEEP = layers(16)
@@ -111,3 +112,13 @@ def test_a_step_without_seconds_is_refused() -> None:
     assert simulate(step, allowed=1, method=KeepAll(), device=DEVICE).overhead == 1.0
     with pytest.raises(UsageError, match=r"op 0 \(aten.layer.default\) has no seconds"):
         simulate(layers(1, seconds=None), allowed=1, method=KeepAll(), device=DEVICE)
+
+
+@pytest.mark.parametrize("allocator", ["exact", "caching", "chunks"])
+def test_a_peak_can_be_read_from_every_allocator_model(allocator: str) -> None:
+    step = layers(30, nbytes=LAYER + 1)
+    ran = simulate(step, allowed=step.plain_peak() // 2, method=LRU(), device=DEVICE, allocator=allocator)
+    plain = simulate(step, allowed=UNLIMITED, method=KeepAll(), device=DEVICE, allocator=allocator)
+    expected = {"exact": step.plain_peak(), "caching": 40 * MiB, "chunks": 32 * 2 * MiB}
+    assert plain.reserved_bytes == expected[allocator]
+    assert ran.peak_bytes <= ran.reserved_bytes < plain.reserved_bytes
