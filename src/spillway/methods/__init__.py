@@ -12,6 +12,7 @@ from spillway.methods.base import (
     Candidate,
     Copy,
     Drop,
+    Evicted,
     Fetch,
     MemoryView,
     Move,
@@ -20,11 +21,18 @@ from spillway.methods.base import (
     Recall,
 )
 from spillway.methods.delta import Delta
+from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
-    {KeepAll.name: KeepAll, LRU.name: LRU, Delta.name: Delta, "delta-published": Delta.as_published}
+    {
+        KeepAll.name: KeepAll,
+        LRU.name: LRU,
+        Delta.name: Delta,
+        "delta-published": Delta.as_published,
+        **{name: DTR.named(name) for name in HEURISTICS},
+    }
 )
 """Every method by the name that users write."""
 
@@ -43,6 +51,7 @@ def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
 
 
 __all__ = [
+    "DTR",
     "LRU",
     "METHODS",
     "AbstractPlanner",
@@ -51,6 +60,7 @@ __all__ = [
     "Copy",
     "Delta",
     "Drop",
+    "Evicted",
     "Fetch",
     "KeepAll",
     "MemoryView",
