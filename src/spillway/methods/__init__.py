@@ -18,10 +18,12 @@ from spillway.methods.base import (
     Problem,
     Proposal,
     Recall,
+    Restore,
 )
 from spillway.methods.delta import Delta
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
+from spillway.methods.planned import Planned
 
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {KeepAll.name: KeepAll, LRU.name: LRU, Delta.name: Delta, "delta-published": Delta.as_published}
@@ -55,8 +57,10 @@ __all__ = [
     "KeepAll",
     "MemoryView",
     "Move",
+    "Planned",
     "Problem",
     "Proposal",
     "Recall",
+    "Restore",
     "resolve",
 ]
