@@ -19,11 +19,13 @@ from spillway.methods.base import (
     Problem,
     Proposal,
     Recall,
+    Restore,
 )
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
+from spillway.methods.planned import Planned
 
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {
@@ -65,8 +67,10 @@ __all__ = [
     "KeepAll",
     "MemoryView",
     "Move",
+    "Planned",
     "Problem",
     "Proposal",
     "Recall",
+    "Restore",
     "resolve",
 ]

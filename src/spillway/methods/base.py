@@ -32,6 +32,10 @@ class Candidate(Protocol):
     def touched(self) -> int:
         """The op that used it last; `view.clock - touched` is its staleness in ops."""
 
+    @property
+    def kind(self) -> str | None:
+        """What it is for, one of `ir.Kind`; None if nobody said so. Between steps it is known of what has a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:
@@ -234,7 +238,7 @@ class AbstractPolicy(ABC):
         return Recall.RELOAD
 
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """Yield what is to come and go before the step. `present` are all storages that there are, by age.
+        """Yield what is to come and go before the step. `present` are all storages that there are.
 
         This and the next two are asked of a policy that `follows`.
         """
