@@ -46,7 +46,7 @@ def _checks(
     figures: dict[str, tuple[float, float]] = {
         "numbers of a derived step that are not as recorded": (derived, 0),
         "rows beyond tolerance without an explanation": (unexplained(rows), 0),
-        "largest deviation of a plain ResNet's memory or batch": (max(baselines), 0.06),
+        "largest deviation of a plain ResNet's memory": (max(baselines), 0.06),
         "largest batches not in the paper's order (plain, DTR, DELTA)": (_disorder(largest), 0),
         "rows of Table V in which recomputing takes as long as the copy": (_slow(costs), 0),
         "models of Figure 7 in which greedy needs less than base or lru": (len(FILTERED) - worse, 0),
@@ -93,8 +93,9 @@ def _derived_wrong(lab: Lab) -> int:
 
 
 def _is_baseline(row: Row) -> bool:
-    plain = "baseline" in row["what"] and "growth" not in row["what"]
-    return plain and "BERT" not in row["what"] and row["deviation"] is not None
+    """Whether the row tells what a plain step of a ResNet takes, or which one takes so much."""
+    told = row["table"] in ("II", "Fig. 3") or "plain step in" in row["what"]
+    return told and "baseline" in row["what"] and "BERT" not in row["what"] and row["deviation"] is not None
 
 
 def _disorder(largest: Mapping[tuple[str, str], Sequence[Found]]) -> int:
