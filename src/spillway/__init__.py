@@ -16,11 +16,12 @@ from spillway.ir.step_report import StepReport
 
 if TYPE_CHECKING:
     from spillway.session import Session, manage
+    from spillway.simulation import simulate
     from spillway.workloads.recorded import record
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "record"]
+__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "record", "simulate"]
 
 _NEED_TORCH = {
     "Session": "spillway.session",
@@ -32,6 +33,8 @@ _NEED_TORCH = {
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for; the rest of the package works without torch."""
+    if name == "simulate":
+        return import_module("spillway.simulation").simulate
     if name in _NEED_TORCH:
         return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'spillway' has no attribute {name!r}")

@@ -20,6 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tiers",),
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
+    ("simulation",),
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
