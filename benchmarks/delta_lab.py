@@ -22,6 +22,9 @@ LINKS: Final = (device_named("a100"), device_named("a100-physical"))
 TOLERANCE: Final = 0.10
 """A number that is further from the paper's than that needs an explanation."""
 
+WORTH: Final = 2.0
+"""Nobody would train at more than so many times the plain step's time: such runs do not count as the least memory."""
+
 HERITAGE: Final = "dtr-eqclass"
 """The heuristic of DTR's prototype."""
 
@@ -100,15 +103,17 @@ class Lab:
         return paper, physical
 
     def least(self, model: str, batch: int) -> tuple[Ran, Ran]:
-        """DELTA under the budget at which it needs the least memory, for each link."""
+        """DELTA under the budget at which it needs the least memory, of those at which it is worth it, for each link."""
         if (model, batch) not in self._least:
             runs = [self.soft(model, batch, published, share) for share in self.size.shares]
-            self._least[model, batch] = [
-                min((pair[link] for pair in runs if pair[link].ok), key=lambda ran: ran.simulation.peak_bytes)
-                for link in range(2)
-            ]
+            self._least[model, batch] = [_least([pair[link] for pair in runs]) for link in range(2)]
         paper, physical = self._least[model, batch]
         return paper, physical
+
+
+def _least(runs: Sequence[Ran]) -> Ran:
+    worth = [ran for ran in runs if ran.ok and ran.simulation.overhead <= WORTH]
+    return min(worth or [ran for ran in runs if ran.ok], key=lambda ran: ran.simulation.peak_bytes)
 
 
 def published(filter: str = "base") -> Delta:
