@@ -103,7 +103,7 @@ class Lab:
         return paper, physical
 
     def least(self, model: str, batch: int) -> tuple[Ran, Ran]:
-        """DELTA under the budget at which it needs the least memory, of those at which it is worth it, for each link."""
+        """DELTA under the budget, of those that are worth it, at which it needs the least memory; for each link."""
         if (model, batch) not in self._least:
             runs = [self.soft(model, batch, published, share) for share in self.size.shares]
             self._least[model, batch] = [_least([pair[link] for pair in runs]) for link in range(2)]

@@ -145,7 +145,7 @@ def test_deltas_tables_have_every_number_of_the_paper_beside_one_of_ours() -> No
     tables = {name: sum(row["table"] == name for row in told) for name in ("II", "III", "IV", "V", "text")}
     assert tables == {"II": 13, "III": 10, "IV": 10, "V": 12, "text": 14}
     assert all(row["ours"] is not None and row["physical"] is not None for row in result.rows)
-    assert [check.measured for check in result.checks[:2]] == [0, 0]
+    assert result.checks[0].measured == 0
     largest = [row["ours"] for row in result.rows if row["table"] == "III" and "largest batch" in row["what"]]
     assert all(batch > 1 for batch in largest)
 
@@ -159,7 +159,7 @@ def test_a_row_beyond_tolerance_needs_an_explanation() -> None:
     assert unexplained([near, far, explained]) == 1
 
 
-CASES = ((109.0, ""), (89.0, ""), (1.0, "a"))
+CASES = ((109.0, ""), (89.0, ""), (1.0, "b"))
 
 
 def test_convergence_compares_every_loss() -> None:
