@@ -24,7 +24,6 @@ nowhere else; code points back at them.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
@@ -75,7 +74,7 @@ class Controller:
         self.created: Bytes = 0
         self.counters = Counters()
         self.lock = threading.RLock()
-        self.dropped: set[Value] = set()
+        self.dropped: dict[Value, None] = {}
         self.away = 0
         self.recipes: list[Recipe] = []
         self.young: list[Storage] = []
@@ -151,7 +150,7 @@ class Controller:
         while graveyard:
             value = graveyard.pop()
             if value.leaves is not None:
-                self.dropped.discard(value)
+                self.dropped.pop(value, None)
                 self.cut_loose(value)
             self.copies.abandon(value)
             self._discard_home(value)
@@ -285,7 +284,7 @@ class Controller:
         if value is None or value.absent or not self.may_leave(storage):
             self.counters.refuse("not free to leave")
             return False
-        began = time.perf_counter()
+        began = self.machine.now()
         try:
             if value.home is None:
                 value.home = self.machine.page_out(storage)
@@ -302,7 +301,7 @@ class Controller:
         value.absent = AWAY
         self.away += 1
         self.copies.left(storage)
-        self.counters.stalled(storage, began)
+        self.counters.stalled(storage, began, self.machine.now())
         self.counters.moves += 1
         self._left(storage, Change.MOVE)
         return True
@@ -353,12 +352,12 @@ class Controller:
         """Rule 2: register the drop with every leaf and hold it alive."""
         for leaf in leaves:
             if leaf.dependents is None:
-                leaf.dependents = set()
-            leaf.dependents.add(value)
+                leaf.dependents = {}
+            leaf.dependents[value] = None
             self._hold(leaf.storage)
         value.leaves = leaves
         value.absent = DROPPED
-        self.dropped.add(value)
+        self.dropped[value] = None
         grow_chains(value, chain)
 
     def cut_loose(self, value: Value) -> None:
@@ -367,7 +366,7 @@ class Controller:
         leaves, value.leaves = value.leaves or (), None
         for leaf in leaves:
             if leaf.dependents is not None:
-                leaf.dependents.discard(value)
+                leaf.dependents.pop(value, None)
             self._unhold(leaf.storage)
 
     def _hold(self, storage: Storage) -> None:
@@ -405,7 +404,7 @@ class Controller:
             early = value in self.copies.arriving
             if not early:
                 self.make_room(storage.nbytes, name)
-            began = time.perf_counter()
+            began = self.machine.now()
             unchanged = self.copies.arrive(value) if early else self.machine.page_in(storage, value.home)
         finally:
             storage.locks -= 1
@@ -413,7 +412,7 @@ class Controller:
             self.note_copied(value)
         else:
             self._discard_home(value)
-        self.counters.stalled(storage, began)
+        self.counters.stalled(storage, began, self.machine.now())
         self.counters.bytes_in += storage.nbytes
         self.counters.reloads += 1
         value.absent = HERE

@@ -68,7 +68,7 @@ def recall(controller: Controller, value: Value) -> None:
 def _conclude(controller: Controller, value: Value) -> None:
     """Keep the books of a recall, whether it brought the value back or was given up."""
     if value.absent == DROPPED:
-        controller.dropped.discard(value)
+        controller.dropped.pop(value, None)
         controller.cut_loose(value)
         value.absent = AWAY
         controller.away += 1

@@ -6,7 +6,6 @@ everything on the way lives in *temporaries*, so that the user's storages only e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
@@ -131,9 +130,9 @@ class Replay:
                 if storage.value is not None and storage.value.absent:
                     controller.page_in(storage.value, recipe.name)
             controller.make_room(recipe.nbytes, recipe.name)
-            began = time.perf_counter()
+            began = controller.machine.now()
             handles = controller.machine.run(recipe, bindings)
-            controller.counters.recomputed(recipe, began)
+            controller.counters.recomputed(recipe, began, controller.machine.now())
             self._take_outputs(recipe, bindings, handles)
         finally:
             for storage in distinct:
@@ -166,7 +165,7 @@ class Replay:
             controller = self._controller
             controller.machine.give(temporary, value.storage)
             controller.bury(temporary)
-            controller.dropped.discard(value)
+            controller.dropped.pop(value, None)
             value.absent = HERE
             controller.came_back(value.storage, Change.RECOMPUTE)
             controller.counters.recomputes += 1
