@@ -19,14 +19,16 @@ with its simulator. A line is a JSON object whose `INSTRUCTION` is one of
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 from zipfile import BadZipFile, ZipFile
 
 from spillway.errors import FileFormatError
+from spillway.ir.step import Op, Phase, Step, StorageInfo, Value, ValueId
+from spillway.ir.timeline import Kind
 from spillway.units import Bytes
 
 
@@ -262,3 +264,173 @@ def _number(record: dict[str, Any], field: str, least: int) -> int:
     if number is None or number < least:
         raise ValueError(f"{field} is {given!r:.80}, not a whole number from {least} on")
     return number
+
+
+# ---------------------------------------------------------------------- as a step
+
+SEEDED: Final = ("dropout", "droupout", "bernoulli", "normal_", "uniform_", "random_", "rand", "multinomial")
+"""What the names of operators that draw random numbers contain; `_fused_droupout_` is spelt so in the logs."""
+
+
+def step_of_log(instructions: Iterable[Instruction]) -> Step:
+    """The step that a log tells of.
+
+    Every `CALL` and every `MUTATE` is an op, views included, because the log has their time. A result that aliases an
+    argument shares its storage and creates nothing; DTR's own simulator lets a `MUTATE` make a new tensor, where here
+    the storage has its next version. A storage dies when its last name is given up. Constants before the first op are
+    there when the step begins, others are created by an op `constant` that cannot be replayed.
+
+    What a log does not say is told by the way things are used: a constant that gets a second name at once was made a
+    parameter, any other before the first op is an input; what the backward makes and leaves behind is a gradient; what
+    the forward makes and the backward uses is an activation.
+
+    Raises FileFormatError for names that nobody gave.
+    """
+    reader = _StepReader()
+    for instruction in instructions:
+        reader.read(instruction)
+    return reader.step()
+
+
+@final
+class _Bytes:
+    """A storage while the log is read."""
+
+    def __init__(self, number: int, nbytes: Bytes, born: int, *, present: bool, backward: bool) -> None:
+        self.number, self.nbytes, self.born, self.present = number, nbytes, born, present
+        self.died: int | None = None
+        self.names = 0
+        self.version = -1
+        self.value: ValueId = -1
+        self.backward = backward
+        self.copied = self.needed_in_backward = False
+
+    @property
+    def kind(self) -> Kind:
+        """What it seems to be for."""
+        if self.present:
+            return Kind.PARAMETER if self.copied else Kind.INPUT
+        if self.backward:
+            return Kind.GRADIENT if self.died is None else Kind.TEMPORARY
+        return Kind.ACTIVATION if self.needed_in_backward else Kind.TEMPORARY
+
+
+@final
+class _StepReader:
+    """Carries the instructions out on paper."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, _Bytes] = {}
+        self._storages: list[_Bytes] = []
+        self._values: list[Value] = []
+        self._ops: list[Op] = []
+        self._phase = Phase.FORWARD
+
+    def read(self, instruction: Instruction) -> None:
+        """Carry one out."""
+        match instruction:
+            case Constant():
+                self._constant(instruction)
+            case Call():
+                self._call(instruction)
+            case Mutate():
+                given = self._given(instruction.line, instruction.args)
+                written = list(dict.fromkeys(given[place] for place in instruction.mutated))
+                reads = self._reads(given)
+                self._op(instruction.operator, reads, [self._write(one) for one in written], instruction.nanoseconds)
+            case Copy():
+                source = self._given(instruction.line, (instruction.source,))[0]
+                source.copied |= source.present and not self._ops
+                self._name(instruction.destination, source)
+            case CopyFrom():
+                source = self._given(instruction.line, (instruction.source,))[0]
+                self._release(instruction.line, instruction.destination)
+                self._name(instruction.destination, source)
+            case Release():
+                self._release(instruction.line, instruction.name)
+            case Annotate(text="BACKWARD"):
+                self._phase = Phase.BACKWARD
+            case Annotate():
+                pass
+
+    def step(self) -> Step:
+        """What was read."""
+        end = len(self._ops)
+        storages = tuple(
+            StorageInfo(
+                id=one.number, nbytes=one.nbytes, kind=one.kind, alive_from=one.born,
+                alive_until=end if one.died is None else one.died, present_at_start=one.present,
+                present_at_end=one.died is None,
+            )
+            for one in self._storages
+        )  # fmt: skip
+        return Step(storages=storages, values=tuple(self._values), ops=tuple(self._ops))
+
+    def _constant(self, constant: Constant) -> None:
+        present = not self._ops
+        made = self._storage(constant.nbytes, present=present)
+        if not present:
+            self._op("constant", (), [made.value], 0, replayable=False)
+        self._name(constant.name, made)
+
+    def _call(self, call: Call) -> None:
+        given = self._given(call.line, call.args)
+        reads = self._reads(given)
+        results = [
+            self._storage(result.nbytes) if result.alias is None else given[result.alias] for result in call.results
+        ]
+        created = [one.value for one, result in zip(results, call.results, strict=True) if result.alias is None]
+        self._op(call.operator, reads, created, call.nanoseconds)
+        for one, result in zip(results, call.results, strict=True):
+            self._name(result.name, one)
+
+    def _op(
+        self,
+        name: str,
+        reads: tuple[ValueId, ...],
+        creates: list[ValueId],
+        nanoseconds: int,
+        *,
+        replayable: bool = True,
+    ) -> None:
+        seeded = any(part in name for part in SEEDED)
+        self._ops.append(
+            Op(
+                number=len(self._ops), name=name, phase=self._phase, reads=reads, creates=tuple(creates),
+                seconds=nanoseconds / 1e9, seeded=seeded, replayable=replayable,
+            )
+        )  # fmt: skip
+
+    def _storage(self, nbytes: Bytes, *, present: bool = False) -> _Bytes:
+        backward = self._phase is Phase.BACKWARD
+        made = _Bytes(len(self._storages), nbytes, len(self._ops), present=present, backward=backward)
+        self._storages.append(made)
+        self._write(made)
+        return made
+
+    def _write(self, one: _Bytes) -> ValueId:
+        one.version, one.value = one.version + 1, len(self._values)
+        self._values.append(Value(id=one.value, storage=one.number, version=one.version))
+        return one.value
+
+    def _given(self, line: int, names: tuple[str, ...]) -> list[_Bytes]:
+        try:
+            return [self._names[name] for name in names]
+        except KeyError as unknown:
+            raise FileFormatError(f"nothing has the name {unknown.args[0]}", path="the log", line=line) from None
+
+    def _reads(self, given: list[_Bytes]) -> tuple[ValueId, ...]:
+        for one in given:
+            one.needed_in_backward |= self._phase is Phase.BACKWARD
+        return tuple(dict.fromkeys(one.value for one in given))
+
+    def _name(self, name: str, one: _Bytes) -> None:
+        self._names[name] = one
+        one.names += 1
+
+    def _release(self, line: int, name: str) -> None:
+        one = self._given(line, (name,))[0]
+        del self._names[name]
+        one.names -= 1
+        if not one.names:
+            one.died = len(self._ops)
