@@ -18,6 +18,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines",),  # the controller and what it is made of: the engines' torch-free part
     ("engines.simulated",),
     ("engines.tiers",),
+    ("costs.measured",),  # measures the disk through a tier
+    ("costs.finding",),  # offers what is measured beside what is known
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
@@ -45,7 +47,7 @@ NEED_TORCH = (
     "runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.
-LAZY = {"", "cli"}
+LAZY = {"", "cli", "costs.finding"}
 
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
