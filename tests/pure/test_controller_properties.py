@@ -246,7 +246,7 @@ def run_beside(program: Program, plain: Plain, actions: Sequence[Action]) -> Non
 def ends_well(program: Program, plain: Plain) -> None:
     """Everything is right, and whoever leaves last leaves nothing behind."""
     audit(program)
-    assert program.controller.dropped == set()
+    assert not program.controller.dropped
     assert {name: program.look(name) for name in program.names} == plain.names
     assert all(value.recipe is None for value in map(program.__getitem__, program.names))
     for name in list(program.names):
