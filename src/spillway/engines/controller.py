@@ -25,18 +25,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
-from spillway.engines.recall import recall, way_back
+from spillway.engines.recall import bring_back, recall, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Ancestry, Replay, grow_chains
+from spillway.engines.replay import Ancestry, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
 from spillway.errors import EngineError, SpillFullError
 from spillway.ir.timeline import Change
-from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal
+from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal, Restore
 from spillway.units import Bytes
 
 SMALLEST_MOVABLE: Bytes = 4096
@@ -45,11 +46,11 @@ SMALLEST_MOVABLE: Bytes = 4096
 CHAIN_CAP = 32
 """The longest chain of replays, in ops, that a drop may lead to (rule 4)."""
 
-FIRST_TEMPORARY = 1 << 40
-"""Temporaries of replays are numbered from here."""
-
 UNLIMITED: Bytes = 1 << 62
 """The budget of a session that only keeps account."""
+
+FIRST_TEMPORARY = 1 << 40
+"""Temporaries of replays are numbered from here."""
 
 
 @final
@@ -59,7 +60,7 @@ class Controller:
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
-        "machine", "peak", "policy", "recipes", "resident", "tier_full", "view", "young",
+        "machine", "peak", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -75,6 +76,7 @@ class Controller:
         self.counters = Counters()
         self.lock = threading.RLock()
         self.dropped: dict[Value, None] = {}
+        self.planned: dict[Value, frozenset[int]] = {}
         self.away = 0
         self.recipes: list[Recipe] = []
         self.young: list[Storage] = []
@@ -258,9 +260,11 @@ class Controller:
         storage = proposal.storage
         if not isinstance(storage, Storage):
             raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
-        if isinstance(proposal, Copy | Fetch):
+        if isinstance(proposal, Copy | Fetch | Restore):
             return self.copies.begin(proposal)
-        return self.while_held(self.drop if isinstance(proposal, Drop) else self.move, storage)
+        return self.while_held(
+            partial(self.drop, ops=proposal.ops) if isinstance(proposal, Drop) else self.move, storage
+        )
 
     def while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
         """Let it leave, or refuse. A collection of garbage must not take it away half-way."""
@@ -306,19 +310,22 @@ class Controller:
         self._left(storage, Change.MOVE)
         return True
 
-    def drop(self, storage: Storage) -> bool:
-        value, found = storage.value, self.way_back(storage)
+    def drop(self, storage: Storage, ops: frozenset[int] | None = None) -> bool:
+        recipes = None if ops is None else frozenset(self.first_op + 1 + op for op in ops)
+        value, found = storage.value, self.way_back(storage, recipes)
         if value is None or isinstance(found, str):
             self.counters.refuse(str(found))
             return False
-        self.cut(value, tuple(found.leaves), found.chain)
+        self.cut(value, tuple(found.leaves), found.chain if recipes is None else 0)
+        if recipes is not None:
+            self.planned[value] = recipes
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes
         self._left(storage, Change.DROP)
         return True
 
-    def way_back(self, storage: Storage) -> Ancestry | str:
+    def way_back(self, storage: Storage, recipes: frozenset[int] | None = None) -> Ancestry | str:
         """How a present storage would come back if it were dropped now, or why it may not be dropped."""
         value = storage.value
         if not self._drops_allowed:
@@ -329,7 +336,7 @@ class Controller:
             return "wanted by an op or a replay"
         if storage.exposed:
             return "reached from outside"
-        return way_back(self, value)
+        return way_back(self, value, recipes)
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes
@@ -364,6 +371,7 @@ class Controller:
         """Undo `cut`: the value is back, or nobody needs it any more."""
         grow_chains(value, -value.chain)
         leaves, value.leaves = value.leaves or (), None
+        self.planned.pop(value, None)
         for leaf in leaves:
             if leaf.dependents is not None:
                 leaf.dependents.pop(value, None)
@@ -388,7 +396,7 @@ class Controller:
         self._hold(value.storage)  # a collection of garbage must not take it away half-way
         try:
             if value.absent == DROPPED:
-                Replay(self, value).run()
+                replay(self, value)
             elif value.absent == AWAY:
                 self.page_in(value, "page in")
         finally:
@@ -431,20 +439,6 @@ class Controller:
         finally:
             self._drops_allowed = True
 
-    def _bring_back(self, values: Iterable[Value]) -> None:
-        """Rule 12: right before small, so without a budget; one value that is lost does not keep the others away."""
-        allowed, self.allowed = self.allowed, UNLIMITED
-        errors: list[BaseException] = []
-        for value in values:
-            try:
-                if value.absent in (DROPPED, AWAY):
-                    self.restore(value)
-            except BaseException as error:
-                errors.append(error)
-        self.allowed = allowed
-        if errors:
-            raise errors[0]
-
     # ------------------------------------------------------------------ steps
 
     def begin_step(self, signature: str = "") -> None:
@@ -462,7 +456,7 @@ class Controller:
             self.copies.end_step()
             self._restore_dropped()
         except BaseException:
-            self._bring_back(list(self.dropped))
+            bring_back(self, list(self.dropped), UNLIMITED)
             raise
         finally:
             self.forget_recipes()
@@ -492,4 +486,4 @@ class Controller:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
         self.empty_graveyard()
         values = [*self.dropped, *(storage.value for storage in storages if storage.value is not None)]
-        self._bring_back(values)
+        bring_back(self, values, UNLIMITED)

@@ -7,7 +7,7 @@ refuses and sends the answer back into the generator, so that a policy can try t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -38,6 +38,9 @@ class Drop:
     """Let the bytes go and recompute them when they are read (home `Recompute`)."""
 
     storage: Candidate
+    ops: frozenset[int] | None = None
+    """What to replay, by numbers of ops within the step, as a plan has it: what these ops create is recomputed even if
+    it is there. None for the way back to the nearest values that live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,14 @@ class Fetch:
     storage: Candidate
 
 
-Proposal = Drop | Move | Copy | Fetch
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Bring an absent storage back now, whatever its home."""
+
+    storage: Candidate
+
+
+Proposal = Drop | Move | Copy | Fetch | Restore
 
 
 class Recall(Enum):
@@ -182,6 +192,9 @@ class AbstractPolicy(ABC):
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
 
+    follows: bool = False
+    """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
+
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.
 
@@ -192,6 +205,22 @@ class AbstractPolicy(ABC):
     def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
         """How a moved storage that an op wants comes back. The controller reloads whatever it may not recompute."""
         return Recall.RELOAD
+
+    def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Yield what is to come and go before the step. `present` are all storages that there are, by age.
+
+        This and the next two are asked of a policy that `follows`.
+        """
+        yield from ()
+
+    def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
+        """Yield what is to come and go before op number `op` of the step; once more after the last op."""
+        yield from ()
+
+    def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Yield what is to go as op number `op` of the step ends, before anything that dies with it does. It has
+        created these storages, in this order; what was first seen at this op is among them."""
+        yield from ()
 
     @abstractmethod
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
