@@ -22,6 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("costs.finding",),  # offers what is measured beside what is known
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
+    ("comparing",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import demo, doctor, report, train
+from spillway.cli import compare, demo, doctor, report, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
+app.command(name="compare")(compare.compare_)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
 

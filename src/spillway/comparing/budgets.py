@@ -57,7 +57,9 @@ def _range(text: str, plain_peak: Bytes) -> Iterator[Fraction]:
 
 def _count(text: str, whole: str) -> int:
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text) or not 2 <= int(text) <= MOST:
-        raise BudgetError(f"The range {whole!r} has to have 2 to {MOST} budgets, and {text.strip()!r} is none of these.")
+        raise BudgetError(
+            f"The range {whole!r} has to have 2 to {MOST} budgets, and {text.strip()!r} is none of these."
+        )
     return int(text)
 
 
