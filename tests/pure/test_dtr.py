@@ -72,7 +72,7 @@ def test_of_equal_size_and_staleness_the_cheapest_goes_first() -> None:
 
 
 def test_staleness_is_in_seconds_and_what_the_last_op_made_has_none() -> None:
-    # c / (m s): b costs 3 and is 1 + 1 s old; a costs 4 and is 3 + 1 + 1 s old; c costs 1 and is 1 s old; d was just made.
+    # c / (m s): a costs 4 and is 3 + 1 + 1 s old, b costs 3 and is 1 + 1 s old, c costs 1 and is 1 s old.
     program = siblings(a=4.0, b=3.0, c=1.0, d=1.0)
     view = program.controller.view
     assert [view.stale_seconds(program.names[name]) for name in "abcd"] == [5.0, 2.0, 1.0, 0.0]
