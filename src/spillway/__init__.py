@@ -16,16 +16,22 @@ from spillway.ir.step_report import StepReport
 
 if TYPE_CHECKING:
     from spillway.session import Session, manage
+    from spillway.workloads.recorded import record
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage"]
+__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "record"]
 
-_NEED_TORCH = ("Session", "manage")
+_NEED_TORCH = {
+    "Session": "spillway.session",
+    "manage": "spillway.session",
+    "record": "spillway.workloads.recorded",
+}
+"""Where the names are that need torch."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for; the rest of the package works without torch."""
     if name in _NEED_TORCH:
-        return getattr(import_module("spillway.session"), name)
+        return getattr(import_module(_NEED_TORCH[name]), name)
     raise AttributeError(f"module 'spillway' has no attribute {name!r}")

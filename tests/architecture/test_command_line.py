@@ -32,6 +32,16 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
+    "record": [
+        "WORKLOAD",
+        "--output/-o",
+        "[--fake]",
+        "[--batch]",
+        "[--length]",
+        "[--timed-steps]",
+        "[--seed]",
+        "[--json]",
+    ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
