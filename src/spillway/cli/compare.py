@@ -49,7 +49,7 @@ def compare_(
     device: Annotated[str, typer.Option(help='A device by name, "here" for this machine, or its .json file.')] = "a100",
     plan_seconds: Annotated[
         float, typer.Option(min=0.1, help="How long a planner that searches, as checkmate does, may take for a plan.")
-    ] = 10.0,
+    ] = 30.0,
     bound_seconds: Annotated[
         float, typer.Option(min=0.0, help="How long the lower bound of a budget may take; 0 for no bounds.")
     ] = 10.0,
@@ -147,7 +147,7 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
         f"{subject.workload} on {subject.device.name}, simulated: seconds as a multiple of the plain step's "
         f"{format_seconds(subject.plain_seconds)} in {format_bytes(subject.plain_peak)}"
     )
-    table = Table(title=title, title_justify="left", title_style="")
+    table = Table()
     table.add_column("method")
     for budget in comparison.budgets:
         share = 100 * budget / (subject.plain_peak or 1)
@@ -160,6 +160,7 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
         relaxed = {bound.budget_bytes: _bound_cell(bound, subject) for bound in comparison.bounds}
         table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
     console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    say(console, title)
     console.print(table)
     for line in (subject.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
         if line:

@@ -125,7 +125,7 @@ def parse_methods(text: str) -> list[str]:
 
 def compare(
     subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes], *,
-    plan_seconds: Seconds = 10.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
+    plan_seconds: Seconds = 30.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
 ) -> Generator[Row | Bound | Failure, None, None]:  # fmt: skip
     """Yield a row for every method under every budget, and a bound for every budget, as they come.
 

@@ -57,8 +57,11 @@ FAMILIES: Final = (
 MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
 """By place within a kind."""
 
-LABELS: Final = 0.035
-"""What a label needs of the height of the picture."""
+LABELS: Final = 0.044
+"""What a label needs of the height of the axes."""
+
+FAR: Final = 0.3
+"""A line that ends further to the right than this share of the axes has its label there, and not at the left."""
 
 _TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
 """Times a power of ten."""
@@ -221,8 +224,11 @@ def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
     """The plain step's seconds all along; the relaxation where there is one."""
     plain = comparison.subject.plain_seconds
     axes.axhline(plain, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
-    lowest = min([float(row.peak_bytes or 0) for row in comparison.rows if row.seconds is not None], default=0.0)
-    ends: list[End] = [("plain step", INK, lowest, plain)]
+    axes.annotate(
+        "plain step: nothing takes less", xy=(1, plain), xycoords=("axes fraction", "data"), xytext=(0, -3),
+        textcoords="offset points", color=INK, fontsize=9, ha="right", va="top", zorder=4,
+    )  # fmt: skip
+    ends: list[End] = []
     full = [(bound.budget_bytes, bound.seconds) for bound in comparison.bounds if bound.kind == "relaxation"]
     coarse = [(bound.budget_bytes, bound.coarse_seconds) for bound in comparison.bounds if bound.coarse_seconds]
     for text, points, wide in (("recompute only: LP bound", full, 1.8), ("LP of intervals", coarse, 1.0)):
@@ -239,10 +245,8 @@ def _scales(axes: Axes, comparison: Comparison) -> None:
 
     subject, drawn = comparison.subject, [row for row in comparison.rows if row.seconds is not None]
     plain = subject.plain_seconds
-    top = max(
-        [row.seconds or 0.0 for row in drawn] + [bound.coarse_seconds or bound.seconds for bound in comparison.bounds],
-        default=plain,
-    )
+    highest = [bound.coarse_seconds or bound.seconds for bound in comparison.bounds]
+    top = max([row.seconds or 0.0 for row in drawn] + highest, default=plain)
     top = max(top, plain * 1.05)
     right = max([float(row.peak_bytes or 0) for row in drawn] + [float(subject.plain_peak)])
     left = min([float(row.peak_bytes or 0) for row in drawn], default=0.0)
@@ -250,8 +254,8 @@ def _scales(axes: Axes, comparison: Comparison) -> None:
     axes.set_xlim(max(left - margin, 0.0), right + margin)
     if plain > 0:
         axes.set_yscale("log")
-        spread = math.log(top / plain)
-        axes.set_ylim(plain * math.exp(-0.04 * spread), top * math.exp(0.05 * spread))
+        reach = math.log(top / plain)
+        axes.set_ylim(plain * math.exp(-0.07 * reach), top * math.exp(0.05 * reach))
     marks = [nbytes for nbytes in round_bytes(right, 7) if nbytes >= left - margin]
     axes.xaxis.set_major_locator(FixedLocator(marks))
     axes.xaxis.set_major_formatter(FixedFormatter([format_bytes(mark).replace(".00", "") for mark in marks]))
@@ -277,15 +281,22 @@ def _multiples(top: float) -> list[float]:
 
 
 def _label(axes: Axes, ends: Sequence[End]) -> None:
-    """Write what each line is beside its end, at the left, as near to its height as the others let it."""
-    heights = [float(axes.transAxes.inverted().transform(axes.transData.transform((x, y)))[1]) for _, _, x, y in ends]
-    for (text, colour, x, y), height in zip(ends, spread(heights, LABELS / 0.76 * 1.1), strict=True):
-        axes.annotate(
-            text, xy=(x, y), xycoords="data", xytext=(-0.02, height), textcoords="axes fraction", color=colour,
-            fontsize=9, ha="right", va="center", annotation_clip=False, zorder=4,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
-                        "relpos": (1, 0.5)},
-        )  # fmt: skip
+    """Write what each line is beside its end, as near to its height as the others let it: at the left where the line
+    ends there, else within the picture."""
+    places = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
+    for far in (False, True):
+        group = [(end, place) for end, place in zip(ends, places, strict=True) if bool(place[0] > FAR) is far]
+        heights = spread([float(place[1]) for _, place in group], LABELS)
+        for ((text, colour, x, y), place), height in zip(group, heights, strict=True):
+            axes.annotate(
+                text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),
+                textcoords="axes fraction", color=colour, fontsize=9, ha="right", va="center", annotation_clip=False,
+                zorder=4,
+                arrowprops={
+                    "arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
+                    "relpos": (1, 0.5),
+                },
+            )  # fmt: skip
 
 
 def spread(heights: Sequence[float], apart: float) -> list[float]:
