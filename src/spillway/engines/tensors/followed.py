@@ -59,9 +59,9 @@ class Followed:
 
     def _created(self) -> list[Storage]:
         """Storages taken into account since the last time, in their order: they stand at the end of the table."""
+        newest = self._newest
         while True:
             try:
-                newest = self._newest
                 found = list(takewhile(lambda storage: storage.number > newest, reversed(self._engine.table.values())))
                 break
             except RuntimeError:  # a collection of garbage took something out of the table meanwhile
