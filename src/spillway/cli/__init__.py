@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import demo, doctor, report, train
+from spillway.cli import demo, doctor, plan, report, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:
