@@ -2,7 +2,8 @@
 
 A node is an interval of ops that run together. A datum is what one node makes and later ones read: storages with the
 same maker and the same readers, which are kept or freed together. Storages that are there before or after the step, or
-that several nodes write to, are not Checkmate's to free; their bytes are a given.
+that several nodes write to, or that an op makes which cannot be replayed, are not Checkmate's to free; their bytes are
+a given. A node runs again without its ops that cannot.
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ class _Builder:
             if info.present_at_start or info.present_at_end:
                 continue
             node = self.node_of[life.created]
-            makers[value.storage] = node if makers.setdefault(value.storage, node) == node else None
+            again = self.step.ops[life.created].replayable and makers.setdefault(value.storage, node) == node
+            makers[value.storage] = node if again else None
             readers.setdefault(value.storage, set()).update(self.node_of[op] for op in life.reads)
         for storage, maker in makers.items():
             # What somebody holds although no op reads it any more is not freed either.
@@ -248,13 +250,16 @@ class _Builder:
         """Nodes up to which everything that it reads and that is no datum has the content that it had."""
         first, end = self.bounds[number]
         ops = self.step.ops[first:end]
-        if not all(op.replayable and (self.backward_again or op.phase is Phase.FORWARD) for op in ops):
+        if not self.backward_again and any(op.phase is not Phase.FORWARD for op in ops):
             return number
+        kept = {value for op in ops if not op.replayable for value in op.creates}
         outside = [
             self.lives[read]
-            for op in range(first, end)
-            for read in self.step.ops[op].reads
-            if self._is_given(self.step.values[read].storage) and not first <= self.lives[read].created < end
+            for op in ops
+            if op.replayable
+            for read in op.reads
+            if self._is_given(self.step.values[read].storage)
+            and (read in kept or not first <= self.lives[read].created < end)
         ]
         last = number
         while last + 1 < len(self.bounds) and all(life.readable(self.bounds[last + 1][0]) for life in outside):
