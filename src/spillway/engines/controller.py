@@ -481,6 +481,7 @@ class Controller:
             for _, value in recipe.writes:
                 value.recipe = None
         self.recipes.clear()
+        self.view.forget_recipes()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""

@@ -12,6 +12,7 @@ from spillway.methods.base import (
     Candidate,
     Copy,
     Drop,
+    Evicted,
     Fetch,
     MemoryView,
     Move,
@@ -21,6 +22,7 @@ from spillway.methods.base import (
 )
 from spillway.methods.checkmate import Checkmate
 from spillway.methods.delta import Delta
+from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.methods.sqrt_n import SqrtN
@@ -34,6 +36,7 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingP
         LRU.name: LRU,
         Delta.name: Delta,
         "delta-published": Delta.as_published,
+        **{name: DTR.named(name) for name in HEURISTICS},
         SqrtN.name: SqrtN,
         Checkmate.name: Checkmate,
         Swap.name: Swap,
@@ -70,6 +73,7 @@ def method_named(method: str) -> AbstractPolicy | AbstractPlanner:
 
 
 __all__ = [
+    "DTR",
     "LRU",
     "METHODS",
     "UVM",
@@ -80,6 +84,7 @@ __all__ = [
     "Copy",
     "Delta",
     "Drop",
+    "Evicted",
     "Fetch",
     "KeepAll",
     "MemoryView",

@@ -7,10 +7,10 @@ refuses and sends the answer back into the generator, so that a policy can try t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from spillway.costs.device import Device
 from spillway.ir import Plan, Step
@@ -83,6 +83,15 @@ class Recall(Enum):
     """The ops that made it run again, if that is still possible; the copy is kept."""
 
 
+class Evicted(NamedTuple):
+    """A value whose bytes are nowhere and which can be recomputed: it was dropped, or is dead. Known by two numbers."""
+
+    storage: int
+    """The number of its storage."""
+    op: int
+    """The number of the op that made it."""
+
+
 class MemoryView(Protocol):
     """What a policy may know when it decides. Reading it never changes anything."""
 
@@ -152,6 +161,24 @@ class MemoryView(Protocol):
 
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive."""
+
+    def stale_seconds(self, storage: Candidate) -> Seconds:
+        """What the ops of this step took since one last began to read it, or had made it; recomputed ones left out."""
+
+    def as_evicted(self, storage: Candidate) -> Evicted | None:
+        """What the next four call it once it is evicted; None if it cannot be recomputed."""
+
+    def evicted(self) -> Mapping[Evicted, Seconds]:
+        """All that is evicted now, in the order in which it was made, with the seconds of the op that made it."""
+
+    def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
+        """The evicted among what was read to make it and what was made by reading it."""
+
+    def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that would have to be recomputed to recompute it."""
+
+    def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that are reached from it, each made by reading the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
