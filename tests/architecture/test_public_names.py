@@ -15,6 +15,7 @@ PUBLIC_NAMES = {
     "__version__",
     "manage",
     "plan",
+    "record",
 }
 
 
