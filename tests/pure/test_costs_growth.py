@@ -53,6 +53,7 @@ def test_a_polynomial_is_found_exactly_and_holds_everywhere(
         (lambda x: 64 * (x // 2) ** 2, "64*floor(x/2)^2"),  # pooled, the odd row left out
         (lambda x: 8 * up(up(up(x, 2), 2), 2), "8*ceil(x/8)"),  # three convolutions of stride 2
         (lambda x: 4 * up(x, 28) ** 4 + 12, "4*ceil(x/28)^4 + 12"),
+        (lambda x: 96 * x * (x // 3), "(96*floor(x/3))*x^1"),  # attention to a sequence a third as long
     ],
 )
 def test_a_law_is_found_and_can_be_read(numbers: Callable[[int], int], text: str) -> None:
@@ -62,13 +63,14 @@ def test_a_law_is_found_and_can_be_read(numbers: Callable[[int], int], text: str
     assert [law.at(size) for size in range(1, 600)] == [numbers(size) for size in range(1, 600)]
 
 
-def test_a_law_needs_a_point_more_than_it_has_coefficients() -> None:
-    squares = [size**2 for size in SIZES]
-    assert law_of(SIZES[:4], squares[:4]).checked
-    three = law_of(SIZES[:3], squares[:3])
+def test_a_law_needs_a_point_more_than_it_has_unknowns() -> None:
+    numbers = [size**2 + size + 1 for size in SIZES]
+    assert law_of(SIZES[:4], numbers[:4]).checked
+    three = law_of(SIZES[:3], numbers[:3])
     assert (three.exact, three.checked) == (True, False)
-    assert three.at(10) == 100
-    assert exact_law(SIZES[:4], [size**3 for size in SIZES[:4]]) is None
+    assert three.at(10) == 111
+    assert law_of(SIZES[:3], [5 * size**2 for size in SIZES[:3]]).checked  # one unknown
+    assert exact_law(SIZES[:4], [size**3 + 1 for size in SIZES[:4]]) is None
 
 
 def test_numbers_without_a_law_get_the_nearest_polynomial_and_say_how_near() -> None:

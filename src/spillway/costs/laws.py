@@ -2,14 +2,16 @@
 
 Sizes are padded and halved on their way through a model, so that what grows smoothly may be not the size but how many
 whole windows of it there are. `exact_law` therefore looks for a polynomial of the size, then of ceil(size / quantum)
-and floor(size / quantum), small quanta first.
+and floor(size / quantum), small quanta first, each also times a power of the size itself: that is how attention between
+a sequence and a shorter one grows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import product
 from math import ceil, gcd
 from typing import Final, final
 
@@ -20,6 +22,8 @@ DEGREE: Final = 4
 power of its side."""
 QUANTA: Final = (*range(2, 33), 40, 48, 56, 64, 96, 112, 128, 192, 224, 256, 384, 448, 512)
 """What sizes are divided by: strides of convolutions, windows of 7 and 8 of patches of 4, blocks of kernels."""
+_SHAPES: Final = tuple(product((True, False), (0, 1, 2)))
+"""Whether the division rounds up, and the power of the size beside it."""
 _FITTED_DEGREE: Final = 2
 _NEARLY: Final = 1e-12
 """The error of a fit that passes every point once rounded: it is still no law."""
@@ -36,15 +40,18 @@ class Law:
     """The argument is the size divided by this."""
     up: bool = True
     """Whether that division rounds up or down."""
+    power: int = 0
+    """The polynomial is multiplied by this power of the size."""
     checked: bool = True
-    """Whether it passes all recorded points and at least one more than would have determined it."""
+    """Whether it passes all recorded points, and they are more than would have determined it: by one, or by two where
+    a quantum was chosen as well."""
     error: float = 0.0
     """How far it is from the recorded points at worst, relative to them; 0 if it passes them."""
 
     @property
     def degree(self) -> int:
-        """Of the polynomial; 0 for what does not grow."""
-        return max(len(self.coefficients) - 1, 0)
+        """Of the polynomial and the power together; 0 for what does not grow."""
+        return max(len(self.coefficients) - 1, 0) + self.power
 
     @property
     def exact(self) -> bool:
@@ -53,13 +60,15 @@ class Law:
 
     def at(self, size: int) -> int:
         """The integer at this size: rounded up where the polynomial is none there, and never below 0."""
-        return max(ceil(_value(self.coefficients, argument(size, self.quantum, up=self.up))), 0)
+        value: Fraction = _value(self.coefficients, argument(size, self.quantum, up=self.up))
+        return max(ceil(value * Fraction(size) ** self.power), 0)
 
     def __str__(self) -> str:
         inner = "x" if self.quantum == 1 else f"{'ceil' if self.up else 'floor'}(x/{self.quantum})"
         powers = ("", f"*{inner}", *(f"*{inner}^{power}" for power in range(2, len(self.coefficients))))
         terms = [f"{number}{power}" for number, power in zip(self.coefficients, powers, strict=False) if number]
-        return " + ".join(reversed(terms)) or "0"
+        text = " + ".join(reversed(terms)) or "0"
+        return f"({text})*x^{self.power}" if self.power else text
 
 
 def argument(size: int, quantum: int, *, up: bool) -> int:
@@ -90,51 +99,53 @@ def exact_law(sizes: Sequence[int], numbers: Sequence[int]) -> Law | None:
     return Law(coefficients=coefficients, checked=False) if len(coefficients) <= 3 else None
 
 
-def exact_laws(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
-    """Every checked law there is."""
-    for quantum, up in _arguments():
-        points = _merged([argument(size, quantum, up=up) for size in sizes], numbers)
-        if points is None:
-            continue
-        coefficients = _polynomial(*points)
-        if len(coefficients) <= min(DEGREE + 1, len(points[0]) - 1):
-            yield Law(coefficients=coefficients, quantum=quantum, up=up)
+def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Iterable[int] = (1, *QUANTA)) -> Iterator[Law]:
+    """Every checked law of these quanta there is."""
+    for quantum in quanta:
+        for up, power in _SHAPES if quantum > 1 else _SHAPES[:3]:
+            law = _law(sizes, numbers, Law(coefficients=(), quantum=quantum, up=up, power=power))
+            if law is not None:
+                yield law
+
+
+def _law(sizes: Sequence[int], numbers: Sequence[int], shape: Law) -> Law | None:
+    """The polynomial of this shape, if it passes every point and enough of them speak for it."""
+    divided = [Fraction(number, size**shape.power) for size, number in zip(sizes, numbers, strict=True)]
+    points = _merged([argument(size, shape.quantum, up=shape.up) for size in sizes], divided)
+    if points is None:
+        return None
+    coefficients = _polynomial(*points)
+    # One point more than unknowns speaks for a polynomial of the size; but of many quanta one fits by chance.
+    spare = 1 if shape.quantum == 1 else 2
+    if len(coefficients) + shape.power > DEGREE + 1 or len(coefficients) > len(points[0]) - spare:
+        return None
+    if shape.quantum == 1:  # its own power times a polynomial of itself is a polynomial
+        return Law(coefficients=(Fraction(0),) * shape.power + coefficients)
+    return replace(shape, coefficients=coefficients)
 
 
 def rivals(sizes: Sequence[int], numbers: Sequence[int]) -> Iterator[Law]:
     """Checked laws between which these sizes cannot decide: what nobody recorded, nobody knows.
 
-    They are the first one, the one that rounds the other way, and those of quanta that divide every distance between
-    two sizes. Other quanta fit by chance alone.
+    They are those of the quantum of the first one, and of quanta that divide every distance between two sizes. Other
+    quanta fit by chance alone.
     """
-    grid = gcd(*(size - sizes[0] for size in sizes))
-    laws = exact_laws(sizes, numbers)
-    first = next(laws, None)
-    if first is None:
-        return
-    yield first
-    for law in laws:
-        if law.quantum == first.quantum or grid % law.quantum == 0:
-            yield law
+    first = next(exact_laws(sizes, numbers), None)
+    if first is not None:
+        grid = gcd(*(size - sizes[0] for size in sizes))
+        yield from exact_laws(sizes, numbers, [first.quantum, *(q for q in QUANTA if grid % q == 0)])
 
 
-def _arguments() -> Iterator[tuple[int, bool]]:
-    yield 1, True
-    for quantum in QUANTA:
-        yield quantum, True
-        yield quantum, False
-
-
-def _merged(arguments: Sequence[int], numbers: Sequence[int]) -> tuple[list[int], list[int]] | None:
+def _merged(arguments: Sequence[int], numbers: Sequence[Fraction]) -> tuple[list[int], list[Fraction]] | None:
     """Each argument once with its number; None if one of them would have two."""
-    points: dict[int, int] = {}
+    points: dict[int, Fraction] = {}
     for place, number in zip(arguments, numbers, strict=True):
         if points.setdefault(place, number) != number:
             return None
     return list(points), list(points.values())
 
 
-def _polynomial(places: Sequence[int], numbers: Sequence[int]) -> tuple[Fraction, ...]:
+def _polynomial(places: Sequence[int], numbers: Sequence[int | Fraction]) -> tuple[Fraction, ...]:
     """Coefficients of the one polynomial of the lowest degree through all points, by Newton's divided differences."""
     column = [Fraction(number) for number in numbers]
     newton = column[:1]
