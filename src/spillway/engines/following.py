@@ -26,8 +26,8 @@ class Following:
         return self._controller.clock - self._controller.first_op
 
     def begin_step(self, storages: Iterable[Storage]) -> None:
-        """After the controller's `begin_step`, with every storage that there is."""
-        present = sorted((storage for storage in storages if storage.value is not None), key=lambda s: s.number)
+        """After the controller's `begin_step`, with every storage that there is, in an order that stays the same."""
+        present = [storage for storage in storages if storage.value is not None]
         self._grant(self._controller.policy.begin_step(self._controller.view, present))
 
     def before_op(self) -> None:

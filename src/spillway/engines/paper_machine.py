@@ -44,6 +44,8 @@ class PaperHome:
     storage: int
     ready: Seconds
     """When the copy into it is done."""
+    step: int
+    """The step in which it was."""
 
 
 @final
@@ -53,6 +55,7 @@ class PaperArrival:
 
     token: Any
     ready: Seconds
+    home: PaperHome
 
 
 @final
@@ -143,6 +146,8 @@ class PaperMachine:
         """Called when a storage dies because the machine or the controller let go of it."""
         self._time: Seconds = 0.0
         self._recomputing: Seconds = 0.0
+        self._step = 0
+        self._trusting = tier == "host"
         self._leaving: dict[Storage, None] = {}  # the program let go of them while they were copied
 
     # ------------------------------------------------------------------ what the driver does
@@ -158,6 +163,7 @@ class PaperMachine:
     def begin_step(self) -> None:
         """Count anew."""
         self._recomputing = 0.0
+        self._step += 1
         self.log.begin_step()
         self.allocator.reset_peak()
 
@@ -218,7 +224,7 @@ class PaperMachine:
 
     def start_out(self, storage: Storage) -> PaperHome:
         """Begin a copy out; the storage lives until it is done."""
-        home = PaperHome(storage.nbytes, storage.number, 0.0)
+        home = PaperHome(storage.nbytes, storage.number, 0.0, self._step)
         home.ready = self.lanes.copy(Lane.COPY_OUT, home, self._time)
         storage.handle.read_until = max(storage.handle.read_until, home.ready)
         return home
@@ -226,17 +232,18 @@ class PaperMachine:
     def start_in(self, storage: Storage, home: PaperHome) -> PaperArrival:
         """Begin a copy in, into fresh memory, once the copy out has ended."""
         token = self.allocator.allocate(storage.nbytes)
-        return PaperArrival(token, self.lanes.copy(Lane.COPY_IN, home, max(self._time, home.ready)))
+        return PaperArrival(token, self.lanes.copy(Lane.COPY_IN, home, max(self._time, home.ready)), home)
 
     def arrived(self, arrival: PaperArrival) -> bool:
         """Whether its copy is done."""
         return arrival.ready <= self._time
 
     def finish_in(self, storage: Storage, arrival: PaperArrival) -> bool:
-        """Wait for the copy; nobody writes to homes on paper."""
+        """Wait for the copy. The disk tier does not trust what an earlier step put away, as it might have been written
+        through the mapping."""
         self._wait(arrival.ready)
         storage.handle.token = arrival.token
-        return True
+        return self._trusting or arrival.home.step == self._step
 
     def abandon(self, arrival: PaperArrival) -> None:
         """Its memory is free when the copy is done, for which compute waits."""

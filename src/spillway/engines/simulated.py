@@ -26,14 +26,17 @@ from spillway.costs.device import Device
 from spillway.engines.allocators import allocator_named
 from spillway.engines.chronicle import Chronicle, Ran
 from spillway.engines.controller import CHAIN_CAP, UNLIMITED, Controller
+from spillway.engines.following import Following
 from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.paper_machine import PaperMachine, Thrashing, Tier
 from spillway.engines.records import EXACT, NEVER, SCAFFOLD, Recipe, Storage, Value
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.lanes import total
+from spillway.ir.plan import Plan
 from spillway.ir.step import Op, Phase, Step, StorageId
 from spillway.ir.timeline import Timeline
-from spillway.methods.base import AbstractPolicy
+from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
+from spillway.methods.planned import Planned
 from spillway.units import Bytes, KiB, Seconds
 
 LARGE: Final[Bytes] = 256 * KiB
@@ -97,16 +100,16 @@ class Simulation:
 
 
 def simulate(
-    step: Step, *, allowed: Bytes, method: AbstractPolicy, device: Device, allocator: str = "exact",
-    limit: Bytes | None = None, tier: Tier = "host", steps: int = 2, chain_cap: int = CHAIN_CAP,
-    thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool = True,
+    step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
+    allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
+    chain_cap: int = CHAIN_CAP, thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool = True,
 ) -> Simulation:  # fmt: skip
     """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
 
     Arguments:
         step: Its ops have seconds.
         allowed: The budget in bytes; `UNLIMITED` for none.
-        method: Decides what leaves.
+        method: A policy; or a plan for the step, or what makes one, which `Planned` follows.
         device: How fast copies are.
         allocator: One of `ALLOCATORS`; what device memory is taken from.
         limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
@@ -119,19 +122,29 @@ def simulate(
 
     Raises:
         UsageError: An op has no seconds, or an argument makes no sense.
+        BudgetInfeasible: A planner has no plan for so little.
     """
     plain = plain_seconds(step)
+    policy = _policy(method, step, allowed, device)
     if steps < 1 or not thrash > 0:
         raise UsageError(f"A simulation takes 1 step or more and a `thrash` above 0; got {steps} and {thrash}.")
     machine = PaperMachine(
         device, allocator_named(allocator, limit), tier=tier, most_recomputing=thrash * plain, overlaps=overlaps
     )
-    run = _Run(step, machine, Controller(machine, method, allowed, chain_cap), frozenset(escaped))
+    run = _Run(step, machine, Controller(machine, policy, allowed, chain_cap), frozenset(escaped))
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
             break
     return run.result(status, why, plain)
+
+
+def _policy(
+    method: AbstractPolicy | AbstractPlanner | Plan, step: Step, allowed: Bytes, device: Device
+) -> AbstractPolicy:
+    if isinstance(method, AbstractPlanner):
+        method = method.plan(Problem(step=step, allowed=allowed, device=device))
+    return Planned(method, step) if isinstance(method, Plan) else method
 
 
 def plain_seconds(step: Step) -> Seconds:
@@ -199,6 +212,7 @@ class _Run:
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
         self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
+        self._following = Following(controller) if controller.policy.follows else None
         self._look_ahead = False
         self._began: Seconds = 0.0
         self._seconds: Seconds = 0.0
@@ -214,6 +228,8 @@ class _Run:
             for call in self._calls:
                 self._run_op(call)
             self._look_ahead = False
+            if self._following is not None:
+                self._following.before_op()
             self._controller.end_step()
         except (BudgetInfeasible, SpillFullError, DeviceFullError) as error:
             return "oom", str(error)
@@ -234,9 +250,12 @@ class _Run:
         if controller.policy.foresees:
             machine.measure_link()
         controller.begin_step("simulated")
+        if self._following is not None:
+            self._following.begin_step(self._storages[number] for number in sorted(self._storages))
         self._chronicle = Chronicle(controller, self._storages.values())
         controller.make_room(0, "begin step")
         controller.peak = controller.resident
+        machine.allocator.reset_peak()
         self._chronicle = Chronicle(controller, self._storages.values())
         for storage in self._step.storages:
             if storage.alive_until == 0 and not storage.present_at_end:
@@ -278,6 +297,8 @@ class _Run:
     def _run_op(self, call: _Call) -> None:
         controller, now = self._controller, self._machine.now
         began = now()
+        if self._following is not None:
+            self._following.before_op()
         if self._look_ahead:
             self._look_ahead = False
             controller.in_backward = call.op.phase is Phase.BACKWARD
@@ -292,6 +313,8 @@ class _Run:
         else:
             with self._prepared(call, reads, written):
                 self._complete(call, reads, written)
+        if self._following is not None:
+            self._following.after_op(self._named(call.creates))
         self._chronicle.ran.append(Ran(began, now(), clock, call.op.name))
         for number in call.dies:
             self._let_go(number)

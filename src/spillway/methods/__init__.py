@@ -19,12 +19,14 @@ from spillway.methods.base import (
     Problem,
     Proposal,
     Recall,
+    Restore,
 )
 from spillway.methods.checkmate import Checkmate
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
+from spillway.methods.planned import Planned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
@@ -89,9 +91,11 @@ __all__ = [
     "KeepAll",
     "MemoryView",
     "Move",
+    "Planned",
     "Problem",
     "Proposal",
     "Recall",
+    "Restore",
     "SqrtN",
     "Swap",
     "ZeroOffload",

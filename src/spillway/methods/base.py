@@ -234,7 +234,7 @@ class AbstractPolicy(ABC):
         return Recall.RELOAD
 
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
-        """Yield what is to come and go before the step. `present` are all storages that there are, by age.
+        """Yield what is to come and go before the step. `present` are all storages that there are.
 
         This and the next two are asked of a policy that `follows`.
         """
