@@ -43,6 +43,7 @@ COMMAND_LINE = {
         "[--json]",
     ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
+    "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

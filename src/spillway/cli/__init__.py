@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import compare, demo, doctor, record, report, train
+from spillway.cli import compare, demo, doctor, plan, record, report, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command(name="record")(record.record)
 app.command(name="compare")(compare.compare_)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

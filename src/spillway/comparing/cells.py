@@ -23,6 +23,9 @@ LIMITED: Final = "time_limit"
 MOST_OPS: Final = 100
 """Ops of a step whose relaxation is tried over all of them: the program grows with their square."""
 
+MORE: Final = 1 + 1e-6
+"""What is not this much more than the plain step's seconds says nothing."""
+
 FEWEST_NODES: Final = 3
 """What Checkmate takes."""
 
@@ -163,7 +166,7 @@ def _bound(setting: Setting, budget: Bytes) -> Bound:
     try:
         if len(step.ops) <= MOST_OPS:
             found = lower_bound(problem, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
-            if found > plain:
+            if found > plain * MORE:
                 return Bound(budget_bytes=budget, seconds=found, kind="relaxation")
             why = f"The relaxation says no more in {format_seconds(limit)}."
         else:
@@ -172,5 +175,9 @@ def _bound(setting: Setting, budget: Bytes) -> Bound:
     except SpillwayError as error:
         return Bound(budget_bytes=budget, seconds=plain, kind="plain", why=str(error))
     return Bound(
-        budget_bytes=budget, seconds=plain, kind="plain", coarse_seconds=coarse if coarse > plain else None, why=why
+        budget_bytes=budget,
+        seconds=plain,
+        kind="plain",
+        coarse_seconds=coarse if coarse > plain * MORE else None,
+        why=why,
     )

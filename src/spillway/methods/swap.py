@@ -50,7 +50,7 @@ class Swap(AbstractPlanner):
         if smallest < 0:
             raise UsageError(f"Swap needs a smallest size of 0 bytes or more, got {smallest}.")
         self.smallest = smallest
-        self.prefetched = prefetched
+        self.copies_beside = prefetched
         self.name = "swap-prefetch" if prefetched else "swap"
 
     @classmethod
@@ -72,11 +72,12 @@ class Swap(AbstractPlanner):
                 op_index=most.fullest % len(step.ops), smallest_budget=most.peak, exact=True,
             )  # fmt: skip
         chosen = widest
-        if self.prefetched:
+        if self.copies_beside:
             chosen = _within(problem.allowed, _ahead(step, moved, problem.device), widest, step, lives)
         gaps = _gaps(chosen)
-        peak = account(step, gaps, lives).peak
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=peak, gaps=gaps)
+        # What is left of the budget is room for copies on their way.
+        projected = problem.allowed if self.copies_beside else account(step, gaps, lives).peak
+        return Plan(step=step.digest(), allowed=problem.allowed, projected=projected, gaps=gaps)
 
 
 def _gaps(intervals: dict[int, tuple[int, int]]) -> tuple[Gap, ...]:

@@ -291,7 +291,7 @@ def _label(axes: Axes, ends: Sequence[End]) -> None:
             axes.annotate(
                 text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),
                 textcoords="axes fraction", color=colour, fontsize=9, ha="right", va="center", annotation_clip=False,
-                zorder=4,
+                zorder=4, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.8} if far else None,
                 arrowprops={
                     "arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
                     "relpos": (1, 0.5),

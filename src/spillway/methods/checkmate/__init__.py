@@ -126,6 +126,8 @@ def lower_bound(problem: Problem, time_limit: Seconds = 60.0, most_nodes: int = 
     Raises BudgetInfeasible if the relaxation has no solution, and UsageError without SciPy.
     """
     graph = graph_of(problem.step, most_nodes)
+    if max(_needs(graph)) > problem.allowed:
+        raise _infeasible(graph, problem.allowed)
     answer = Program(graph, problem.allowed).solve(time_limit, relaxed=True)
     if answer.status == INFEASIBLE:
         raise _infeasible(graph, problem.allowed)
@@ -149,6 +151,9 @@ class _Search:
         if account(step, (), self.graph.lives).peak <= self.allowed:
             self.proven = True
             self.best = self.bound, (), step.plain_peak(), 0
+            return
+        if max(_needs(self.graph)) > self.allowed:
+            self.infeasible = True
             return
         relaxed = Program(self.graph, self.allowed).solve(self._left(), relaxed=True)
         self.bound, self.infeasible = relaxed.bound, relaxed.status == INFEASIBLE
@@ -228,11 +233,16 @@ class _Search:
         )
 
 
-def _infeasible(graph: Graph, allowed: Bytes) -> BudgetInfeasible:
-    """The largest node by itself is what any plan of these nodes needs."""
-    needs = [
+def _needs(graph: Graph) -> list[Bytes]:
+    """Bytes that each node needs by itself, whatever else is gone."""
+    return [
         node.running + sum(graph.data[index].nbytes for index in {*node.reads, *node.makes}) for node in graph.nodes
     ]
+
+
+def _infeasible(graph: Graph, allowed: Bytes) -> BudgetInfeasible:
+    """The largest node by itself is what any plan of these nodes needs; together they may need more."""
+    needs = _needs(graph)
     worst = max(range(len(needs)), key=needs.__getitem__)
     node = graph.nodes[worst]
     smallest = max(needs[worst], allowed + 1)

@@ -2,7 +2,8 @@
 
 A node is an interval of ops that run together. A datum is what one node makes and later ones read: storages with the
 same maker and the same readers, which are kept or freed together. Storages that are there before or after the step, or
-that several nodes write to, are not Checkmate's to free; their bytes are a given.
+that several nodes write to, or that an op makes which cannot be replayed, are not Checkmate's to free; their bytes are
+a given. When a node runs again, those of its ops do that lead to its data and can be replayed.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Node:
     """One more than the last."""
     seconds: Seconds
     """What they take."""
+    seconds_again: Seconds
+    """What those of them take that make its data: they alone run again."""
     reads: tuple[int, ...]
     """Data that it reads."""
     makes: tuple[int, ...]
@@ -165,7 +168,8 @@ class _Builder:
             if info.present_at_start or info.present_at_end:
                 continue
             node = self.node_of[life.created]
-            makers[value.storage] = node if makers.setdefault(value.storage, node) == node else None
+            again = self.step.ops[life.created].replayable and makers.setdefault(value.storage, node) == node
+            makers[value.storage] = node if again else None
             readers.setdefault(value.storage, set()).update(self.node_of[op] for op in life.reads)
         for storage, maker in makers.items():
             # What somebody holds although no op reads it any more is not freed either.
@@ -221,17 +225,34 @@ class _Builder:
             datum for op in range(first, end) for read in step.ops[op].reads
             if (datum := self.datum_of.get(step.values[read].storage, -1)) >= 0 and self.data[datum].maker < number
         })  # fmt: skip
-        running, again = self._most_bytes(number, makes)
+        needed = self._needed(number, makes)
+        running, again = self._most_bytes(number, makes, needed)
         return Node(
             first=first, end=end, reads=tuple(reads), makes=tuple(makes),
             seconds=sum(step.ops[op].seconds or 0.0 for op in range(first, end)),
-            running=running, again=again, given=self.given_before[first], last_again=self._last_again(number),
+            seconds_again=sum(step.ops[op].seconds or 0.0 for op in needed), running=running, again=again,
+            given=self.given_before[first], last_again=self._last_again(number, needed),
         )  # fmt: skip
 
     def _is_given(self, storage: StorageId) -> bool:
         return self.makers.get(storage) is None
 
-    def _most_bytes(self, number: int, makes: list[int]) -> tuple[Bytes, Bytes]:
+    def _needed(self, number: int, makes: list[int]) -> set[int]:
+        """Ops of the node that lead to its data, as far as they can be replayed."""
+        first, end = self.bounds[number]
+        own = {storage for datum in makes for storage in self.data[datum].storages}
+        needed: set[int] = set()
+        wanted = [
+            v for op in range(first, end) for v in self.step.ops[op].creates if self.step.values[v].storage in own
+        ]
+        while wanted:
+            created = self.lives[wanted.pop()].created
+            if first <= created < end and created not in needed and self.step.ops[created].replayable:
+                needed.add(created)
+                wanted += self.step.ops[created].reads
+        return needed
+
+    def _most_bytes(self, number: int, makes: list[int], needed: set[int]) -> tuple[Bytes, Bytes]:
         first, end = self.bounds[number]
         own = [storage for datum in makes for storage in self.data[datum].storages]
         data = sum(self.step.storages[storage].nbytes for storage in own)
@@ -241,22 +262,24 @@ class _Builder:
             inside = sum(info.nbytes for info in fleeting if info.alive_from <= op < info.alive_until) - data
             created = {self.step.values[value].storage for value in self.step.ops[op].creates}
             copies = sum(self.step.storages[storage].nbytes for storage in created if self._is_given(storage))
-            running, again = max(running, inside + self.given_during[op]), max(again, inside + copies)
+            running = max(running, inside + self.given_during[op])
+            again = max(again, inside + copies if op in needed else 0)
         return running, again
 
-    def _last_again(self, number: int) -> int:
+    def _last_again(self, number: int, needed: set[int]) -> int:
         """Nodes up to which everything that it reads and that is no datum has the content that it had."""
-        first, end = self.bounds[number]
-        ops = self.step.ops[first:end]
-        if not all(op.replayable and (self.backward_again or op.phase is Phase.FORWARD) for op in ops):
+        if not self.backward_again and any(self.step.ops[op].phase is not Phase.FORWARD for op in needed):
             return number
-        outside = [
-            self.lives[read]
-            for op in range(first, end)
+        outside = {
+            read
+            for op in needed
             for read in self.step.ops[op].reads
-            if self._is_given(self.step.values[read].storage) and not first <= self.lives[read].created < end
-        ]
+            if self._is_given(self.step.values[read].storage) and self.lives[read].created not in needed
+        }
         last = number
-        while last + 1 < len(self.bounds) and all(life.readable(self.bounds[last + 1][0]) for life in outside):
+        while last + 1 < len(self.bounds) and self._readable(outside, self.bounds[last + 1][0]):
             last += 1
         return last
+
+    def _readable(self, values: set[ValueId], moment: int) -> bool:
+        return all(self.lives[value].readable(moment) for value in values)

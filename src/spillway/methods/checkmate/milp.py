@@ -93,7 +93,8 @@ class Program:
             last = min(node.last_again, max((self.until[datum] for datum in node.makes), default=number))
             for stage in range(number, last + 1):
                 own = stage == number
-                run[stage, number] = self._variable(cost=node.seconds, lower=float(own), binary=not own)
+                cost = node.seconds if own else node.seconds_again
+                run[stage, number] = self._variable(cost=cost, lower=float(own), binary=not own)
         for index, datum in enumerate(self.graph.data):
             for stage in range(datum.maker + 1, self.until[index] + 1):
                 keep[stage, index] = self._variable(binary=True)
