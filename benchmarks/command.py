@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, show
-from benchmarks.record import Benchmark
+from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
     "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
-    "random_programs",
+    "random_programs", "dtr_reference", "optimal",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
@@ -61,7 +61,11 @@ def _asked(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _run(benchmark: Benchmark, folder: Path | None, *, quick: bool) -> int:
     described, loads, began = machine.describe(), [machine.load()], time.perf_counter()
-    result = benchmark.run(benchmark.quick if quick else benchmark.full, lambda text: _tell(benchmark.name, text))
+    try:
+        result = benchmark.run(benchmark.quick if quick else benchmark.full, lambda text: _tell(benchmark.name, text))
+    except Skipped as reason:
+        _tell(benchmark.name, f"skipped: {reason}")
+        return 0
     loads.append(machine.load())
     data = show.document(benchmark.name, result, described, loads, time.perf_counter() - began)
     show.print_document(data)

@@ -15,6 +15,10 @@ Tell: TypeAlias = Callable[[str], None]
 """Called with a line about how far a benchmark has come."""
 
 
+class Skipped(Exception):
+    """A benchmark that cannot run here, with the reason; what was written before stays."""
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:

@@ -15,17 +15,25 @@ from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir.step_report import StepReport
 
 if TYPE_CHECKING:
+    from spillway.planning import plan
     from spillway.session import Session, manage
+    from spillway.workloads.recorded import record
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage"]
+__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "plan", "record"]
 
-_NEED_TORCH = ("Session", "manage")
+_LATE = {
+    "Session": "spillway.session",
+    "manage": "spillway.session",
+    "plan": "spillway.planning",
+    "record": "spillway.workloads.recorded",
+}
+"""Where the names are that need torch, or take time to load."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for; the rest of the package works without torch."""
-    if name in _NEED_TORCH:
-        return getattr(import_module("spillway.session"), name)
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'spillway' has no attribute {name!r}")

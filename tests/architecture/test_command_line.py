@@ -34,7 +34,18 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
+    "record": [
+        "WORKLOAD",
+        "--output/-o",
+        "[--fake]",
+        "[--batch]",
+        "[--length]",
+        "[--timed-steps]",
+        "[--seed]",
+        "[--json]",
+    ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
+    "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

@@ -17,9 +17,13 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("engines",),  # the controller and what it is made of: the engines' torch-free part
     ("engines.simulated",),
+    ("planning",),  # a step, a budget and a planner make a plan
     ("engines.tiers",),
+    ("costs.measured",),  # measures the disk through a tier
+    ("costs.finding",),  # offers what is measured beside what is known
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
+    ("comparing",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),
@@ -45,7 +49,7 @@ NEED_TORCH = (
     "runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.
-LAZY = {"", "cli"}
+LAZY = {"", "cli", "costs.finding"}
 
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
 

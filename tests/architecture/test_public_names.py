@@ -14,6 +14,8 @@ PUBLIC_NAMES = {
     "StepReport",
     "__version__",
     "manage",
+    "plan",
+    "record",
 }
 
 

@@ -182,6 +182,23 @@ def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.Mon
     assert f"Program 7, {first}: a bit is wrong" in result.notes
 
 
+def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
+    result = quick("optimal")
+    by_step: dict[str, dict[str, Any]] = {}
+    for row in result.rows:
+        by_step.setdefault(row["step"], {})[row["method"]] = row
+    assert list(by_step) == ["linear 4", "resnet"]
+    for rows in by_step.values():
+        assert {"checkmate", "sqrt-n", "dtr", "lru", "swap"} <= set(rows)
+        assert rows["checkmate"]["status"] == "ok"
+        assert rows["checkmate"]["x_bound"] >= 1 - 1e-6
+        assert rows["checkmate"]["peak_bytes"] <= rows["checkmate"]["budget_bytes"]
+    assert by_step["linear 4"]["checkmate"]["proof"] == "optimal"
+    assert not by_step["linear 4"]["checkmate"]["coarsened"]
+    assert by_step["resnet"]["checkmate"]["coarsened"]
+    assert [check.met for check in result.checks] == [True, True, True]
+
+
 # What the benchmarks stand on
 
 

@@ -139,6 +139,7 @@ class MemoryMachine:
         self.arrivals: set[Arrival] = set()
         self.cells: weakref.WeakSet[Cell] = weakref.WeakSet()
         self.peak: Bytes = 0
+        self.looks = 0
         self.replayed: list[str] = []
         self.reading: list[Home] = []
         self.flights: set[str] = set()
@@ -147,6 +148,11 @@ class MemoryMachine:
         """Called with the name of every action before it happens."""
         self.died: Callable[[Storage], None] = lambda storage: None
         """Called when a storage dies because the controller let go of it."""
+
+    def now(self) -> Seconds:
+        """Each look at the clock takes a second, and nothing else does."""
+        self.looks += 1
+        return float(self.looks)
 
     def present(self) -> Bytes:
         """Bytes in memory, counted anew."""

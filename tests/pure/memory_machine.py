@@ -254,14 +254,14 @@ def audit(program: Program) -> None:
     assert len(machine.arrivals) == len(controller.copies.arriving)
     program.check_account("the audit")
     values = list(living(program))
-    assert controller.dropped == {value for value in values if value.absent == DROPPED}
+    assert set(controller.dropped) == {value for value in values if value.absent == DROPPED}
     assert controller.away == sum(value.absent == AWAY for value in values)
     assert machine.homes == {value.home for value in values if value.home is not None}
     for value in values:
         storage = value.storage
         held_by = {dropped for dropped in controller.dropped if value in (dropped.leaves or ())}
         assert (storage.locks, storage.written, value.wanted) == (0, False, 0), f"{storage!r} is not let go of"
-        assert (value.dependents or set()) == held_by, f"{storage!r} does not know who depends on it"
+        assert set(value.dependents or ()) == held_by, f"{storage!r} does not know who depends on it"
         assert (storage.held, storage.handle.kept) == (len(held_by), bool(held_by)), f"{storage!r} is not held right"
         assert value.chain == chain_of(value), f"{storage!r} has a chain of {chain_of(value)}"
         assert value.chain <= controller.chain_cap

@@ -214,7 +214,7 @@ def test_rule_2_the_death_of_a_dropped_storage_lets_go_of_its_leaves() -> None:
     program.free("x")
     program.free("a")
     audit(program)
-    assert (program.controller.resident, program.controller.dropped) == (0, set())
+    assert (program.controller.resident, program.controller.dropped) == (0, {})
 
 
 def test_rule_2_several_versions_of_one_storage_are_replayed_on_a_copy() -> None:

@@ -306,7 +306,7 @@ def test_rule_11_the_end_of_a_step_keeps_the_budget_by_moving() -> None:
     for number in range(6):
         program.run(MAKE, "x", f"a{number}")
     program.end_step()
-    assert (program.controller.dropped, program.machine.peak) == (set(), 3 * ITEM)
+    assert (program.controller.dropped, program.machine.peak) == ({}, 3 * ITEM)
     assert [program.look(f"a{number}") for number in range(6)] == [made_from(3)] * 6
     audit(program)
 
@@ -437,7 +437,7 @@ def test_rule_12_the_end_of_a_step_that_finds_the_slower_tier_full_restores_beyo
     for name in "abc":
         program.run(MAKE, "x", name)
     error_of(SpillFullError, program.end_step)
-    assert program.controller.dropped == set()
+    assert not program.controller.dropped
     assert [program.look(name) for name in "abc"] == [made_from(3)] * 3
     assert program.controller.recipes == []
     audit(program)

@@ -16,6 +16,7 @@ from spillway.engines.records import EXACT, HERE, NEVER, SCAFFOLD
 from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Recall
 from spillway.methods.delta import Delta
+from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.units import Bytes
@@ -114,6 +115,7 @@ POLICIES: dict[str, Callable[[int], AbstractPolicy]] = {
     "recalling": lambda seed: Recalling(),
     "delta": lambda seed: Delta(early=0.1, enough=1.0, spare=1.0),
     "delta as published": lambda seed: Delta.as_published(),
+    **{name: (lambda seed, name=name: DTR(name)) for name in HEURISTICS},
 }
 
 
@@ -246,7 +248,7 @@ def run_beside(program: Program, plain: Plain, actions: Sequence[Action]) -> Non
 def ends_well(program: Program, plain: Plain) -> None:
     """Everything is right, and whoever leaves last leaves nothing behind."""
     audit(program)
-    assert program.controller.dropped == set()
+    assert not program.controller.dropped
     assert {name: program.look(name) for name in program.names} == plain.names
     assert all(value.recipe is None for value in map(program.__getitem__, program.names))
     for name in list(program.names):

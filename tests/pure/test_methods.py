@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spillway.errors import UnknownMethodError, UsageError
-from spillway.methods import LRU, METHODS, Drop, KeepAll, Move, resolve
+from spillway.methods import LRU, METHODS, Drop, KeepAll, Move, method_named, resolve
 from tests.pure.shelves import Shelf, proposals
 
 CHEAP = Shelf(number=1, chain=2, recompute=0.5)
@@ -64,8 +64,11 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 
 
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
-    assert {name: resolve(name).name for name in METHODS} == {name: name for name in METHODS}
-    assert sorted(METHODS) == ["delta", "delta-published", "keep-all", "lru"]
+    assert {name: method_named(name).name for name in METHODS} == {name: name for name in METHODS}
+    assert sorted(METHODS) == [
+        "checkmate", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest", "lru",
+        "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "zero-offload",
+    ]  # fmt: skip
 
 
 def test_every_name_gives_a_policy_of_its_own() -> None:
@@ -81,10 +84,10 @@ def test_a_policy_object_is_taken_as_it_is() -> None:
 def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
     with pytest.raises(UnknownMethodError) as caught:
         resolve(method)
-    assert str(caught.value) == f"There is no method {method!r}; choose one of delta, delta-published, keep-all, lru."
+    assert str(caught.value) == f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}."
 
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of delta, delta-published, keep-all, lru"):
+    with pytest.raises(UnknownMethodError, match="choose one of checkmate, delta, "):
         resolve(method)  # type: ignore[arg-type]

@@ -2,7 +2,8 @@
 
 Results go to standard output and everything else to standard error, so that `--json` prints one JSON document and
 nothing besides. Exit codes: 0; 1 for an expected failure, told in one sentence; 2 for a wrong command line; 130 for
-Ctrl-C. A traceback means a bug. Nothing here imports torch: models live in the processes that `spillway.runs` starts.
+Ctrl-C. A traceback means a bug. Nothing here imports torch before a verb needs it: models that train live in the
+processes that `spillway.runs` starts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import demo, doctor, report, train
+from spillway.cli import compare, demo, doctor, plan, record, report, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -27,8 +28,11 @@ app = typer.Typer(
 )
 app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
+app.command(name="record")(record.record)
+app.command(name="compare")(compare.compare_)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

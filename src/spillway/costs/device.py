@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import Final, final
 
 from spillway.errors import UsageError
 from spillway.units import Bytes, GiB, Seconds
@@ -35,9 +35,9 @@ class Device:
     source: str
     """Where the numbers are from."""
     disk_out_per_second: float = 2e9
-    """Bytes per second to the disk tier."""
+    """Bytes per second to the disk tier; unless measured, a fast NVMe disk, assumed."""
     disk_in_per_second: float = 3e9
-    """Bytes per second from the disk tier."""
+    """Bytes per second from the disk tier; unless measured, assumed too."""
     op_seconds: Seconds = 5e-6
     """The least that an op takes: its launch."""
     copy_seconds: Seconds = 10e-6
@@ -62,7 +62,12 @@ class Device:
         return self.copy_seconds + nbytes / self.in_per_second
 
 
-_SPEC = "the vendor's specification; link: what is usual for it"
+_A100 = "rates and memory: the vendor's data sheet (A100 80 GB SXM; 1935 GB/s on PCIe), fp32 without TF32's 156 TFLOP/s"
+HERE: Final = "here"
+"""The name of the machine that this runs on; its numbers are measured, see `costs.measured`."""
+
+_SHEET = "rates and memory: the vendor's data sheet"
+_PCIE_3 = "12 GB/s of the 15.75 that PCIe 3.0 x16 has, what pinned copies usually reach"
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
@@ -70,37 +75,52 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         for device in (
             Device(
                 name="p100-nvlink", flops_per_second=10.6e12, bytes_per_second=732e9, memory=16 * GiB,
-                out_per_second=34e9, in_per_second=34e9, source=_SPEC,
+                out_per_second=34e9, in_per_second=34e9,
+                source=f"{_SHEET} (P100 SXM2). Link: two NVLink 1.0 links of 20 GB/s a direction to a POWER8 host, as "
+                "Large Model Support (Le et al. 2019) had them; 85 % of their 40 GB/s, assumed",
             ),
             Device(
                 name="v100-pcie", flops_per_second=14e12, bytes_per_second=900e9, memory=32 * GiB,
-                out_per_second=12e9, in_per_second=12e9, source=_SPEC,
+                out_per_second=12e9, in_per_second=12e9,
+                source=f"{_SHEET} (V100 PCIe 32 GB; its 14 TFLOP/s are 15.7 on SXM2). Link: {_PCIE_3}. PAPAYA's V100 "
+                "has 16 GB and, by its own swap figures, 5.9 GB/s out and in together, copies in turn with compute",
             ),
             Device(
                 name="v100-nvlink", flops_per_second=15.7e12, bytes_per_second=900e9, memory=16 * GiB,
-                out_per_second=50e9, in_per_second=50e9, source=_SPEC,
+                out_per_second=50e9, in_per_second=50e9,
+                source=f"{_SHEET} (V100 SXM2 16 GB). Link: the out-of-core window paper (section 5) has two NVLinks of "
+                "50 GB/s each, read as 25 GB/s a direction each; other readings give 37 to 75",
             ),
             Device(
                 name="a100", flops_per_second=19.5e12, bytes_per_second=2039e9, memory=80 * GiB,
-                out_per_second=22.4e9, in_per_second=22.4e9,
-                source="the vendor's specification; link: 35 % of 64 GB/s, as DELTA (arXiv:2203.15980) has it",
+                out_per_second=22.4e9, in_per_second=22.4e9, source=f"{_A100}. Link: 35 % of 64 GB/s, as DELTA has it "
+                "(arXiv:2203.15980); 64 is what PCIe 4.0 x16 does in both directions together, see a100-physical",
+            ),
+            Device(
+                name="a100-physical", flops_per_second=19.5e12, bytes_per_second=2039e9, memory=80 * GiB,
+                out_per_second=11.2e9, in_per_second=11.2e9, source=f"{_A100}. Link: DELTA's 35 % of the 32 GB/s that "
+                "PCIe 4.0 x16 does in one direction",
             ),
             Device(
                 name="rtx6000", flops_per_second=16.3e12, bytes_per_second=672e9, memory=23 * GiB,
-                out_per_second=12e9, in_per_second=12e9, source=_SPEC,
+                out_per_second=12e9, in_per_second=12e9,
+                source=f"rates: the vendor's data sheet (Quadro RTX 6000). Memory: 23 GB, as DyNN-Offload (section VI) "
+                f"has it; the sheet says 24. Link: {_PCIE_3}",
             ),
             Device(
                 name="h200", flops_per_second=67e12, bytes_per_second=4800e9, memory=139 * GiB,
-                out_per_second=50e9, in_per_second=50e9, source=_SPEC,
+                out_per_second=50e9, in_per_second=50e9,
+                source=f"{_SHEET} (H200 SXM; of its 141 GB a process sees 139 GiB). Link: 50 GB/s of the 63 that PCIe "
+                "5.0 x16 has in one direction, assumed",
             ),
         )
     }
 )  # fmt: skip
-"""The devices that papers used, and one of today."""
+"""The devices that papers used, and one of today. Where a number is disputed, the source says so, or there are two."""
 
 
 def device_named(name: str) -> Device:
-    """One of `DEVICES`. Raises UsageError for any other name."""
-    if name in DEVICES:
-        return DEVICES[name]
+    """One of `DEVICES`, in upper or lower case. Raises UsageError for any other name."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
     raise UsageError(f"There is no device {name!r}; choose one of {', '.join(DEVICES)}.")

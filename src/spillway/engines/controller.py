@@ -24,20 +24,20 @@ nowhere else; code points back at them.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
-from spillway.engines.recall import recall, way_back
+from spillway.engines.recall import bring_back, recall, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Ancestry, Replay, grow_chains
+from spillway.engines.replay import Ancestry, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
 from spillway.errors import EngineError, SpillFullError
 from spillway.ir.timeline import Change
-from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal
+from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal, Restore
 from spillway.units import Bytes
 
 SMALLEST_MOVABLE: Bytes = 4096
@@ -46,11 +46,11 @@ SMALLEST_MOVABLE: Bytes = 4096
 CHAIN_CAP = 32
 """The longest chain of replays, in ops, that a drop may lead to (rule 4)."""
 
-FIRST_TEMPORARY = 1 << 40
-"""Temporaries of replays are numbered from here."""
-
 UNLIMITED: Bytes = 1 << 62
 """The budget of a session that only keeps account."""
+
+FIRST_TEMPORARY = 1 << 40
+"""Temporaries of replays are numbered from here."""
 
 
 @final
@@ -60,7 +60,7 @@ class Controller:
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
-        "machine", "peak", "policy", "recipes", "resident", "tier_full", "view", "young",
+        "machine", "peak", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -75,7 +75,8 @@ class Controller:
         self.created: Bytes = 0
         self.counters = Counters()
         self.lock = threading.RLock()
-        self.dropped: set[Value] = set()
+        self.dropped: dict[Value, None] = {}
+        self.planned: dict[Value, frozenset[int]] = {}
         self.away = 0
         self.recipes: list[Recipe] = []
         self.young: list[Storage] = []
@@ -151,7 +152,7 @@ class Controller:
         while graveyard:
             value = graveyard.pop()
             if value.leaves is not None:
-                self.dropped.discard(value)
+                self.dropped.pop(value, None)
                 self.cut_loose(value)
             self.copies.abandon(value)
             self._discard_home(value)
@@ -259,9 +260,11 @@ class Controller:
         storage = proposal.storage
         if not isinstance(storage, Storage):
             raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
-        if isinstance(proposal, Copy | Fetch):
+        if isinstance(proposal, Copy | Fetch | Restore):
             return self.copies.begin(proposal)
-        return self.while_held(self.drop if isinstance(proposal, Drop) else self.move, storage)
+        return self.while_held(
+            partial(self.drop, ops=proposal.ops) if isinstance(proposal, Drop) else self.move, storage
+        )
 
     def while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
         """Let it leave, or refuse. A collection of garbage must not take it away half-way."""
@@ -285,7 +288,7 @@ class Controller:
         if value is None or value.absent or not self.may_leave(storage):
             self.counters.refuse("not free to leave")
             return False
-        began = time.perf_counter()
+        began = self.machine.now()
         try:
             if value.home is None:
                 value.home = self.machine.page_out(storage)
@@ -302,24 +305,27 @@ class Controller:
         value.absent = AWAY
         self.away += 1
         self.copies.left(storage)
-        self.counters.stalled(storage, began)
+        self.counters.stalled(storage, began, self.machine.now())
         self.counters.moves += 1
         self._left(storage, Change.MOVE)
         return True
 
-    def drop(self, storage: Storage) -> bool:
-        value, found = storage.value, self.way_back(storage)
+    def drop(self, storage: Storage, ops: frozenset[int] | None = None) -> bool:
+        recipes = None if ops is None else frozenset(self.first_op + 1 + op for op in ops)
+        value, found = storage.value, self.way_back(storage, recipes)
         if value is None or isinstance(found, str):
             self.counters.refuse(str(found))
             return False
-        self.cut(value, tuple(found.leaves), found.chain)
+        self.cut(value, tuple(found.leaves), found.chain if recipes is None else 0)
+        if recipes is not None:
+            self.planned[value] = recipes
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes
         self._left(storage, Change.DROP)
         return True
 
-    def way_back(self, storage: Storage) -> Ancestry | str:
+    def way_back(self, storage: Storage, recipes: frozenset[int] | None = None) -> Ancestry | str:
         """How a present storage would come back if it were dropped now, or why it may not be dropped."""
         value = storage.value
         if not self._drops_allowed:
@@ -330,7 +336,7 @@ class Controller:
             return "wanted by an op or a replay"
         if storage.exposed:
             return "reached from outside"
-        return way_back(self, value)
+        return way_back(self, value, recipes)
 
     def _left(self, storage: Storage, change: Change) -> None:
         self.resident -= storage.nbytes
@@ -353,21 +359,22 @@ class Controller:
         """Rule 2: register the drop with every leaf and hold it alive."""
         for leaf in leaves:
             if leaf.dependents is None:
-                leaf.dependents = set()
-            leaf.dependents.add(value)
+                leaf.dependents = {}
+            leaf.dependents[value] = None
             self._hold(leaf.storage)
         value.leaves = leaves
         value.absent = DROPPED
-        self.dropped.add(value)
+        self.dropped[value] = None
         grow_chains(value, chain)
 
     def cut_loose(self, value: Value) -> None:
         """Undo `cut`: the value is back, or nobody needs it any more."""
         grow_chains(value, -value.chain)
         leaves, value.leaves = value.leaves or (), None
+        self.planned.pop(value, None)
         for leaf in leaves:
             if leaf.dependents is not None:
-                leaf.dependents.discard(value)
+                leaf.dependents.pop(value, None)
             self._unhold(leaf.storage)
 
     def _hold(self, storage: Storage) -> None:
@@ -389,7 +396,7 @@ class Controller:
         self._hold(value.storage)  # a collection of garbage must not take it away half-way
         try:
             if value.absent == DROPPED:
-                Replay(self, value).run()
+                replay(self, value)
             elif value.absent == AWAY:
                 self.page_in(value, "page in")
         finally:
@@ -405,7 +412,7 @@ class Controller:
             early = value in self.copies.arriving
             if not early:
                 self.make_room(storage.nbytes, name)
-            began = time.perf_counter()
+            began = self.machine.now()
             unchanged = self.copies.arrive(value) if early else self.machine.page_in(storage, value.home)
         finally:
             storage.locks -= 1
@@ -413,7 +420,7 @@ class Controller:
             self.note_copied(value)
         else:
             self._discard_home(value)
-        self.counters.stalled(storage, began)
+        self.counters.stalled(storage, began, self.machine.now())
         self.counters.bytes_in += storage.nbytes
         self.counters.reloads += 1
         value.absent = HERE
@@ -432,20 +439,6 @@ class Controller:
         finally:
             self._drops_allowed = True
 
-    def _bring_back(self, values: Iterable[Value]) -> None:
-        """Rule 12: right before small, so without a budget; one value that is lost does not keep the others away."""
-        allowed, self.allowed = self.allowed, UNLIMITED
-        errors: list[BaseException] = []
-        for value in values:
-            try:
-                if value.absent in (DROPPED, AWAY):
-                    self.restore(value)
-            except BaseException as error:
-                errors.append(error)
-        self.allowed = allowed
-        if errors:
-            raise errors[0]
-
     # ------------------------------------------------------------------ steps
 
     def begin_step(self, signature: str = "") -> None:
@@ -463,7 +456,7 @@ class Controller:
             self.copies.end_step()
             self._restore_dropped()
         except BaseException:
-            self._bring_back(list(self.dropped))
+            bring_back(self, list(self.dropped), UNLIMITED)
             raise
         finally:
             self.forget_recipes()
@@ -488,9 +481,10 @@ class Controller:
             for _, value in recipe.writes:
                 value.recipe = None
         self.recipes.clear()
+        self.view.forget_recipes()
 
     def bring_back_all(self, storages: Iterable[Storage]) -> None:
         """Rule 12, on close: every storage has its bytes in memory again; this may exceed the budget."""
         self.empty_graveyard()
         values = [*self.dropped, *(storage.value for storage in storages if storage.value is not None)]
-        self._bring_back(values)
+        bring_back(self, values, UNLIMITED)

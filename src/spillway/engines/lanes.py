@@ -1,7 +1,8 @@
 """What a step's clock saw away from the short way of an op: copies, what waited for them, replays.
 
 Every entry belongs to something slow, so the lists are always kept, and forgotten when the next step begins. Times are
-those of `time.perf_counter`. A tier appends from the threads that copy; the rest comes from the thread that computes.
+those of `Machine.now`, which is `time.perf_counter` where bytes are real. A tier appends from the threads that copy;
+the rest comes from the thread that computes.
 """
 
 from __future__ import annotations

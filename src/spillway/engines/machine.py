@@ -12,6 +12,9 @@ from spillway.units import Bytes, Seconds
 class Machine(Protocol):
     """What the controller drives: real tensors, or a model of them."""
 
+    def now(self) -> Seconds:
+        """What time it is, since a moment that stays the same."""
+
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[Any]:
         """Run the op again on `bindings` (one per read, present); handles of the storages it creates, in order (rule
         6)."""

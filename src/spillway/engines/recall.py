@@ -8,27 +8,32 @@ fail for want of room, the copy in the slower tier is still what it was, and is 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from spillway.engines.records import AWAY, DROPPED, Storage, Value
 from spillway.engines.replay import Ancestry, ancestry, chain_fits
 from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.methods.base import Recall
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
 
+UNCAPPED = 1 << 30
 
-def way_back(controller: Controller, value: Value) -> Ancestry | str:
-    """The recipes and leaves from which `value` can be recomputed now, or why it cannot be (rules 2, 3, 4, 10)."""
-    found = ancestry(value, controller.chain_cap)
+
+def way_back(controller: Controller, value: Value, ops: frozenset[int] | None = None) -> Ancestry | str:
+    """The recipes and leaves from which `value` can be recomputed now, or why it cannot be (rules 2, 3, 4, 10). A plan
+    says itself which ops, and was verified as a whole: no cap is needed."""
+    found = ancestry(value, controller.chain_cap if ops is None else UNCAPPED, ops)
     if found is None:
         return "no recipe within the cap"
     if any(leaf.storage.written for leaf in found.leaves):
         return "would depend on what is being written"
     if any(_may_change_unseen(controller, leaf) for leaf in found.leaves):
         return "would depend on what has escaped"
-    return found if chain_fits(value, found.chain, controller.chain_cap) else "chain too long"
+    return found if ops is not None or chain_fits(value, found.chain, controller.chain_cap) else "chain too long"
 
 
 def _may_change_unseen(controller: Controller, leaf: Value) -> bool:
@@ -65,10 +70,25 @@ def recall(controller: Controller, value: Value) -> None:
         _conclude(controller, value)
 
 
+def bring_back(controller: Controller, values: Iterable[Value], unlimited: Bytes) -> None:
+    """Rule 12: right before small, so without a budget; one value that is lost does not keep the others away."""
+    allowed, controller.allowed = controller.allowed, unlimited
+    errors: list[BaseException] = []
+    for value in values:
+        try:
+            if value.absent in (DROPPED, AWAY):
+                controller.restore(value)
+        except BaseException as error:
+            errors.append(error)
+    controller.allowed = allowed
+    if errors:
+        raise errors[0]
+
+
 def _conclude(controller: Controller, value: Value) -> None:
     """Keep the books of a recall, whether it brought the value back or was given up."""
     if value.absent == DROPPED:
-        controller.dropped.discard(value)
+        controller.dropped.pop(value, None)
         controller.cut_loose(value)
         value.absent = AWAY
         controller.away += 1

@@ -7,7 +7,6 @@ constructors and a tuple instead of the frozen dataclasses used elsewhere.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -84,7 +83,7 @@ class Value:
         self.absent = HERE
         self.home: Any = None
         self.leaves: tuple[Value, ...] | None = None
-        self.dependents: set[Value] | None = None
+        self.dependents: dict[Value, None] | None = None
         self.wanted = self.chain = 0
         self.recorded = False
 
@@ -141,15 +140,13 @@ class Counters:
     stalls: list[Stall] = field(default_factory=list)
     replays: list[Again] = field(default_factory=list)
 
-    def stalled(self, storage: Storage, began: Seconds) -> None:
-        """Compute waited for a copy of `storage` from `began` until now."""
-        ended = time.perf_counter()
+    def stalled(self, storage: Storage, began: Seconds, ended: Seconds) -> None:
+        """Compute waited for a copy of `storage`."""
         self.stall_seconds += ended - began
         self.stalls.append(Stall(began, ended, storage.number, storage.nbytes))
 
-    def recomputed(self, recipe: Recipe, began: Seconds) -> None:
-        """An op ran again, from `began` until now."""
-        ended = time.perf_counter()
+    def recomputed(self, recipe: Recipe, began: Seconds, ended: Seconds) -> None:
+        """An op ran again."""
         self.recomputed_ops += 1
         self.recomputed_seconds += ended - began
         self.replays.append(Again(began, ended, recipe.name, recipe.nbytes))

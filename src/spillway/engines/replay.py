@@ -6,8 +6,7 @@ everything on the way lives in *temporaries*, so that the user's storages only e
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -32,8 +31,9 @@ class Ancestry:
         return len(self.recipes) + sum(leaf.chain for leaf in self.leaves)
 
 
-def ancestry(value: Value, cap: int) -> Ancestry | None:
-    """The recipes between `value` and the nearest living values.
+def ancestry(value: Value, cap: int, ops: frozenset[int] | None = None) -> Ancestry | None:
+    """The recipes between `value` and the nearest living values; what the recipes numbered `ops` make is looked behind
+    even if it lives.
 
     None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op
     that is never replayed.
@@ -46,10 +46,10 @@ def ancestry(value: Value, cap: int) -> Ancestry | None:
     stack = [first]
     while stack:
         for read in stack.pop().reads:
-            if read.absent != GONE:
+            recipe = read.recipe
+            if read.absent != GONE and (ops is None or recipe is None or recipe.number not in ops):
                 leaves[read] = None
                 continue
-            recipe = read.recipe
             if recipe is None or recipe.exactness == NEVER:
                 return None
             if recipe.number not in recipes:
@@ -78,11 +78,33 @@ def chain_fits(value: Value, chain: int, cap: int) -> bool:
 
 def grow_chains(value: Value, chain: int) -> None:
     """`value` is dropped with that chain, or comes back with minus its chain: it and all that hangs on it change."""
-    stack = [value]
+    stack = [value] if chain else []
     while stack:
         grown = stack.pop()
         grown.chain += chain
         stack.extend(grown.dependents or ())
+
+
+def replay(controller: Controller, value: Value) -> None:
+    """Bring a dropped value back."""
+    for dropped in _in_order_of_return(value, controller.planned):
+        if dropped.absent == DROPPED:
+            Replay(controller, dropped).run()
+
+
+def _in_order_of_return(value: Value, planned: Collection[Value]) -> list[Value]:
+    """What has to be replayed to bring a dropped value back, one after the other. What a method dropped under pressure
+    has short chains, and `Replay` brings its leaves back as it comes to them. Chains of a plan have any length."""
+    order: dict[Value, None] = {}
+    stack = [value]
+    while stack:
+        top = stack[-1]
+        below = [leaf for leaf in top.leaves or () if leaf.absent == DROPPED and leaf not in order]
+        if below and value in planned:
+            stack += below
+        else:
+            order[stack.pop()] = None
+    return list(order)
 
 
 @final
@@ -92,7 +114,7 @@ class Replay:
     __slots__ = ("_controller", "_last_use", "_leaves", "_recipes", "_target", "_temporaries")
 
     def __init__(self, controller: Controller, target: Value) -> None:
-        found = ancestry(target, 1 << 30)
+        found = ancestry(target, 1 << 30, controller.planned.get(target))
         if found is None:
             raise EngineError(f"The cut of {target!r} was lost; it cannot be recomputed.")
         self._controller = controller
@@ -131,9 +153,9 @@ class Replay:
                 if storage.value is not None and storage.value.absent:
                     controller.page_in(storage.value, recipe.name)
             controller.make_room(recipe.nbytes, recipe.name)
-            began = time.perf_counter()
+            began = controller.machine.now()
             handles = controller.machine.run(recipe, bindings)
-            controller.counters.recomputed(recipe, began)
+            controller.counters.recomputed(recipe, began, controller.machine.now())
             self._take_outputs(recipe, bindings, handles)
         finally:
             for storage in distinct:
@@ -160,13 +182,13 @@ class Replay:
         """Give finished values their bytes: the target, and siblings that were dropped too (their bytes are here
         anyway)."""
         for value in (*recipe.creates, *(value for _, value in recipe.writes)):
-            if value.absent != DROPPED:
-                continue
+            if value.absent != DROPPED or (value in self._controller.planned and value is not self._target):
+                continue  # a plan says itself when what it dropped comes back
             temporary = self._temporaries.pop(value)
             controller = self._controller
             controller.machine.give(temporary, value.storage)
             controller.bury(temporary)
-            controller.dropped.discard(value)
+            controller.dropped.pop(value, None)
             value.absent = HERE
             controller.came_back(value.storage, Change.RECOMPUTE)
             controller.counters.recomputes += 1

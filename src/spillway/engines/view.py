@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 from typing import TYPE_CHECKING, final
 
+from spillway.engines.neighbours import Neighbours
 from spillway.engines.recall import way_back_of_moved
 from spillway.engines.records import AWAY, DROPPED, EXACT, HERE, Storage
 from spillway.engines.replay import Ancestry, ancestry
+from spillway.methods.base import Evicted
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
@@ -22,10 +24,11 @@ class View:
     """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is
     short."""
 
-    __slots__ = ("_controller", "_heap", "_walked")
+    __slots__ = ("_controller", "_heap", "_neighbours", "_walked")
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
+        self._neighbours = Neighbours(controller)
         self._heap: list[tuple[int, int, Storage]] = []
         self._walked: list[tuple[int, int, Storage]] = []
 
@@ -153,6 +156,40 @@ class View:
         """Bytes of the leaves that a drop would have to hold alive and that are present now."""
         found = self._ancestry(storage)
         return 0 if found is None else sum(leaf.storage.nbytes for leaf in found.leaves if not leaf.absent)
+
+    def stale_seconds(self, storage: Candidate) -> Seconds:
+        """Seconds of the ops of this step since it was last used."""
+        value = storage.value if isinstance(storage, Storage) else None
+        return 0.0 if value is None else self._neighbours.seconds_since(value)
+
+    def as_evicted(self, storage: Candidate) -> Evicted | None:
+        """What it is called once it is evicted."""
+        return self._neighbours.name(storage.value) if isinstance(storage, Storage) else None
+
+    def evicted(self) -> Mapping[Evicted, Seconds]:
+        """All that is evicted."""
+        return self._neighbours.evicted()
+
+    def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
+        """The evicted next to it."""
+        if isinstance(of, Evicted):
+            return self._neighbours.around(of)
+        value = of.value if isinstance(of, Storage) else None
+        return {} if value is None else self._neighbours.around(value)
+
+    def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that it needs."""
+        value = storage.value if isinstance(storage, Storage) else None
+        return {} if value is None else self._neighbours.ancestors(value)
+
+    def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that need it."""
+        value = storage.value if isinstance(storage, Storage) else None
+        return {} if value is None else self._neighbours.descendants(value)
+
+    def forget_recipes(self) -> None:
+        """The controller forgets them: so does what was made of them."""
+        self._neighbours.forget()
 
     def _ancestry(self, storage: Candidate) -> Ancestry | None:
         if not isinstance(storage, Storage):

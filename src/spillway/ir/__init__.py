@@ -4,6 +4,7 @@ from spillway.ir.files import RunFile, RunWriter, read_run
 from spillway.ir.lanes import Lane, Span, Transfers, Work
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
 from spillway.ir.step import Op, Phase, Step, StorageId, StorageInfo, Value, ValueId
+from spillway.ir.step_files import Recorded, read_step, write_step
 from spillway.ir.step_report import StepReport
 from spillway.ir.timeline import Change, Event, Kind, StorageLine, Timeline
 from spillway.ir.verify import Rule, verify
@@ -22,6 +23,7 @@ __all__ = [
     "Phase",
     "Plan",
     "Recompute",
+    "Recorded",
     "Rule",
     "RunFile",
     "RunWriter",
@@ -37,5 +39,7 @@ __all__ = [
     "ValueId",
     "Work",
     "read_run",
+    "read_step",
     "verify",
+    "write_step",
 ]

@@ -1,19 +1,14 @@
 """Run files: what a run did, as versioned JSON lines that a person can read.
 
 The first line is the header, `{"format": "spillway-run", "version": 2, ...}`; every further line is one record,
-`{"step": {...}}` or `{"timeline": {...}}`. Each line ends in a CRC-32 of itself and of all lines before it, so that no
-damage is read as numbers: a changed digit, a missing line and two swapped lines are all noticed. Numbers that JSON does
-not have are written as Python's `json` writes them (`NaN`, `Infinity`), because a diverging loss is worth reading.
+`{"step": {...}}` or `{"timeline": {...}}`. Lines are sealed (`sealed.py`). Numbers that JSON does not have are written
+as Python's `json` writes them (`NaN`, `Infinity`), because a diverging loss is worth reading.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from os import PathLike
@@ -21,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from spillway.errors import FileFormatError
+from spillway.ir.sealed import RESERVED, encoded, fault_in, read_header, seal, unsealed
 from spillway.ir.timeline import Timeline
 
 FORMAT: Final = "spillway-run"
@@ -29,8 +24,6 @@ FORMAT: Final = "spillway-run"
 VERSION: Final = 2
 """The version that this code writes, and the newest that it reads. Version 1 has no spans in its timelines, and fewer
 figures in its steps; it is read all the same."""
-
-_SEALED = re.compile(rb'(?P<body>\{.+),"crc32":"(?P<checksum>[0-9a-f]{8})"\}\n')
 
 
 @final
@@ -41,10 +34,10 @@ class RunWriter:
     """
 
     def __init__(self, path: str | PathLike[str], header: Mapping[str, Any]) -> None:
-        reserved = header.keys() & {"format", "version", "crc32"}
+        reserved = header.keys() & RESERVED
         if reserved:
             raise ValueError(f"the header of a run file names its own {', '.join(sorted(reserved))}")
-        first = _encoded({"format": FORMAT, "version": VERSION, **header})
+        first = encoded({"format": FORMAT, "version": VERSION, **header})
         self._checksum = 0
         self._pending = b""
         self._end = 0
@@ -59,7 +52,7 @@ class RunWriter:
         """
         if record.keys() not in ({"step"}, {"timeline"}):
             raise ValueError(f"a record is one step or one timeline, not {', '.join(map(repr, record)) or 'nothing'}")
-        self._write(_encoded(record))
+        self._write(encoded(record))
 
     def close(self) -> None:
         """Write what is pending and close the file; more than once does no harm."""
@@ -79,8 +72,7 @@ class RunWriter:
         self.close()
 
     def _write(self, body: bytes) -> None:
-        checksum = zlib.crc32(body, self._checksum)
-        line = b'%b,"crc32":"%08x"}\n' % (body, checksum)
+        line, checksum = seal(body, self._checksum)
         self._checksum, self._pending = checksum, self._pending + line
         self._write_pending()
 
@@ -117,55 +109,16 @@ def read_run(path: str | PathLike[str]) -> RunFile:
     timelines: list[Timeline] = []
     damaged_tail = 0
     with Path(path).open("rb") as file:
-        with _fault_in(path, 1):
-            header, checksum = _read_header(file.readline())
+        with fault_in(path, 1):
+            header, checksum = read_header(file.readline(), name=FORMAT, version=VERSION, what="a run file")
         for number, line in enumerate(file, start=2):
             if not line.endswith(b"\n"):
                 damaged_tail = 1
                 break
-            with _fault_in(path, number):
-                record, checksum = _unsealed(line, checksum)
+            with fault_in(path, number):
+                record, checksum = unsealed(line, checksum)
                 _sort_in(record, steps, timelines)
     return RunFile(header=header, steps=steps, timelines=timelines, damaged_tail=damaged_tail)
-
-
-@contextmanager
-def _fault_in(path: str | PathLike[str], line: int) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(str(error), path=Path(path), line=line) from None
-
-
-def _encoded(record: Mapping[str, Any]) -> bytes:
-    """The record as JSON without its closing brace, before which the checksum is to stand."""
-    return json.dumps(dict(record), separators=(",", ":")).encode()[:-1]
-
-
-def _read_header(line: bytes) -> tuple[dict[str, Any], int]:
-    """Check that the file is ours before its checksum, which a newer version may have moved elsewhere."""
-    try:
-        header = json.loads(line)
-    except (ValueError, RecursionError):
-        header = None
-    match header:
-        case {"format": str(name), "version": int(version)} if name == FORMAT and version > VERSION:
-            raise ValueError(f"written in version {version} of the format, and this Spillway reads up to {VERSION}")
-        case {"format": str(name), "version": int()} if name == FORMAT:
-            return _unsealed(line, 0)
-    raise ValueError("this is not the first line of a run file: the file is foreign, empty or damaged")
-
-
-def _unsealed(line: bytes, checksum: int) -> tuple[dict[str, Any], int]:
-    """Read a line whose checksum continues that of the lines before it."""
-    match = _SEALED.fullmatch(line)
-    if match is None:
-        raise ValueError("the line is damaged: it does not end in a checksum")
-    checksum = zlib.crc32(match["body"], checksum)
-    if int(match["checksum"], 16) != checksum:
-        raise ValueError("the line is damaged, or lines before it are missing: its checksum does not fit")
-    record: dict[str, Any] = json.loads(match["body"] + b"}")
-    return record, checksum
 
 
 def _sort_in(record: dict[str, Any], steps: list[dict[str, Any]], timelines: list[Timeline]) -> None:

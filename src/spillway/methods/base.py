@@ -7,10 +7,10 @@ refuses and sends the answer back into the generator, so that a policy can try t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from spillway.costs.device import Device
 from spillway.ir import Plan, Step
@@ -38,6 +38,9 @@ class Drop:
     """Let the bytes go and recompute them when they are read (home `Recompute`)."""
 
     storage: Candidate
+    ops: frozenset[int] | None = None
+    """What to replay, by numbers of ops within the step, as a plan has it: what these ops create is recomputed even if
+    it is there. None for the way back to the nearest values that live."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,14 @@ class Fetch:
     storage: Candidate
 
 
-Proposal = Drop | Move | Copy | Fetch
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Bring an absent storage back now, whatever its home."""
+
+    storage: Candidate
+
+
+Proposal = Drop | Move | Copy | Fetch | Restore
 
 
 class Recall(Enum):
@@ -71,6 +81,15 @@ class Recall(Enum):
     """Its copy in the slower tier is read."""
     RECOMPUTE = "recompute"
     """The ops that made it run again, if that is still possible; the copy is kept."""
+
+
+class Evicted(NamedTuple):
+    """A value whose bytes are nowhere and which can be recomputed: it was dropped, or is dead. Known by two numbers."""
+
+    storage: int
+    """The number of its storage."""
+    op: int
+    """The number of the op that made it."""
 
 
 class MemoryView(Protocol):
@@ -143,6 +162,24 @@ class MemoryView(Protocol):
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive."""
 
+    def stale_seconds(self, storage: Candidate) -> Seconds:
+        """What the ops of this step took since one last began to read it, or had made it; recomputed ones left out."""
+
+    def as_evicted(self, storage: Candidate) -> Evicted | None:
+        """What the next four call it once it is evicted; None if it cannot be recomputed."""
+
+    def evicted(self) -> Mapping[Evicted, Seconds]:
+        """All that is evicted now, in the order in which it was made, with the seconds of the op that made it."""
+
+    def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
+        """The evicted among what was read to make it and what was made by reading it."""
+
+    def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that would have to be recomputed to recompute it."""
+
+    def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
+        """The evicted that are reached from it, each made by reading the one before."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
@@ -161,6 +198,9 @@ class AbstractPlanner(ABC):
 
     name: str
     """The name by which users choose it."""
+
+    copies_beside: bool = True
+    """Whether copies of its plans run beside ops. Where they do not, `Planned(plan, step, ahead=0)` follows them."""
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
@@ -182,6 +222,9 @@ class AbstractPolicy(ABC):
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
 
+    follows: bool = False
+    """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
+
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.
 
@@ -192,6 +235,26 @@ class AbstractPolicy(ABC):
     def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
         """How a moved storage that an op wants comes back. The controller reloads whatever it may not recompute."""
         return Recall.RELOAD
+
+    def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Yield what is to come and go before the step. `present` are all storages that there are.
+
+        This and the next two are asked of a policy that `follows`.
+        """
+        yield from ()
+
+    def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
+        """Yield what is to come and go before op number `op` of the step; once more after the last op."""
+        yield from ()
+
+    def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Yield what is to go as op number `op` of the step ends, before anything that dies with it does. It has
+        created these storages, in this order; what was first seen at this op is among them."""
+        yield from ()
+
+    def link(self, device: Device) -> Device:
+        """The device as copies of this method find it: paging on demand pays for faults. For simulated devices."""
+        return device
 
     @abstractmethod
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:

@@ -31,6 +31,8 @@ class Workload:
     batches; none draws from the global random streams, which belong to the steps."""
     loss: Callable[[nn.Module, Batch], Tensor]
     """`loss(model, batch)` is the number that a step makes smaller, a tensor without dimensions."""
+    size: int | None = None
+    """The input size in the workload's own measure, such as the length of a sequence; None if it has none."""
 
     def train_step(self, batch: Batch) -> Tensor:
         """One plain step: forward, backward, optimizers; the gradients are gone afterwards.

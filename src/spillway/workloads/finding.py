@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 from spillway.errors import WorkloadError
-from spillway.workloads import deep_narrow, resnet, stdlib_lm
+from spillway.workloads import deep_narrow, published, resnet, stdlib_lm
 from spillway.workloads.base import Workload
 
 WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
@@ -19,6 +19,7 @@ WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
         stdlib_lm.NAME: stdlib_lm.build,
         resnet.NAME: resnet.build,
         deep_narrow.NAME: deep_narrow.build,
+        **published.BUILDERS,
     }
 )
 """Every workload that comes with Spillway, by its name."""

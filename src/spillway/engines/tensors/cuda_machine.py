@@ -25,6 +25,7 @@ stops, so that nothing may be absent between steps.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,8 @@ class Resized(AbstractAbsence):
 @final
 class CudaMachine:
     """Carries out what the controller decides on device tensors, with pinned host memory as the slower tier."""
+
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, driver: Driver, pool: HostPool, absence: AbstractAbsence) -> None:
         self.driver = driver

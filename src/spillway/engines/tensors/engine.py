@@ -19,9 +19,10 @@ from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.records import DROPPED, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.escapes import Escapes
+from spillway.engines.tensors.followed import Followed
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import Watch
-from spillway.engines.tensors.mode import Completion, Dispatch, Seen
+from spillway.engines.tensors.mode import Around, Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.places import AbstractPlace, CpuPlace
 from spillway.engines.tensors.private import is_wrapper, unheard
@@ -89,6 +90,7 @@ class TensorEngine:
         self.began: Seconds = 0.0
         """When the step began, by `time.perf_counter`."""
         self.history: StepHistory | None = None
+        self.following = Followed(self) if policy.follows and allowed < UNLIMITED else None
         self._first_op = 0
         self._escapes = Escapes(self)
         self._closed = self._measured = False
@@ -319,6 +321,8 @@ class TensorEngine:
         self.place.begin_step(controller.allowed, base_rss, signature)
         self.log.begin_step()
         controller.begin_step(signature)
+        if self.following is not None:
+            self.following.begin_step()
         try:
             controller.make_room(0, "begin step")
         except BaseException:
@@ -329,8 +333,13 @@ class TensorEngine:
         self.fused_updates = 0
         self.unmanaged = 0
         self.history = StepHistory(self, record) if record is not None else None
-        self._dispatch.push(self.history.timed if self.history is not None else None)
+        self._dispatch.push(self._around())
         self.in_step = True
+
+    def _around(self) -> Around | None:
+        """What stands around handlers in this step."""
+        timed = self.history.timed if self.history is not None else None
+        return timed if self.following is None else self.following.around(timed)
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Say what storages are for, taking them into account if need be."""
@@ -346,6 +355,8 @@ class TensorEngine:
             self._dispatch.pop()
             self.ops = self.controller.clock - self._first_op
             self.place.finish_ops()
+            if self.following is not None:
+                self.following.before_op()
         try:
             with self.controller.lock:
                 self.controller.end_step()

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import mmap
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -60,6 +61,7 @@ class CpuMachine:
 
     readable_in_place = True
     """Whether a moved storage can be read where it is."""
+    now = staticmethod(time.perf_counter)
 
     def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
         self.tier = tier

@@ -1,0 +1,142 @@
+"""Bytes of every value at sizes that nobody recorded, from steps of a few other sizes, beside those steps recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+from benchmarks.growth_models import BUILDS
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    text_columns,
+)
+from spillway.costs import Growth, alike, fit_growth
+from spillway.ir import Step
+from spillway.recording import record
+
+_LENGTHS: Final = (32, 50, 77, 101, 150, 211, 300)
+_OTHER_LENGTHS: Final = (20, 64, 128, 255, 512)
+_SIDES: Final = (97, 128, 150, 176, 200, 231, 256, 300)
+_OTHER_SIDES: Final = (80, 160, 224, 333, 448)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What is recorded at which sizes."""
+
+    name: str
+    options: Mapping[str, Any]
+    recorded: Sequence[int]
+    """Sizes that laws are found from."""
+    unseen: Sequence[int]
+    """Sizes that are foretold."""
+    at_most: float | None
+    """The target for bytes that are wrong, as a share of all bytes of all storages; none if it is only stated."""
+
+
+def run(size: Sequence[Model], tell: Tell) -> Result:
+    """Every model at every size."""
+    rows = [row for model in size for row in _rows(model, tell)]
+    return Result(
+        title="Bytes of every storage at sizes that were not recorded",
+        columns=COLUMNS,
+        rows=rows,
+        checks=[check for model in size for check in _checks(model, rows)],
+        notes=NOTES,
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(model="model", size="size", recorded="recorded at", ops="ops", storages="storages"),
+    *text_columns(exact="exact to the byte", doubtful="known to be doubtful", flops_exact="ops with exact flops"),
+    *byte_columns(peak_bytes="plain peak", foretold_bytes="foretold"),
+    Column(key="wrong_share", head="bytes wrong", show="{:.4%}".format),
+    Column(key="worst_share", head="worst storage", show="{:.2%}".format),
+)
+
+NOTES: Final = (
+    "Steps are recorded on fake tensors, batch 8, AdamW; sizes are words of a sequence, or pixels along a side. Laws "
+    "are polynomials of the size, of ceil(size/q) or of floor(size/q), found exactly in rational numbers. T5 turns a "
+    "sequence into one of a third of its length.",
+    "Bytes wrong: the sum of what each storage is off, as a share of the sum of all. A size whose step is of other ops "
+    "than the recorded ones, or fewer than three recorded steps of the same ops, has no figures, and says so.",
+)
+
+
+def _rows(model: Model, tell: Tell) -> list[Row]:
+    steps: dict[int, Step] = {}
+    for size in (*model.recorded, *model.unseen):
+        tell(f"{model.name} at {size}")
+        steps[size] = record(partial(BUILDS[model.name], size, **model.options), fake=True).step
+    return [_row(model, steps, size) for size in model.unseen]
+
+
+def _row(model: Model, steps: Mapping[int, Step], size: int) -> Row:
+    """What the sizes whose steps are of the same ops foretell about this one."""
+    (group,) = (group for group in alike({at: steps[at] for at in (*model.recorded, size)}) if size in group)
+    base = sorted(set(group) - {size})
+    there = steps[size]
+    told = {"model": model.name, "size": size, "ops": len(there.ops), "storages": len(there.storages)}
+    if len(base) < 3:
+        return {**told, "recorded": f"of the same ops: {', '.join(map(str, base)) or 'none'}"}
+    growth = fit_growth({at: steps[at] for at in base})
+    return {**told, "recorded": ", ".join(map(str, base)), **_figures(growth, there, size)}
+
+
+def _figures(growth: Growth, there: Step, size: int) -> dict[str, Any]:
+    foretold = growth.step_at(size)
+    pairs = [(mine.nbytes, true.nbytes) for mine, true in zip(foretold.storages, there.storages, strict=True)]
+    return {
+        "exact": sum(mine == true for mine, true in pairs),
+        "doubtful": len(growth.doubtful(size)),
+        "flops_exact": sum(mine.flops == true.flops for mine, true in zip(foretold.ops, there.ops, strict=True)),
+        "traffic_exact": sum(mine.traffic == true.traffic for mine, true in zip(foretold.ops, there.ops, strict=True)),
+        "peak_bytes": there.plain_peak(),
+        "foretold_bytes": foretold.plain_peak(),
+        "wrong_share": sum(abs(mine - true) for mine, true in pairs) / max(sum(true for _, true in pairs), 1),
+        "worst_share": max(abs(mine - true) / max(true, 1) for mine, true in pairs),
+    }
+
+
+def _checks(model: Model, rows: Sequence[Row]) -> list[Check]:
+    if model.at_most is None:
+        return []
+    mine = [row for row in rows if row["model"] == model.name]
+    foretold = [row for row in mine if "exact" in row]
+    missing = Check(what=f"{model.name}: sizes without figures", measured=len(mine) - len(foretold), at_most=0)
+    if model.at_most == 0:
+        wrong = sum(row["storages"] - row["exact"] for row in foretold)
+        return [Check(what=f"{model.name}: storages not exact to the byte", measured=wrong, at_most=0), missing]
+    worst = max((row["wrong_share"] for row in foretold), default=0.0)
+    return [Check(what=f"{model.name}: bytes wrong, share", measured=worst, at_most=model.at_most), missing]
+
+
+def _words(name: str, at_most: float) -> Model:
+    return Model(name=name, options={}, recorded=_LENGTHS, unseen=_OTHER_LENGTHS, at_most=at_most)
+
+
+_TINY: Final = {"layers": 1, "width": 64, "batch": 2}
+
+BENCHMARK: Final = Benchmark(
+    name="growth",
+    run=run,
+    full=(
+        _words("BERT", 0), _words("GPT-2", 0), _words("T5", 0.002),
+        Model(name="Swin", options={}, recorded=_SIDES, unseen=_OTHER_SIDES, at_most=None),
+        Model(name="ResNet", options={}, recorded=_SIDES, unseen=_OTHER_SIDES, at_most=None),
+    ),
+    quick=(
+        Model(name="BERT", options=_TINY, recorded=(9, 16, 21, 30), unseen=(25,), at_most=0),
+        Model(name="ResNet", options={"depths": (1,), "width": 8, "batch": 2}, recorded=(33, 48, 65, 90), unseen=(71,),
+              at_most=None),
+    ),
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""What stands around the ops of a step whose policy follows a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from spillway.engines.following import Following
+from spillway.engines.records import Storage
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.engine import TensorEngine
+    from spillway.engines.tensors.handlers import Handler
+    from spillway.engines.tensors.mode import Around, Known
+
+
+@final
+class Followed:
+    """Asks the policy before an op and after it. A step whose policy does not follow has nothing of this around."""
+
+    def __init__(self, engine: TensorEngine) -> None:
+        self._engine = engine
+        self._following = Following(engine.controller)
+        self._newest = 0
+
+    def begin_step(self) -> None:
+        """After the controller's."""
+        with self._undisturbed():
+            self._following.begin_step(list(self._engine.table.values()))
+        self._created()
+
+    def before_op(self) -> None:
+        """Before an op; once more after the last."""
+        with self._undisturbed():
+            self._following.before_op()
+
+    def around(self, inner: Around | None) -> Around:
+        """What makes a handler ask; `inner` stands within. Views are no ops."""
+
+        def asking(known: Known) -> Handler:
+            handler = known.handler if inner is None else inner(known)
+            if self._engine.infos[id(known.func)].view:
+                return handler
+
+            def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                self.before_op()
+                out = handler(mode, func, types, args, kwargs)
+                with self._undisturbed():
+                    self._following.after_op(self._created())
+                return out
+
+            return handle
+
+        return asking
+
+    def _created(self) -> list[Storage]:
+        """Storages taken into account since the last time, in their order: they stand at the end of the table."""
+        newest = self._newest
+        while True:
+            try:
+                found = list(takewhile(lambda storage: storage.number > newest, reversed(self._engine.table.values())))
+                break
+            except RuntimeError:  # a collection of garbage took something out of the table meanwhile
+                continue
+        if found:
+            self._newest = found[0].number
+        return found[::-1]
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        with self._engine.controller.lock, torch._C._DisableTorchDispatch():
+            yield

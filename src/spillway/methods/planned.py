@@ -1,0 +1,327 @@
+"""A plan, followed as a policy: what a planner decided before the step is proposed as the step comes to it.
+
+NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes back is there before op `end`. In between:
+
+ 1. A move's copy out begins so early that it should be done by then, but not before its value exists. Compute waits
+    for what is not done: the plan's bytes are kept, its time may not be.
+ 2. What comes back from the slower tier is fetched so early that it should be there, but not so early that the bytes on
+    their way would raise the step above the plan's projected peak: what is on its way counts.
+ 3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops.
+ 4. A recipe that the controller refuses becomes a move: the same bytes leave.
+
+When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
+step but the stalest storage, when room is short.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import final
+
+from spillway.errors import UsageError
+from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId
+from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Restore
+from spillway.units import Bytes, Seconds
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Sized:
+    """A storage that only has a size, to ask how long copying it takes."""
+
+    nbytes: Bytes
+    number: int = -1
+    touched: int = 0
+
+
+@final
+class Planned(AbstractPolicy):
+    """Follows a plan, and moves the stalest storages where that is not enough.
+
+    Arguments:
+        plan: As `ir.verify` accepts it for `step`.
+        step: The recorded step. Where its ops have no seconds, copies begin as early as they may.
+        ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
+
+    Raises:
+        UsageError: The plan is for another step, has a compressed home, which no engine has, or `ahead` is negative.
+    """
+
+    name = "planned"
+    follows = True
+    foresees = True  # copies that have arrived are taken in
+
+    def __init__(self, plan: Plan, step: Step, *, ahead: float = 1.5) -> None:
+        if plan.step != step.digest():
+            raise UsageError(f"The plan is for step {plan.step:.12}, and this is step {step.digest():.12}.")
+        if any(isinstance(gap.home, Packed) for gap in plan.gaps):
+            raise UsageError("The plan packs values, and no engine has a compressed tier.")
+        if not ahead >= 0:
+            raise UsageError(f"A plan is followed with `ahead` of 0 or more, got {ahead}.")
+        self.plan = plan
+        self.ahead = ahead
+        self.diverged: int | None = None
+        """The op of the last step at which it was seen to be another than the recorded one; None if it was not."""
+        self._gaps = _Gaps(plan, step)
+        self._created = _created(step)
+        self._sources = [(info.id, info.nbytes) for info in step.storages if info.present_at_start]
+        self._ops = len(step.ops)
+        self._storages: dict[StorageId, Candidate] = {}
+        self._copies: dict[int, list[Gap]] = {}
+        self._fetches: dict[int, list[Gap]] = {}
+        self._scheduled_for: tuple[Seconds, bool] | None = None
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        """Reality needs more than the plan says: the stalest storages are moved."""
+        for storage in view.candidates():
+            yield Move(storage)
+
+    def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Find the storages that the step begins with; let go what is gone from the beginning, fetch what is not."""
+        self._schedule(view)
+        self._storages = _matched_by_size(self._sources, present)
+        self.diverged = None if len(self._storages) == len(self._sources) else 0
+        if self.diverged is not None:
+            return
+        yield from self._leave(0)
+        gone = {self._gaps.storage_of(gap) for gap in self._gaps.starting[0]}
+        away = {storage.number for storage in view.moved()}
+        for number, storage in self._storages.items():
+            if number not in gone and storage.number in away:
+                yield Restore(storage)
+
+    def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
+        """Bring back what has to be there, then begin what takes long."""
+        if self.diverged is not None or op > self._ops:
+            return
+        for gap in self._gaps.ending[op]:
+            storage = self._storage(gap)
+            if storage is not None and not view.available(storage):
+                yield Restore(storage)
+        for gap in self._fetches.get(op, ()):
+            storage = self._storage(gap)
+            if storage is not None and not view.available(storage):
+                yield Fetch(storage)
+        for gap in self._copies.get(op, ()):
+            storage = self._storage(gap)
+            if storage is not None and view.available(storage) and not view.copied(storage):
+                yield Copy(storage)
+
+    def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """Learn which storage is which, and let go."""
+        if self.diverged is not None:
+            return
+        expected = self._created[op] if op < self._ops else []
+        found = _matched(expected, created)
+        if len(found) < len(expected) or op >= self._ops:
+            self.diverged = op
+            return
+        self._storages.update(found)
+        yield from self._leave(op + 1)
+
+    def _leave(self, start: int) -> Generator[Proposal, bool, None]:
+        for gap in self._gaps.starting[start]:
+            storage = self._storage(gap)
+            if storage is None:
+                continue
+            if isinstance(gap.home, Recompute) and gap not in self._gaps.overwritten:
+                granted = yield Drop(storage, frozenset(gap.home.ops))
+                if granted:
+                    continue
+            yield Move(storage)
+
+    def _storage(self, gap: Gap) -> Candidate | None:
+        return self._storages.get(self._gaps.storage_of(gap))
+
+    # ------------------------------------------------------------------ how early
+
+    def _schedule(self, view: MemoryView) -> None:
+        """Say before which op each copy begins, by the bandwidth that the view knows; anew if that changed much."""
+        known, rate = self._scheduled_for, view.transfer_seconds(_Sized(1 << 26))
+        beside = view.overlaps and self.ahead > 0
+        if known is not None and known[1] == beside and known[0] / 2 <= rate <= known[0] * 2:
+            return
+        self._scheduled_for = (rate, beside)
+        self._copies, self._fetches = defaultdict(list), defaultdict(list)
+        if beside:
+            for gap, op in self._gaps.copies_out(view, self.ahead):
+                self._copies[op].append(gap)
+            for gap, op in self._gaps.fetches(view, self.ahead):
+                self._fetches[op].append(gap)
+
+
+def _created(step: Step) -> list[list[tuple[StorageId, Bytes]]]:
+    """Of every op the storages that it creates."""
+    made = [[step.values[value] for value in op.creates] for op in step.ops]
+    return [
+        [
+            (value.storage, step.storages[value.storage].nbytes)
+            for value in values
+            if value.version == 0 and not step.storages[value.storage].present_at_start
+        ]
+        for values in made
+    ]
+
+
+def _matched(expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candidate]) -> dict[StorageId, Candidate]:
+    """Those that were expected among those that were found, in their order and by their size; the first that is
+    missing ends it."""
+    matched: dict[StorageId, Candidate] = {}
+    rest = iter(found)
+    for number, nbytes in expected:
+        storage = next((one for one in rest if one.nbytes == nbytes), None)
+        if storage is None:
+            break
+        matched[number] = storage
+    return matched
+
+
+def _matched_by_size(
+    expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candidate]
+) -> dict[StorageId, Candidate]:
+    """Those that were expected among those that were found; the order tells apart what has the same size."""
+    of_size: dict[Bytes, list[Candidate]] = defaultdict(list)
+    for storage in reversed(found):
+        of_size[storage.nbytes].append(storage)
+    return {number: of_size[nbytes].pop() for number, nbytes in expected if of_size[nbytes]}
+
+
+# ---------------------------------------------------------------------- the plan's gaps, and its bytes
+
+
+@final
+class _Gaps:
+    """A plan's gaps by when they begin and end, and the bytes that the plan has at every moment."""
+
+    def __init__(self, plan: Plan, step: Step) -> None:
+        self._step = step
+        self._projected = plan.projected
+        self._creator = {value: op.number for op in step.ops for value in op.creates}
+        readers = {(value, op.number) for op in step.ops for value in op.reads}
+        self.starting: dict[int, list[Gap]] = defaultdict(list)
+        self.ending: dict[int, list[Gap]] = defaultdict(list)
+        self.overwritten: set[Gap] = set()
+        """Gaps that end because an op writes over the value without reading it."""
+        written = self._written()
+        for gap in plan.gaps:
+            self.starting[gap.start].append(gap)
+            if (gap.value, gap.end) in readers or self._comes_back(gap, written.get(gap.value)):
+                self.ending[gap.end].append(gap)
+            elif written.get(gap.value) == gap.end:
+                self.overwritten.add(gap)
+        for gaps in self.ending.values():  # moved values first, then every recomputed one after what it may need
+            gaps.sort(key=lambda gap: self._creator.get(gap.value, -1) if isinstance(gap.home, Recompute) else -2)
+
+    def storage_of(self, gap: Gap) -> StorageId:
+        """The storage whose bytes are gone."""
+        return self._step.values[gap.value].storage
+
+    def copies_out(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:
+        """Before which op each copy out begins."""
+        clock, free = self._clock(), float("inf")
+        moved = (gap for gaps in self.starting.values() for gap in gaps if not isinstance(gap.home, Recompute))
+        for gap in sorted(moved, key=lambda gap: -gap.start):
+            free = min(free, clock[gap.start]) - ahead * self._one_way(view, gap)
+            first = self._creator.get(gap.value, -1) + 1
+            op = max(bisect_right(clock, free) - 1, first)
+            if op < gap.start:
+                yield gap, op
+
+    def fetches(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:
+        """Before which op each fetch begins."""
+        clock, free, level = self._clock(), float("inf"), self._levels()
+        for end in sorted(self.ending, reverse=True):
+            for gap in reversed(self.ending[end]):
+                if isinstance(gap.home, Recompute):
+                    continue
+                free = min(free, clock[end]) - ahead * self._one_way(view, gap)
+                nbytes, op = self._step.storages[self.storage_of(gap)].nbytes, end
+                while op - 1 > gap.start and clock[op] > free and level[op - 1] + nbytes <= self._projected:
+                    op -= 1
+                    level[op] += nbytes
+                free = clock[op]  # what comes back before this has to be there by then
+                if op < end:
+                    yield gap, op
+
+    def _one_way(self, view: MemoryView, gap: Gap) -> Seconds:
+        return view.transfer_seconds(_Sized(self._step.storages[self.storage_of(gap)].nbytes)) / 2
+
+    def _clock(self) -> list[Seconds]:
+        """Before every op, and after the last, how long the ops before it take."""
+        return list(accumulate((op.seconds or 0.0 for op in self._step.ops), initial=0.0))
+
+    def _written(self) -> dict[int, int]:
+        """Of every value that is written over, by which op."""
+        created = {(self._step.values[v].storage, self._step.values[v].version): op for v, op in self._creator.items()}
+        following = ((v.id, created.get((v.storage, v.version + 1))) for v in self._step.values)
+        return {value: op for value, op in following if op is not None}
+
+    def _dies(self, storage: StorageId) -> int:
+        info = self._step.storages[storage]
+        return len(self._step.ops) + 1 if info.present_at_end else info.alive_until
+
+    def _comes_back(self, gap: Gap, written: int | None) -> bool:
+        """Whether a value that op `end` does not read is there again all the same."""
+        ends = min(self._dies(self.storage_of(gap)), len(self._step.ops) + 2 if written is None else written)
+        if gap.end == len(self._step.ops):
+            return isinstance(gap.home, Recompute) and gap.end < ends
+        return gap.end < ends
+
+    def _levels(self) -> list[Bytes]:
+        """Bytes of the plan at every op at most: before it, with the temporaries of a replay, and during it. As
+        `ir.verify` counts them."""
+        ops, storages = len(self._step.ops), self._step.storages
+        during, before = _Sum(ops + 1), _Sum(ops + 1)
+        for info in storages:
+            during.add(info.alive_from, info.alive_until, info.nbytes)
+            before.add(0 if info.present_at_start else info.alive_from + 1, self._dies(info.id), info.nbytes)
+        held: dict[StorageId, list[tuple[int, int]]] = defaultdict(list)
+        temporaries = [0] * (ops + 2)
+        back = {gap for gaps in self.ending.values() for gap in gaps}
+        for gap in (gap for gaps in self.starting.values() for gap in gaps):
+            nbytes = storages[self.storage_of(gap)].nbytes
+            during.add(gap.start, gap.end, -nbytes)
+            before.add(gap.start, gap.end + (gap not in back and gap.end < self._dies(self.storage_of(gap))), -nbytes)
+            if isinstance(gap.home, Recompute):
+                temporaries[gap.end] = max(temporaries[gap.end], gap.home.temporaries if gap in back else 0)
+                for value in gap.home.held:
+                    held[self._step.values[value].storage].append((gap.start, gap.end))
+        for storage, intervals in held.items():
+            for start, end in _united(intervals):
+                during.add(max(start, self._dies(storage)), end, storages[storage].nbytes)
+                before.add(max(start, self._dies(storage)), end + 1, storages[storage].nbytes)
+        with_replays = [nbytes + more for nbytes, more in zip(before.levels(), temporaries, strict=False)]
+        return [max(pair) for pair in zip(during.levels(), with_replays, strict=True)]
+
+
+@final
+class _Sum:
+    """A sum of intervals."""
+
+    def __init__(self, length: int) -> None:
+        self._changes = [0] * (length + 1)
+
+    def add(self, start: int, end: int, amount: int) -> None:
+        """In the half-open interval; an empty one adds nothing."""
+        last = len(self._changes) - 1
+        if start < end:
+            self._changes[min(start, last)] += amount
+            self._changes[min(end, last)] -= amount
+
+    def levels(self) -> list[int]:
+        """At every place."""
+        return list(accumulate(self._changes))[:-1]
+
+
+def _united(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    united: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(end, united[-1][1]))
+        else:
+            united.append((start, end))
+    return united

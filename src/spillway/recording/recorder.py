@@ -1,0 +1,263 @@
+"""One step, watched: a dispatch mode of its own that writes down every op and changes nothing.
+
+Ops are numbered as the tensor engine numbers them: views pass by and are no ops. What an op reads and writes is read
+off its schema and the tables of `engines/tensors/ops.py`, so that a recorded step and the engine know the same about an
+op. A storage that comes from nowhere, as from NumPy, is created by an op `spillway.outside`, which cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any, Final, cast, final
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spillway.engines.records import NEVER
+from spillway.engines.tensors.calls import operands
+from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.private import unheard
+from spillway.ir import Kind, Op, Phase, Step, ValueId
+from spillway.recording.formulas import flops_of, traffic_of
+from spillway.recording.ledger import Entry, Ledger
+from spillway.recording.modules import Modules
+from spillway.units import Seconds
+
+OUTSIDE: Final = "spillway.outside"
+"""The op that stands for whatever made a storage that no op made."""
+
+Named = Callable[[], Iterable[tuple[Kind, str, torch.Tensor]]]
+"""The tensors that are known by name at this moment: what each is for, its name, and itself."""
+
+
+@final
+class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """Watches the steps of one model: first those that are not written down, which show what exists, then one that is.
+
+    Arguments:
+        models: Whose modules give ops their names.
+        named: What is known by name.
+    """
+
+    def __init__(self, models: Sequence[torch.nn.Module], named: Named) -> None:
+        super().__init__()
+        self._ledger = Ledger()
+        self._modules = Modules(models)
+        self._named = named
+        self._infos: dict[Any, OpInfo] = {}
+        self._ops: list[Op] = []
+        self._saved: dict[ValueId, None] = {}
+        self._writing = False
+        self._updating = 0
+        self._phase = Phase.FORWARD
+        self._clock: list[tuple[str, Seconds]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within, a step runs that is not written down."""
+        self._ledger.label(self._named())
+        with self:
+            yield
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Within, the step runs that is written down. Garbage is collected before, and not within: what dies when is
+        the step's own doing."""
+        gc.collect()
+        self._ledger.label(self._named())
+        self._ledger.begin()
+        self._writing = True
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with ExitStack() as stack:
+                stack.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
+                stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
+                stack.enter_context(self._modules.watched())
+                stack.enter_context(saved_tensors_hooks(self._note_saved, _as_it_is))
+                stack.enter_context(self)
+                yield
+            self._ledger.label(self._named())
+        finally:
+            self._writing = False
+            if collects:
+                gc.enable()
+
+    @contextmanager
+    def timing(self) -> Iterator[list[tuple[str, Seconds]]]:
+        """Within, a step runs whose ops are timed: their names and seconds, in order."""
+        clock = self._clock = []
+        with self:
+            yield clock
+
+    def finish(self) -> Step:
+        """What was written down, with the seconds that every op took."""
+        needed = {value for op in self._ops if op.phase is Phase.BACKWARD for value in op.reads} | self._saved.keys()
+        return Step(
+            storages=self._ledger.close(needed), values=tuple(self._ledger.values), ops=tuple(self._ops),
+            saved=tuple(self._saved),
+        )  # fmt: skip
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    # ------------------------------------------------------------------ ops
+
+    @unheard
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a fake tensor, such as its device
+            return func(*args, **kwargs)
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = OpInfo(func)
+        if info.view:
+            return func(*args, **kwargs)
+        out = self._write_down(info, args, kwargs) if self._writing else self._look(info, args, kwargs)
+        if info.uncounted:
+            torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+        return out
+
+    def _look(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an op that is not written down: what it reads and makes is known afterwards."""
+        began = time.perf_counter()
+        out = info.func(*args, **kwargs)
+        self._clock.append((str(info.func), time.perf_counter() - began))
+        for _, tensor, _ in operands(info, args, kwargs):
+            self._ledger.see(tensor)
+        for tensor in tensors_of(out):
+            self._ledger.see(tensor)
+        return out
+
+    def _write_down(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        phase = self._turn()
+        reads, writes, opaque = self._operands(info, args, kwargs)
+        self._ledger.running = True
+        began = time.perf_counter()
+        try:
+            out = info.func(*args, **kwargs)
+        finally:
+            seconds = time.perf_counter() - began
+            self._ledger.running = False
+        creates, resized = self._written(writes), False
+        for entry, tensor in writes:
+            resized |= self._ledger.resized(entry)
+            creates += self._new(tensor)
+        for tensor in tensors_of(out):
+            creates += self._new(tensor)
+        self._append(
+            Op(
+                number=self._ledger.now, name=str(info.func), phase=phase, reads=tuple(reads), creates=tuple(creates),
+                seconds=seconds, seeded=info.seeded,
+                replayable=not (opaque or resized or info.exactness == NEVER),
+                module=self._modules.of_op(backward=phase is Phase.BACKWARD),
+                flops=flops_of(info, args, kwargs, out), traffic=traffic_of(info, args, kwargs, out),
+            )
+        )  # fmt: skip
+        return out
+
+    def _operands(
+        self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[dict[ValueId, None], list[tuple[Entry, torch.Tensor]], bool]:
+        """The values that an op is about to read, the storages that it writes, and whether one operand has no bytes of
+        its own. Running statistics are written and not read in training."""
+        reads: dict[ValueId, None] = {}
+        writes: dict[int, tuple[Entry, torch.Tensor]] = {}
+        opaque, training = False, bool(info.scratch) and info.trains(args)
+        for place, tensor, name in operands(info, args, kwargs):
+            entry = self._entry(tensor)
+            if entry is None:
+                opaque = True
+                continue
+            opaque |= tensor.is_conj() or tensor.is_neg() or tensor.is_nested or tensor.is_quantized
+            statistic = training and place in info.scratch
+            if statistic or name in info.schema_writes:
+                writes.setdefault(entry.number, (entry, tensor))
+            if not statistic:
+                reads[entry.value] = None
+        return reads, list(writes.values()), opaque
+
+    def _entry(self, tensor: torch.Tensor) -> Entry | None:
+        """The storage of an operand; one that was never seen has just come into being."""
+        entry, new = self._ledger.see(tensor)
+        if entry is not None and new:
+            entry.kind = Kind.INPUT
+            self._append(
+                Op(
+                    number=self._ledger.now, name=OUTSIDE, phase=self._phase, reads=(), creates=(entry.value,),
+                    replayable=False, module=self._modules.of_op(backward=self._phase is Phase.BACKWARD),
+                )
+            )  # fmt: skip
+        return entry
+
+    def _written(self, writes: Iterable[tuple[Entry, torch.Tensor]]) -> list[ValueId]:
+        return [self._ledger.write(entry) for entry, _ in writes]
+
+    def _new(self, tensor: torch.Tensor) -> list[ValueId]:
+        entry, new = self._ledger.see(tensor)
+        return [entry.value] if entry is not None and new else []
+
+    def _append(self, op: Op) -> None:
+        self._ops.append(op)
+        self._ledger.now = len(self._ops)
+
+    # ------------------------------------------------------------------ what else happens
+
+    def _turn(self) -> Phase:
+        """The phase of the op that is about to run. Gradients have their names when the backward is over."""
+        before = self._phase
+        if torch._C._current_graph_task_id() != -1:
+            self._phase = Phase.BACKWARD
+        elif self._updating or (before is not Phase.FORWARD and not torch.is_grad_enabled()):
+            self._phase = Phase.OPTIMIZER
+        else:
+            self._phase = Phase.FORWARD
+        if before is Phase.BACKWARD and self._phase is not before:
+            self._ledger.label(self._named())
+        return self._phase
+
+    def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updating += 1
+        self._ledger.label(self._named())
+
+    def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._updating -= 1
+
+    @unheard
+    def _note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        entry = self._entry(tensor)
+        if entry is not None and torch._C._current_graph_task_id() == -1:
+            self._saved[entry.value] = None
+        return tensor
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def with_medians(step: Step, again: Sequence[Sequence[tuple[str, Seconds]]]) -> Step:
+    """The step with the medians of its own seconds and those of the runs of it that made the same ops `again`."""
+    names = [op.name for op in step.ops if op.seconds is not None]
+    alike = [[seconds for _, seconds in run] for run in again if [name for name, _ in run] == names]
+    ops, position = [], 0
+    for op in step.ops:
+        if op.seconds is None:  # nobody ran it
+            ops.append(op)
+            continue
+        ops.append(replace(op, seconds=median([op.seconds, *(run[position] for run in alike)])))
+        position += 1
+    return replace(step, ops=tuple(ops))
+
+
+def without_seconds(step: Step) -> Step:
+    """The step as nobody looked at the clock."""
+    return replace(step, ops=tuple(replace(op, seconds=None) for op in step.ops))

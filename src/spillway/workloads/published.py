@@ -1,0 +1,178 @@
+"""Models that papers measure, at their published sizes, built from transformers' configurations and never downloaded.
+
+ResNet-50 (He et al. 2016), BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), Swin-T (Liu et al. 2021) and
+T5-small (Raffel et al. 2020), with random weights, on random pictures and tokens. They are there to be recorded at any
+size, which fake tensors make possible without memory, and train like any other workload where there is enough of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from spillway.errors import WorkloadError
+from spillway.workloads.base import Batch, Workload, seed_everything
+
+SIDE: Final = 224
+"""Pixels along a side of a picture."""
+CLASSES: Final = 1000
+"""What a picture may show."""
+MASKED: Final = 0.15
+"""The share of tokens that BERT has to guess (section 3.1)."""
+IGNORED: Final = -100
+"""The label of a token that nobody has to guess."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """One of them."""
+
+    config: str
+    """The class of its configuration in transformers."""
+    model: str
+    """The class of the model."""
+    settings: Mapping[str, Any]
+    """What differs from the configuration's defaults."""
+    depth: tuple[str, ...]
+    """Where the configuration has the number of its layers."""
+    draw: Callable[..., dict[str, Tensor]]
+    """Makes a batch."""
+    optimizer: Callable[[Any], Optimizer]
+    """Of the model's parameters."""
+
+
+def _pictures(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    return {
+        "pixel_values": torch.randn((batch, 3, SIDE, SIDE), generator=random),
+        "labels": torch.randint(CLASSES, (batch,), generator=random),
+    }
+
+
+def _masked_tokens(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    tokens = torch.randint(vocabulary, (batch, length), generator=random)
+    hidden = torch.rand((batch, length), generator=random) < MASKED
+    return {"input_ids": tokens, "labels": torch.where(hidden, tokens, IGNORED)}
+
+
+def _tokens(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    tokens = torch.randint(vocabulary, (batch, length), generator=random)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def _pairs(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    tokens = torch.randint(vocabulary, (2, batch, length), generator=random)
+    return {"input_ids": tokens[0].clone(), "labels": tokens[1].clone()}
+
+
+_ADAMW: Final = partial(AdamW, lr=5e-5, weight_decay=0.01)
+_SGD: Final = partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
+_LARGE: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+
+_MODELS: Final[Mapping[str, _Published]] = {
+    "resnet50": _Published(
+        config="ResNetConfig", model="ResNetForImageClassification", settings={"num_labels": CLASSES}, depth=(),
+        draw=_pictures, optimizer=_SGD,
+    ),
+    "bert-base": _Published(
+        config="BertConfig", model="BertForMaskedLM", settings={}, depth=("num_hidden_layers",), draw=_masked_tokens,
+        optimizer=_ADAMW,
+    ),
+    "bert-large": _Published(
+        config="BertConfig", model="BertForMaskedLM", settings=_LARGE, depth=("num_hidden_layers",),
+        draw=_masked_tokens, optimizer=_ADAMW,
+    ),
+    "gpt2": _Published(
+        config="GPT2Config", model="GPT2LMHeadModel", settings={"use_cache": False}, depth=("n_layer",), draw=_tokens,
+        optimizer=_ADAMW,
+    ),
+    "swin": _Published(
+        config="SwinConfig", model="SwinForImageClassification", settings={"num_labels": CLASSES}, depth=(),
+        draw=_pictures, optimizer=_ADAMW,
+    ),
+    "t5": _Published(
+        config="T5Config", model="T5ForConditionalGeneration",
+        settings={"use_cache": False, "decoder_start_token_id": 0}, depth=("num_layers", "num_decoder_layers"),
+        draw=_pairs, optimizer=_ADAMW,
+    ),
+}  # fmt: skip
+
+
+def build_pictures(seed: int = 0, *, name: str, batch: int = 32) -> Workload:
+    """A model of pictures 3 x 224 x 224; its size is the batch.
+
+    Raises WorkloadError where transformers is not installed.
+    """
+    return _build(name, seed, batch=batch, length=0, layers=None, size=batch)
+
+
+def build_tokens(seed: int = 0, *, name: str, batch: int = 8, length: int = 128, layers: int | None = None) -> Workload:
+    """A model of text; its size is the length.
+
+    Args:
+        length: Tokens of every sequence; T5 reads as many as it writes.
+        layers: Blocks, where fewer or more than the published model has are wanted; T5 has as many on both sides.
+
+    Raises WorkloadError where transformers is not installed.
+    """
+    return _build(name, seed, batch=batch, length=length, layers=layers, size=length)
+
+
+BUILDERS: Final[Mapping[str, Callable[..., Workload]]] = {
+    name: partial(build_tokens if published.depth else build_pictures, name=name) for name, published in _MODELS.items()
+}
+"""What builds each of them, by its name."""
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Mean cross entropy, in nats, as the model itself computes it."""
+    return cast(Tensor, model(**cast(Mapping[str, Tensor], batch)).loss)
+
+
+def _build(name: str, seed: int, *, batch: int, length: int, layers: int | None, size: int) -> Workload:
+    published = _MODELS[name]
+    seed_everything(seed)
+    depth = {} if layers is None else dict.fromkeys(published.depth, layers)
+    transformers = _transformers(name)
+    config = getattr(transformers, published.config)(**{**published.settings, **depth})
+    longest = getattr(config, "max_position_embeddings", length)
+    if not 0 <= length <= longest:
+        raise WorkloadError(f"The workload {name} takes up to {longest} tokens, not {length}.")
+    if batch < 1:
+        raise WorkloadError(f"The workload {name} takes one or more samples in a batch, not {batch}.")
+    model = getattr(transformers, published.model)(config).train()
+    return Workload(
+        name=name,
+        model=model,
+        optimizers=(published.optimizer(model.parameters()),),
+        batches=partial(_batches, published.draw, seed, batch, length, getattr(config, "vocab_size", 0)),
+        loss=loss,
+        size=size,
+    )
+
+
+def _batches(
+    draw: Callable[..., dict[str, Tensor]], seed: int, batch: int, length: int, vocabulary: int, steps: int
+) -> Iterator[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(seed)
+    for _ in repeat(None, steps):
+        yield draw(random, batch, length, vocabulary)
+
+
+def _transformers(name: str) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about what it was built against
+            import transformers
+    except ImportError as error:
+        raise WorkloadError(
+            f"The workload {name} needs transformers, which is not installed: pip install 'torch-spillway[workloads]'."
+        ) from error
+    return transformers

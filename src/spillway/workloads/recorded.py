@@ -1,0 +1,51 @@
+"""`spillway.record`: one step of a workload, by its name or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from spillway.ir import Recorded
+from spillway.recording import Trainable
+from spillway.recording import record as record_workload
+from spillway.workloads.finding import get
+
+
+def record(
+    workload: str | Trainable | Callable[[], Trainable],
+    *,
+    fake: bool = False,
+    warm_up: int = 1,
+    timed_steps: int = 0,
+    seed: int = 0,
+    **options: object,
+) -> Recorded:
+    """Record one training step: its ops in order, what they read and make, and how long everything lives.
+
+    The step is the one that would run anyway, bit for bit, on the workload's first batch. By default the second step
+    is recorded, because the first one creates the optimizer's state.
+
+    Arguments:
+        workload: A name from `spillway.workloads`, `path/to/file.py:function`, a workload, or a function that builds
+            one. With `fake` it has to be built here: a workload that is there already has bytes.
+        fake: On tensors without content: any size, in no memory to speak of; ops have no seconds.
+        warm_up: Steps that run before.
+        timed_steps: Further steps that run afterwards; an op's seconds are the median over all that made the same ops.
+        seed: Of the model and the data, for a workload by name.
+        options: What the workload takes besides, such as `batch` and `length`.
+
+    Raises:
+        UsageError: A workload that cannot be found, built or recorded; the message says why.
+    """
+    if isinstance(workload, str):
+        build = partial(get, workload, seed=seed, **options)
+        facts = {"seed": seed, "options": {name: _plain(value) for name, value in options.items()}}
+        return record_workload(build, fake=fake, warm_up=warm_up, timed_steps=timed_steps, facts=facts)
+    if options:
+        raise TypeError(f"record() takes {', '.join(options)} only for a workload by name")
+    return record_workload(workload, fake=fake, warm_up=warm_up, timed_steps=timed_steps)
+
+
+def _plain(value: object) -> object:
+    """What JSON gives back as it is."""
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

@@ -1,0 +1,143 @@
+"""This machine as a device: measured once, remembered, measured again where what was remembered is no good."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from spillway.costs import DEVICES, HERE, Device, measured
+from spillway.costs.finding import device_of
+from spillway.units import KiB, MiB
+
+FOUND = replace(DEVICES["a100"], name=HERE, source="measured: by a test")
+
+
+@pytest.fixture
+def times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
+    """The directories that were measured, one for every time; figures are remembered in a folder of the test's own."""
+    asked: list[Path] = []
+
+    def measure(directory: Path) -> Device:
+        asked.append(directory)
+        return replace(FOUND, flops_per_second=float(len(asked)))
+
+    monkeypatch.setattr(measured, "measure", measure)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return asked
+
+
+def remembered(tmp_path: Path) -> Path:
+    (path,) = (tmp_path / "cache" / "spillway").glob("machine-*.json")
+    return path
+
+
+def test_a_machine_is_measured_once(times: list[Path], tmp_path: Path) -> None:
+    first = measured.this_machine()
+    assert (measured.this_machine(), device_of("here"), device_of("HERE")) == (first, first, first)
+    assert len(times) == 1
+
+
+def test_a_machine_is_measured_again_when_that_is_asked_for(times: list[Path], tmp_path: Path) -> None:
+    first = measured.this_machine()
+    again = device_of("here", refresh=True)
+    assert len(times) == 2
+    assert measured.this_machine() == again != first
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"null", b'{"format": "spillway device", "version": 9}'])
+def test_a_damaged_file_is_measured_anew_and_mended(times: list[Path], tmp_path: Path, content: bytes) -> None:
+    measured.this_machine()
+    remembered(tmp_path).write_bytes(content)
+    again = measured.this_machine()
+    assert len(times) == 2
+    assert measured.this_machine() == again
+    assert len(times) == 2
+
+
+def test_figures_that_cannot_be_are_not_believed(times: list[Path], tmp_path: Path) -> None:
+    measured.this_machine()
+    path = remembered(tmp_path)
+    document = json.loads(path.read_text("utf-8"))
+    document["device"]["bytes_per_second"] = -1
+    path.write_text(json.dumps(document), "utf-8")
+    measured.this_machine()
+    assert len(times) == 2
+
+
+def test_figures_of_another_machine_under_the_same_name_are_not_believed(times: list[Path], tmp_path: Path) -> None:
+    measured.this_machine()
+    path = remembered(tmp_path)
+    document = json.loads(path.read_text("utf-8"))
+    document["facts"]["key"]["processor"] = "another"
+    path.write_text(json.dumps(document), "utf-8")
+    measured.this_machine()
+    assert len(times) == 2
+
+
+def with_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
+def with_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+
+
+def on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.node", lambda: "another")
+
+
+@pytest.mark.parametrize("change", [with_two_threads, with_another_torch, on_another_machine])
+def test_what_the_figures_depend_on_is_measured_apart(
+    times: list[Path], monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    measured.this_machine()
+    change(monkeypatch)
+    measured.this_machine()
+    assert len(times) == 2
+    monkeypatch.undo()
+
+
+def test_every_spill_directory_is_measured_apart(times: list[Path], tmp_path: Path) -> None:
+    measured.this_machine()
+    measured.this_machine(directory=tmp_path)
+    assert times[1:] == [tmp_path]
+
+
+def test_without_a_place_to_remember_the_machine_is_measured_all_the_same(
+    times: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    measured.this_machine()
+    measured.this_machine()
+    assert len(times) == 2
+
+
+def test_figures_lie_below_the_home_directory_by_default(
+    times: list[Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/paths/are/ignored")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    measured.this_machine()
+    assert len(list((tmp_path / ".cache" / "spillway").glob("machine-*.json"))) == 1
+
+
+def test_what_is_measured_here_is_a_device_with_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(measured, "PATIENCE", 0.0)
+    monkeypatch.setattr(measured, "_LARGE", 64 * KiB)
+    monkeypatch.setattr(measured, "_SIDE", 32)
+    for name in ("tier_speed", "disk_speed"):
+        speed = getattr(measured, name)
+        monkeypatch.setattr(measured, name, lambda directory, speed=speed: speed(directory, MiB))
+    device = measured.measure(tmp_path)
+    assert (device.name, device.duplex) == (HERE, False)
+    assert f"1 thread; link: the spill file in {tmp_path}" in device.source
+    assert device.memory > 64 * MiB
+    assert list(tmp_path.iterdir()) == []

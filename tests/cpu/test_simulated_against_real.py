@@ -1,0 +1,166 @@
+"""What is simulated is what runs: the same step under the same budget, decision by decision."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+
+import spillway
+from spillway.costs.device import DEVICES
+from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.simulated import Simulation, simulate
+from spillway.ir import Change, Gap, Host, Op, Plan, Recompute, Recorded, Step, Timeline, verify
+from spillway.methods import LRU, KeepAll, Planned
+from spillway.methods.base import AbstractPolicy
+from spillway.recording import record
+from spillway.units import Bytes
+from spillway.workloads.base import Workload
+from spillway.workloads.finding import get
+from tests.cpu.families import difference, state_of
+from tests.pure.test_ir_properties import Machine, idle_intervals, plan_of, verdict
+
+SMALL: dict[str, dict[str, Any]] = {
+    "resnet": {"batch": 4, "width": 8, "blocks": (1, 1, 1, 1)},
+    "deep-narrow": {"layers": 12, "batch": 64},
+    "stdlib-lm": {"width": 32, "layers": 2, "heads": 2, "longest": 64},
+}
+STEPS = 2
+
+
+def workload(name: str) -> Workload:
+    return get(name, **SMALL[name])
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def recorded(request: pytest.FixtureRequest) -> Recorded:
+    return record(workload(request.param))
+
+
+def real(
+    name: str, allowed: Bytes, method: AbstractPolicy
+) -> tuple[list[spillway.StepReport], list[Timeline], Workload]:
+    """Every step's report and timeline, and what they leave. One plain step goes before, as in the recording."""
+    made = workload(name)
+    batch = next(iter(made.batches(1)))
+    made.train_step(batch)
+    timelines = []
+    with spillway.manage(made.model, made.optimizers, budget=allowed, method=method, timeline=True) as memory:
+        memory._presses_most = lambda report: True  # type: ignore[method-assign]  # keep every step's
+        for _ in range(STEPS):
+            with memory.step(batch):
+                made.train_step(batch)
+            assert memory.timeline is not None
+            timelines.append(memory.timeline)
+    return memory.history, timelines, made
+
+
+def decisions(timeline: Timeline) -> list[tuple[int, str, int, Bytes]]:
+    """All that came and went, but for births and deaths. A storage of the step is told by its place among those that the
+    step creates, one from before by 0; both by their size."""
+    created = [event.storage for event in timeline.events if event.change is Change.CREATE]
+    first, nbytes = min(created), {line.storage: line.nbytes for line in timeline.storages}
+    return [
+        (event.op, event.change.value, max(event.storage - first + 1, 0), nbytes[event.storage])
+        for event in timeline.events
+        if event.change not in (Change.CREATE, Change.DIE)
+    ]
+
+
+def simulated(step: Step, allowed: Bytes, method: AbstractPolicy, steps: int) -> Simulation:
+    return simulate(step, allowed=allowed, method=method, device=DEVICES["a100"], tier="disk", steps=steps)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_every_decision_and_the_peak_are_those_of_the_tensor_engine(recorded: Recorded, share: float) -> None:
+    step = recorded.step
+    allowed = int(step.plain_peak() * share)
+    reports, timelines, _ = real(recorded.workload, allowed, LRU(worth=inf))
+    for number, (report, timeline) in enumerate(zip(reports, timelines, strict=True)):
+        ran = simulated(step, allowed, LRU(worth=inf), number + 1)
+        assert ran.status == "ok"
+        assert decisions(ran.timeline) == decisions(timeline)
+        assert ran.peak_bytes == report.peak_bytes
+        figures = (report.moves, report.drops, report.recomputed_ops, report.bytes_out, report.bytes_in)
+        assert (ran.moves, ran.drops, ran.recomputed_ops, ran.bytes_out, ran.bytes_in) == figures
+    assert any(decisions(timeline) for timeline in timelines)
+
+
+def random_plan(step: Step, seed: int) -> Plan:
+    """Half of all values of a page or more are gone for as long as nothing uses them: recomputed by the op that made
+    them where that verifies, else moved. The plan projects what it needs."""
+    draw, gaps = random.Random(seed), list[Gap]()
+    creator = {value: op for op in step.ops for value in op.creates}
+    for value, start, end in idle_intervals(step):
+        info = step.storages[step.values[value].storage]
+        if info.nbytes < SMALLEST_MOVABLE or draw.random() < 0.5:
+            continue
+        moved, made = Gap(value=value, start=start, end=end, home=Host()), creator.get(value)
+        if made is not None:
+            home = Recompute(ops=(made.number,), temporaries=temporaries_of(step, made))
+            dropped = replace(moved, home=home)
+            if draw.random() < 0.5 and verdict(plan_of(step, [*gaps, dropped]), step) is None:
+                gaps.append(dropped)
+                continue
+        if verdict(plan_of(step, [*gaps, moved]), step) is None:
+            gaps.append(moved)
+    machine = Machine(step=step, plan=plan_of(step, gaps))
+    machine.run()
+    plan = replace(plan_of(step, gaps), projected=machine.peak, allowed=machine.peak)
+    verify(plan, step, machine.peak)
+    return plan
+
+
+def temporaries_of(step: Step, op: Op) -> Bytes:
+    return sum(step.storages[step.values[value].storage].nbytes for value in op.creates)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_plan_is_followed_on_real_tensors_as_on_paper(recorded: Recorded, seed: int) -> None:
+    step = recorded.step
+    plan = random_plan(step, seed)
+    followed = Planned(plan, step, ahead=0)
+    reports, timelines, managed = real(recorded.workload, plan.projected, followed)
+    assert followed.diverged is None
+    assert sum(report.drops for report in reports) > 0
+    assert sum(report.moves for report in reports) > 0
+    assert max(report.peak_bytes for report in reports) <= plan.projected < step.plain_peak()
+    for number, timeline in enumerate(timelines):
+        ran = simulated(step, plan.projected, Planned(plan, step, ahead=0), number + 1)
+        assert decisions(ran.timeline) == decisions(timeline)
+        assert ran.peak_bytes == reports[number].peak_bytes
+    _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())
+    assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
+
+
+def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recorded: Recorded) -> None:
+    step = recorded.step
+    plan = random_plan(step, 3)
+    reports, _, managed = real(recorded.workload, plan.projected, Planned(plan, step, ahead=4))
+    assert max(report.peak_bytes for report in reports) <= plan.projected
+    _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())
+    assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
+
+
+def test_a_plan_for_another_size_is_left_and_the_step_is_finished(recorded: Recorded) -> None:
+    """The same workload on other batches: the step is not the one that the plan is for."""
+    plan, made = random_plan(recorded.step, 4), workload(recorded.workload)
+    first, *others = made.batches(3)
+    made.train_step(first)
+    followed = Planned(plan, recorded.step)
+    other = [tensor[:-1] if isinstance(tensor, torch.Tensor) else tensor for tensor in _tensors(others[0])]
+    if isinstance(others[0], dict):
+        other = dict(zip(others[0], other, strict=True))  # type: ignore[assignment]
+    with spillway.manage(made.model, made.optimizers, budget=plan.projected, method=followed) as memory:
+        with memory.step(other):
+            made.train_step(other)
+        assert followed.diverged is not None
+        assert memory.history[-1].peak_bytes <= plan.projected
+
+
+def _tensors(batch: Any) -> list[Any]:
+    return list(batch.values() if isinstance(batch, dict) else batch)

@@ -1,0 +1,124 @@
+"""The simulated engine: a step under the real controller, on the machine on paper."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.simulated import simulate
+from spillway.errors import UsageError
+from spillway.ir import Change, Lane, Step
+from spillway.methods import LRU, Delta, KeepAll
+from spillway.methods.base import AbstractPolicy
+from spillway.units import MiB
+from tests.pure.recorded import DEVICE, LAYER, layers
+
+DEEP = layers(16)
+PEAK = DEEP.plain_peak()
+DROPS = LRU(short_chain=4, worth=inf)
+
+
+def test_without_a_budget_a_step_is_its_ops() -> None:
+    ran = simulate(DEEP, allowed=UNLIMITED, method=KeepAll(), device=DEVICE)
+    assert (ran.status, ran.why, ran.peak_bytes, ran.reserved_bytes) == ("ok", "", PEAK, PEAK)
+    assert (ran.seconds, ran.overhead) == (pytest.approx(32e-3), pytest.approx(1.0))
+    assert (ran.bytes_out, ran.bytes_in, ran.recomputed_ops, ran.stall_seconds) == (0, 0, 0, 0)
+    assert ran.timeline.peak() == PEAK
+    assert [span.lane for span in ran.timeline.spans] == [Lane.COMPUTE] * 32
+
+
+@pytest.mark.parametrize("method", [KeepAll(), LRU(), DROPS, Delta(), Delta.as_published()])
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_the_budget_is_kept_by_account_and_by_allocator(method: AbstractPolicy, share: float) -> None:
+    allowed = int(PEAK * share)
+    ran = simulate(DEEP, allowed=allowed, method=method, device=DEVICE)
+    assert ran.status == "ok"
+    assert ran.timeline.peak() <= ran.peak_bytes == ran.reserved_bytes <= allowed
+    assert ran.seconds == pytest.approx(ran.plain_seconds + ran.recomputed_seconds + ran.stall_seconds)
+
+
+def test_what_is_too_much_for_one_op_is_out_of_memory() -> None:
+    ran = simulate(DEEP, allowed=2 * LAYER, method=LRU(), device=DEVICE)
+    assert ran.status == "oom"
+    assert "(aten.layer.default) needs 3.00 MiB" in ran.why
+    assert ran.timeline.ops == len(DEEP.ops)
+
+
+def test_recomputing_more_than_it_is_worth_is_thrashing() -> None:
+    ran = simulate(layers(40), allowed=5 * LAYER, method=LRU(short_chain=32, worth=inf), device=DEVICE, thrash=0.25)
+    assert (ran.status, ran.recomputed_ops) == ("thrash", 20)
+    assert "20.0 ms may" in ran.why
+
+
+def test_a_copy_takes_what_the_device_says_and_compute_waits_for_it() -> None:
+    ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=DEVICE, steps=1)
+    assert (ran.bytes_out, ran.bytes_in) == (LAYER, LAYER)
+    assert ran.stall_seconds == pytest.approx(2 * LAYER / 1e9)
+    copies = [span for span in ran.timeline.spans if span.lane is not Lane.COMPUTE]
+    assert [(span.lane, span.stalled) for span in copies] == [
+        (Lane.COPY_OUT, pytest.approx(LAYER / 1e9)), (Lane.COPY_IN, pytest.approx(LAYER / 1e9)),
+    ]  # fmt: skip
+
+
+def test_the_disk_is_a_lane_of_its_own_and_as_slow_as_the_device_says() -> None:
+    ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=DEVICE, steps=1, tier="disk")
+    assert ran.stall_seconds == pytest.approx(2 * LAYER / 5e8)
+    assert [span.lane for span in ran.timeline.spans if span.lane is Lane.DISK] == [Lane.DISK] * 2
+
+
+def test_copies_that_begin_early_are_hidden() -> None:
+    plain = simulate(DEEP, allowed=PEAK // 2, method=LRU(short_chain=0), device=DEVICE)
+    early = simulate(DEEP, allowed=PEAK // 2, method=Delta(), device=DEVICE)
+    assert plain.hidden_seconds == 0
+    assert early.hidden_seconds > 0
+    assert early.seconds < plain.seconds
+
+
+def test_the_same_simulation_twice_is_the_same() -> None:
+    one, other = (simulate(DEEP, allowed=PEAK // 2, method=Delta(), device=DEVICE) for _ in range(2))
+    assert one == other
+
+
+def test_what_is_dropped_is_recomputed_and_takes_no_copy() -> None:
+    ran = simulate(DEEP, allowed=PEAK - LAYER, method=DROPS, device=DEVICE, steps=1)
+    assert (ran.bytes_out, ran.recomputed_ops, ran.recomputed_seconds) == (0, 1, pytest.approx(1e-3))
+    changes = [event.change for event in ran.timeline.events if event.change not in (Change.CREATE, Change.DIE)]
+    assert changes == [Change.DROP, Change.RECOMPUTE]
+
+
+def test_what_may_not_be_replayed_is_moved() -> None:
+    ran = simulate(layers(16, replayable=False), allowed=PEAK // 2, method=DROPS, device=DEVICE)
+    assert (ran.status, ran.drops, ran.refusals) == ("ok", 0, {})
+    assert ran.bytes_out > 0
+
+
+def test_what_has_escaped_stays() -> None:
+    weight, first = 0, 1
+    ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=DEVICE, escaped=[weight, first], steps=1)
+    moved = [event.storage for event in ran.timeline.events if event.change is Change.MOVE]
+    assert moved == [3]  # numbers go from 1
+
+
+def test_more_than_the_device_has_is_out_of_memory() -> None:
+    ran = simulate(DEEP, allowed=UNLIMITED, method=KeepAll(), device=DEVICE, limit=PEAK - 1)
+    assert ran.status == "oom"
+    assert "does not fit in the" in ran.why
+
+
+def test_a_step_without_seconds_is_refused() -> None:
+    step = Step(storages=(), values=(), ops=())
+    assert simulate(step, allowed=1, method=KeepAll(), device=DEVICE).overhead == 1.0
+    with pytest.raises(UsageError, match=r"op 0 \(aten.layer.default\) has no seconds"):
+        simulate(layers(1, seconds=None), allowed=1, method=KeepAll(), device=DEVICE)
+
+
+@pytest.mark.parametrize("allocator", ["exact", "caching", "chunks"])
+def test_a_peak_can_be_read_from_every_allocator_model(allocator: str) -> None:
+    step = layers(30, nbytes=LAYER + 1)
+    ran = simulate(step, allowed=step.plain_peak() // 2, method=LRU(), device=DEVICE, allocator=allocator)
+    plain = simulate(step, allowed=UNLIMITED, method=KeepAll(), device=DEVICE, allocator=allocator)
+    expected = {"exact": step.plain_peak(), "caching": 40 * MiB, "chunks": 32 * 2 * MiB}
+    assert plain.reserved_bytes == expected[allocator]
+    assert ran.peak_bytes <= ran.reserved_bytes < plain.reserved_bytes
