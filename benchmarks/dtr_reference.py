@@ -221,8 +221,8 @@ def _columns(ratios: Sequence[float]) -> tuple[Column, ...]:
 NOTES: Final = (
     "Status, within 2 %, identical: reference runs that ended in the same way, whose overhead is as near, and that "
     "agree in recomputed nanoseconds, peak bytes and storages looked at. Worst: the largest deviation of an overhead. CPU: of all its runs.",
-    "0.9 to 0.2, shares of the plain peak: overhead by DTR's own rules / of the policy under Spillway's controller; - "
-    f"where there is none, a star where the controller moved something as well (on a {DEVICE}).",
+    "0.9 to 0.2, shares of the plain peak: overhead by DTR's own rules / of the policy under Spillway's controller; "
+    f"- where there is none, a star where the controller moved something as well (on a {DEVICE}).",
     "Under the controller a drop holds alive what it is recomputed from, chains are capped, and what may not be "
     "dropped is moved, so that it ends well where DTR may not. `lru` is another method there, and is left out.",
 )
@@ -231,5 +231,5 @@ BENCHMARK: Final = Benchmark(
     name="dtr_reference",
     run=run,
     full=Size(models=tuple(LOGS), ratios=RATIOS),
-    quick=Size(models=("ResNet-32 (56)",), ratios=(0.5,)),
+    quick=Size(models=("U-Net (6)",), ratios=(0.5,)),
 )
