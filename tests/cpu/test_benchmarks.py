@@ -350,7 +350,7 @@ def test_dtr_reference_is_the_same_run_for_run_and_stays_in_its_budgets_under_th
     assert all(row["runs"] == row["same_status"] == row["near"] == row["identical"] for row in result.rows)
     assert all(check.met for check in result.checks)
     for row in result.rows:
-        assert (row["at_0.5"] == "thrash / -") == (row["heuristic"] == "lru")
+        assert (row["at_0.5"] == "thrash/-") == (row["heuristic"] == "lru")
         assert row.get("peak_bytes_0.5", 0) <= 8415764640 // 2
 
 
