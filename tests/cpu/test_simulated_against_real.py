@@ -60,8 +60,8 @@ def real(
 
 
 def decisions(timeline: Timeline) -> list[tuple[int, str, int, Bytes]]:
-    """All that came and went, but for births and deaths. A storage of the step is told by its place among those that the
-    step creates, one from before by 0; both by their size."""
+    """All that came and went, but for births and deaths. A storage of the step is told by its place among those that
+    the step creates, one from before by 0; both by their size."""
     created = [event.storage for event in timeline.events if event.change is Change.CREATE]
     first, nbytes = min(created), {line.storage: line.nbytes for line in timeline.storages}
     return [
@@ -124,13 +124,15 @@ def test_a_plan_is_followed_on_real_tensors_as_on_paper(recorded: Recorded, seed
     step = recorded.step
     plan = random_plan(step, seed)
     followed = Planned(plan, step, ahead=0)
-    reports, timelines, managed = real(recorded.workload, plan.projected, followed)
+    # The engine expects more of some ops than they create, until it has seen them; on paper sizes are known.
+    allowed = int(plan.projected * 1.05)
+    reports, timelines, managed = real(recorded.workload, allowed, followed)
     assert followed.diverged is None
     assert sum(report.drops for report in reports) > 0
     assert sum(report.moves for report in reports) > 0
     assert max(report.peak_bytes for report in reports) <= plan.projected < step.plain_peak()
     for number, timeline in enumerate(timelines):
-        ran = simulated(step, plan.projected, Planned(plan, step, ahead=0), number + 1)
+        ran = simulated(step, allowed, Planned(plan, step, ahead=0), number + 1)
         assert decisions(ran.timeline) == decisions(timeline)
         assert ran.peak_bytes == reports[number].peak_bytes
     _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())

@@ -23,7 +23,7 @@ from itertools import accumulate
 from typing import final
 
 from spillway.errors import UsageError
-from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId
+from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Restore
 from spillway.units import Bytes, Seconds
 
@@ -36,6 +36,7 @@ class _Sized:
     nbytes: Bytes
     number: int = -1
     touched: int = 0
+    kind: str | None = None
 
 
 @final
@@ -68,7 +69,7 @@ class Planned(AbstractPolicy):
         """The op of the last step at which it was seen to be another than the recorded one; None if it was not."""
         self._gaps = _Gaps(plan, step)
         self._created = _created(step)
-        self._sources = [(info.id, info.nbytes) for info in step.storages if info.present_at_start]
+        self._sources = [info for info in step.storages if info.present_at_start]
         self._ops = len(step.ops)
         self._storages: dict[StorageId, Candidate] = {}
         self._copies: dict[int, list[Gap]] = {}
@@ -83,7 +84,7 @@ class Planned(AbstractPolicy):
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Find the storages that the step begins with; let go what is gone from the beginning, fetch what is not."""
         self._schedule(view)
-        self._storages = _matched_by_size(self._sources, present)
+        self._storages = _matched_by_kind(self._sources, present)
         self.diverged = None if len(self._storages) == len(self._sources) else 0
         if self.diverged is not None:
             return
@@ -180,14 +181,13 @@ def _matched(expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candid
     return matched
 
 
-def _matched_by_size(
-    expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candidate]
-) -> dict[StorageId, Candidate]:
-    """Those that were expected among those that were found; the order tells apart what has the same size."""
-    of_size: dict[Bytes, list[Candidate]] = defaultdict(list)
+def _matched_by_kind(expected: Iterable[StorageInfo], found: Sequence[Candidate]) -> dict[StorageId, Candidate]:
+    """Those that were expected among those that were found: of one kind and size, in their order."""
+    alike: dict[tuple[str | None, Bytes], list[Candidate]] = defaultdict(list)
     for storage in reversed(found):
-        of_size[storage.nbytes].append(storage)
-    return {number: of_size[nbytes].pop() for number, nbytes in expected if of_size[nbytes]}
+        alike[storage.kind, storage.nbytes].append(storage)
+    places = ((info.id, alike[info.kind.value, info.nbytes]) for info in expected)
+    return {number: storages.pop() for number, storages in places if storages}
 
 
 # ---------------------------------------------------------------------- the plan's gaps, and its bytes
