@@ -47,7 +47,9 @@ def run(size: Size, tell: Tell) -> Result:
                 what="rows of Table V in which recomputing takes as long as the copy", measured=_slow(costs), at_most=0
             ),
             Check(
-                what="models of Figure 7 in which greedy needs less than base or lru", measured=len(FILTERED) - worse, at_most=0
+                what="models of Figure 7 in which greedy needs less than base or lru",
+                measured=len(FILTERED) - worse,
+                at_most=0,
             ),
             Check(
                 what="models of Figure 8 in which lru does not offload most", measured=len(FILTERED) - more, at_most=0

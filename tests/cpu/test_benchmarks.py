@@ -204,6 +204,8 @@ def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
     assert not by_step["linear 4"]["checkmate"]["coarsened"]
     assert by_step["resnet"]["checkmate"]["coarsened"]
     assert [check.met for check in result.checks] == [True, True, True]
+
+
 def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
     rows = rows_by(quick("growth"), "model")
     assert list(rows) == ["BERT", "ResNet"]
@@ -230,6 +232,7 @@ def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.Monkey
     monkeypatch.setattr(modelled, "measure", lambda directory: DEVICES["a100"])
     result = quick("modelled")
     assert [row["workload"] for row in result.rows] == ["deep-narrow", "resnet"]
+    for row in result.rows:
         assert row["measured"] > 0
     ratio = sum(row["modelled"] for row in result.rows) / sum(row["measured"] for row in result.rows)
     assert ratio == pytest.approx(1)
