@@ -30,10 +30,11 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, first: int = 1 << 30) -> None:
         """It holds up the `first` calls."""
-        self.open = threading.Event()
+        self.open, self.reached = threading.Event(), threading.Event()
         plainly, numbers = getattr(DiskTier, method), itertools.count()
 
         def held_up(tier: DiskTier, slot: Slot, address: int) -> Any:
+            self.reached.set()
             assert next(numbers) >= first or self.open.wait(timeout=60)
             return plainly(tier, slot, address)
 
@@ -42,6 +43,7 @@ class Gate:
     @contextmanager
     def opened_soon(self) -> Iterator[None]:
         """What happens inside begins while a worker waits, and can only end when it was let through."""
+        assert self.reached.wait(timeout=60)  # a copy that has not begun is given up without waiting
         timer = threading.Timer(0.1, self.open.set)
         timer.start()
         yield

@@ -152,9 +152,9 @@ def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first()
 
 
 def test_between_two_looks_for_copies_out_some_ops_go_by() -> None:
-    policy, view = Delta(spare=1), Shelves(THREE, allowed=1000, resident=800)
+    policy, view = Delta(spare=1, looks_after=8), Shelves(THREE, allowed=1000, resident=800)
     looks = []
-    for clock in range(100, 100 + 2 * Delta().looks_after + 1):
+    for clock in range(100, 100 + 2 * policy.looks_after + 1):
         object.__setattr__(view, "clock", clock)
         looks.append(bool(answered(policy.foresee(view))))
     assert [place for place, looked in enumerate(looks) if looked] == [0, 8, 16]

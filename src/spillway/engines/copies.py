@@ -31,7 +31,7 @@ class Copies:
 
     __slots__ = (
         "_controller", "_copying", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places",
-        "_signature", "_waiting", "arriving",
+        "_signature", "_waiting", "arriving", "exposed", "overlaps",
     )  # fmt: skip
 
     def __init__(self, controller: Controller) -> None:
@@ -47,11 +47,10 @@ class Copies:
         self._next = 0
         self._foreseeing = False
         self._copying = self._waiting = 0.0  # seconds, older steps counting less and less
-
-    @property
-    def exposed(self) -> float:
+        self.exposed = 1.0
         """Share of the seconds of copies, in the last steps, for which ops waited."""
-        return min(self._waiting / self._copying, 1.0) if self._copying else 1.0
+        self.overlaps = controller.machine.overlaps
+        """What the machine said when the step began: asking takes longer than some ops."""
 
     # ------------------------------------------------------------------ what a policy foresees
 
@@ -158,6 +157,7 @@ class Copies:
         """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
         still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
         self._signature, self._first, self._order, self._next = signature, first, [], 0
+        self.overlaps = self._controller.machine.overlaps
         self._moved = {self._key(storage): storage for storage in still_away}
         known = self._orders.get(signature) or next(reversed(self._orders.values()), [])
         self._places = {key: place for place, key in enumerate(known)}
@@ -171,6 +171,7 @@ class Copies:
         copying = self._controller.machine.transfer_seconds(counters.bytes_out + counters.bytes_in) / 2
         self._copying = self._copying * OLDER + copying
         self._waiting = self._waiting * OLDER + counters.stall_seconds
+        self.exposed = min(self._waiting / self._copying, 1.0) if self._copying else 1.0
         self._orders.pop(self._signature, None)
         if len(self._orders) >= KNOWN_ORDERS:
             del self._orders[next(iter(self._orders))]

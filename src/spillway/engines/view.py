@@ -128,7 +128,7 @@ class View:
     @property
     def overlaps(self) -> bool:
         """Whether copies have a processor or a link of their own."""
-        return self._controller.machine.overlaps
+        return self._controller.copies.overlaps
 
     def copied(self, storage: Candidate) -> bool:
         """Whether its value has a home."""

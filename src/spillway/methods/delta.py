@@ -33,8 +33,9 @@ FILTERS: Final[Mapping[str, Score]] = MappingProxyType(
 """The three heuristics of the Filter, of which the paper takes the smallest of 1/(m s), 1/s and 1/m, and DTR's with
 the cheaper of the Director's costs: c/(m s)."""
 
-HANDLING: Final[Seconds] = 50e-6
-"""What it takes to let a storage go and to bring it back, however small it is."""
+HANDLING: Final[Seconds] = 200e-6
+"""What it takes to let a storage go and to bring it back, however small it is: decisions, checks and accounts, between
+ops that leave little of them in the processor's caches."""
 
 RANKED_FOR: Final = 64
 """Ops for which a ranking by the cost filter is used; what is younger than that is not in it."""
@@ -120,7 +121,7 @@ class Delta(AbstractPolicy):
 
     def __init__(
         self, *, filter: str = "cost", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
-        most_copies_out: int = 2, most_copies_in: int = 2, looks_after: int = 8,
+        most_copies_out: int = 2, most_copies_in: int = 2, looks_after: int = 16,
         both_ways: bool = True, releases_in_backward: bool = True,
         releases_early: bool = False, in_order_of_use: bool = True, recomputes: Recomputes = "cheaper",
         only_beside: bool = True,
