@@ -88,8 +88,8 @@ NOTES: Final = (
     f"Seconds are those of a {DEVICE}, on paper; Checkmate's and the bound's are of compute alone, the others' are "
     "simulated and have copies. Linear graphs have a millisecond and a mebibyte for every op.",
     "LP bound: the optimum of Checkmate's relaxation. Of recorded steps, which are coarsened to the nodes stated, it "
-    "is a bound for that coarser problem, and a method that decides op by op may be below it. Methods that move bytes are "
-    "not bound by it at all.",
+    "is a bound for that coarser problem, and a method that decides op by op may be below it. Methods that move bytes "
+    "are not bound by it at all.",
     "Given up: bytes of the budget that a plan could not use, because it cannot say everything that Checkmate's "
     "schedule says. Proof: optimal, or by how much the plan may be off its own program's bound.",
 )

@@ -88,8 +88,8 @@ def graph_of(step: Step, most_nodes: int, *, backward_again: bool = True) -> Gra
     """The step as at most `most_nodes` nodes, or as few as phases and writes in place allow.
 
     Ops that write to one activation are in one node with all ops between them. Of the rest, neighbours within forward,
-    backward or optimizer are merged: updates first, then those that take least time together. Without `backward_again` only nodes
-    of the forward run again.
+    backward or optimizer are merged: updates first, then those that take least time together. Without `backward_again`
+    only nodes of the forward run again.
     """
     lives = lives_of(step)
     ends = _merged(step, _units(step, lives, most_nodes), most_nodes)
