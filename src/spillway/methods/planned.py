@@ -7,7 +7,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
  2. What comes back from the slower tier is fetched so early that it should be there, but not so early that the bytes on
     their way would raise the step above the plan's projected peak: what is on its way counts.
  3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops.
- 4. A recipe that the controller refuses becomes a move: the same bytes leave.
+ 4. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
+    without coming back, whose recipe nobody has verified: the same bytes leave.
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
 step but the stalest storage, when room is short.
@@ -129,7 +130,7 @@ class Planned(AbstractPolicy):
             storage = self._storage(gap)
             if storage is None:
                 continue
-            if isinstance(gap.home, Recompute) and gap not in self._gaps.overwritten:
+            if isinstance(gap.home, Recompute) and gap in self._gaps.coming_back:
                 granted = yield Drop(storage, frozenset(gap.home.ops))
                 if granted:
                     continue
@@ -204,15 +205,14 @@ class _Gaps:
         readers = {(value, op.number) for op in step.ops for value in op.reads}
         self.starting: dict[int, list[Gap]] = defaultdict(list)
         self.ending: dict[int, list[Gap]] = defaultdict(list)
-        self.overwritten: set[Gap] = set()
-        """Gaps that end because an op writes over the value without reading it."""
+        self.coming_back: set[Gap] = set()
+        """Gaps at whose end the value is there again. Nobody has looked whether the others could be recomputed."""
         written = self._written()
         for gap in plan.gaps:
             self.starting[gap.start].append(gap)
             if (gap.value, gap.end) in readers or self._comes_back(gap, written.get(gap.value)):
                 self.ending[gap.end].append(gap)
-            elif written.get(gap.value) == gap.end:
-                self.overwritten.add(gap)
+                self.coming_back.add(gap)
         for gaps in self.ending.values():  # moved values first, then every recomputed one after what it may need
             gaps.sort(key=lambda gap: self._creator.get(gap.value, -1) if isinstance(gap.home, Recompute) else -2)
 
@@ -281,7 +281,7 @@ class _Gaps:
             before.add(0 if info.present_at_start else info.alive_from + 1, self._dies(info.id), info.nbytes)
         held: dict[StorageId, list[tuple[int, int]]] = defaultdict(list)
         temporaries = [0] * (ops + 2)
-        back = {gap for gaps in self.ending.values() for gap in gaps}
+        back = self.coming_back
         for gap in (gap for gaps in self.starting.values() for gap in gaps):
             nbytes = storages[self.storage_of(gap)].nbytes
             during.add(gap.start, gap.end, -nbytes)
