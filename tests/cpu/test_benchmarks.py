@@ -34,12 +34,11 @@ from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
+from spillway.costs import DEVICES
 from spillway.engines.dtr_runtime import Outcome
 from spillway.errors import WorkloadError
-from spillway.workloads import WORKLOADS, get
-from tests.shared import shared
-from spillway.costs import DEVICES
 from spillway.workloads import WORKLOADS, Workload, get
+from tests.shared import shared
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
 
