@@ -58,7 +58,11 @@ def op(name: str, *, flops: int = 0, traffic: int = 8) -> Op:
             "aten.clone.default aten.copy_.default aten._to_copy.default aten.zeros.default aten.zero_.default",
         ),
         (OpKind.OPTIMIZER, "aten._foreach_addcdiv_.ScalarList aten._fused_adamw_.default"),
-        (OpKind.ELEMENTWISE, "aten.add.Tensor aten.gelu_backward.default aten.maximum.default aten.mul_.Scalar lift"),
+        (OpKind.TRANSCENDENTAL, "aten.gelu_backward.default aten.tanh.default aten.pow.Tensor_Scalar aten.exp.default"),
+        (
+            OpKind.ELEMENTWISE,
+            "aten.add.Tensor aten.threshold_backward.default aten.maximum.default aten.mul_.Scalar lift",
+        ),
     ],
 )
 def test_ops_are_of_a_kind_by_their_names(kind: OpKind, names: str) -> None:

@@ -64,7 +64,7 @@ class Growth:
         def certain(numbers: tuple[Bytes, ...]) -> bool:
             return len({law.at(size) for law in rivals(self.sizes, numbers)}) == 1
 
-        counted = zip(*((storage.nbytes for storage in step.storages) for step in self.steps), strict=True)
+        counted = zip(*map(_nbytes, self.steps), strict=True)
         return tuple(number for number, numbers in enumerate(counted) if not certain(numbers))
 
     def step_at(self, size: int) -> Step:
@@ -114,21 +114,33 @@ def fit_growth(steps: Mapping[int, Step]) -> Growth:
         if (difference := _difference(ordered[0], step)) is not None:
             raise ValueError(f"The steps of sizes {sizes[0]} and {size} are not the same ops: {difference}.")
 
-    @cache
-    def law(numbers: tuple[int, ...]) -> Law:
-        return law_of(sizes, numbers)
-
-    def laws(of: Callable[[Step], Iterator[int]]) -> tuple[Law, ...]:
-        return tuple(law(numbers) for numbers in zip(*(of(step) for step in ordered), strict=True))
-
+    nbytes = _laws(sizes, ordered, _nbytes)
+    # What ops compute and move is made of the same lengths: other quanta need not be tried.
+    quanta = sorted({1, *(law.quantum for law in nbytes)})
     return Growth(
         sizes=sizes,
         steps=ordered,
-        nbytes=laws(lambda step: (storage.nbytes for storage in step.storages)),
-        flops=laws(lambda step: (op.flops for op in step.ops)),
-        traffic=laws(lambda step: (op.traffic for op in step.ops)),
+        nbytes=nbytes,
+        flops=_laws(sizes, ordered, lambda step: (op.flops for op in step.ops), quanta),
+        traffic=_laws(sizes, ordered, lambda step: (op.traffic for op in step.ops), quanta),
         seconds=_curves(sizes, ordered),
     )
+
+
+def _nbytes(step: Step) -> Iterator[Bytes]:
+    return (storage.nbytes for storage in step.storages)
+
+
+def _laws(
+    sizes: Sequence[int], steps: Sequence[Step], of: Callable[[Step], Iterator[int]], *quanta: Sequence[int]
+) -> tuple[Law, ...]:
+    """A law for each of a step's numbers; each series of numbers is looked at once."""
+
+    @cache
+    def law(numbers: tuple[int, ...]) -> Law:
+        return law_of(sizes, numbers, *quanta)
+
+    return tuple(law(numbers) for numbers in zip(*map(of, steps), strict=True))
 
 
 def alike(steps: Mapping[int, Step]) -> tuple[tuple[int, ...], ...]:
