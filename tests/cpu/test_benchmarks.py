@@ -240,6 +240,15 @@ def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.Monkey
 # What the benchmarks stand on
 
 
+def test_simulated_compares_a_step_on_paper_with_the_real_one() -> None:
+    rows = quick("simulated").rows
+    assert [(row["method"], row["status"]) for row in rows] == [("lru", "ok"), ("delta", "ok")]
+    for row in rows:
+        assert row["moves"] + row["drops"] > 0
+        assert row["simulated_moves"] + row["simulated_drops"] > 0
+        assert max(row["peak"], row["simulated_peak"]) <= row["allowed"]
+
+
 def test_the_largest_op_is_found_with_every_storage_counted_once() -> None:
     a, b = torch.ones(8, 16), torch.ones(16, 4)
     with LargestOp() as largest:

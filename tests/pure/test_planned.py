@@ -47,7 +47,7 @@ def never_relieved(plan: Plan, step: Step) -> Planned:
     return planned
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(steps_with_plans())
 def test_a_verified_plan_needs_no_more_than_it_projects(case: tuple[Step, Plan]) -> None:
     step, plan = timed(case[0]), case[1]
