@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, Final, TypeAlias, final
 
 import numpy
@@ -65,7 +66,7 @@ class Growth:
             return len({law.at(size) for law in rivals(self.sizes, numbers)}) == 1
 
         counted = zip(*map(_nbytes, self.steps), strict=True)
-        return tuple(number for number, numbers in enumerate(counted) if not certain(numbers))
+        return tuple(number for number, numbers in enumerate(counted) if not certain(_simplified(numbers)[0]))
 
     def step_at(self, size: int) -> Step:
         """The step of this size, seconds of ops included where they were measured.
@@ -134,13 +135,25 @@ def _nbytes(step: Step) -> Iterator[Bytes]:
 def _laws(
     sizes: Sequence[int], steps: Sequence[Step], of: Callable[[Step], Iterator[int]], *quanta: Sequence[int]
 ) -> tuple[Law, ...]:
-    """A law for each of a step's numbers; each series of numbers is looked at once."""
+    """A law for each of a step's numbers. Series of numbers that are multiples of each other are looked at once."""
 
     @cache
     def law(numbers: tuple[int, ...]) -> Law:
         return law_of(sizes, numbers, *quanta)
 
-    return tuple(law(numbers) for numbers in zip(*map(of, steps), strict=True))
+    @cache
+    def scaled(numbers: tuple[int, ...]) -> Law:
+        simple, factor = _simplified(numbers)
+        found = law(simple)
+        return replace(found, coefficients=tuple(factor * number for number in found.coefficients))
+
+    return tuple(scaled(numbers) for numbers in zip(*map(of, steps), strict=True))
+
+
+def _simplified(numbers: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The numbers without their greatest common divisor, and that."""
+    factor = gcd(*numbers) or 1
+    return tuple(number // factor for number in numbers), factor
 
 
 def alike(steps: Mapping[int, Step]) -> tuple[tuple[int, ...], ...]:
