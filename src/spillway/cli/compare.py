@@ -186,4 +186,4 @@ def _conclude(comparison: Comparison, *, whole: bool) -> None:
         raise typer.Exit(INTERRUPTED)
     if comparison.failures:
         first, more = comparison.failures[0], len(comparison.failures) - 1
-        raise SpillwayError(f"{first}{f' So were {more} others.' if more else ''}")
+        raise SpillwayError(f"{first}{f' {more} more could not be worked out.' if more else ''}")

@@ -125,11 +125,9 @@ def work_out(setting: Setting, cell: Cell) -> Row | Bound:
     """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
     if cell.method is None:
         return _bound(setting, cell.budget_bytes)
+    method = made(cell.method, setting.plan_seconds)
     try:
-        done = simulate(
-            setting.step, allowed=cell.budget_bytes, device=setting.device,
-            method=made(cell.method, setting.plan_seconds),
-        )  # fmt: skip
+        done = simulate(setting.step, allowed=cell.budget_bytes, device=setting.device, method=method)
     except (BudgetInfeasible, NoPlanFound) as error:
         return Row(method=cell.method, budget_bytes=cell.budget_bytes, status="oom", why=str(error))
     return row_of(cell.method, cell.budget_bytes, done)
