@@ -83,7 +83,7 @@ def manage(
     engine = engine_for(device_of(models), resolve(method), budget, host_budget, spill_directory, spill_io)
     allowed = engine.controller.allowed
     try:
-        writer = RunWriter(run_file, _header(allowed, engine)) if run_file is not None else None
+        writer = RunWriter(run_file, _header(allowed, engine, return_freed)) if run_file is not None else None
         shown = LiveLine(allowed) if live else None
         return Session(models, optimizers, engine, writer, shown, keep_timeline=timeline, return_freed=return_freed)
     except BaseException:
@@ -120,6 +120,7 @@ class Session:
         self._writer = writer
         self._live = live
         self._keep_timeline = keep_timeline
+        self._return_freed = return_freed
         self._fits: dict[tuple[Any, ...], _Fit] = {}
         self._running: _Step | None = None
         self._closed = False
@@ -155,7 +156,7 @@ class Session:
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        write_report(path, _header(self.allowed, self._engine), self.history, timelines)
+        write_report(path, _header(self.allowed, self._engine, self._return_freed), self.history, timelines)
 
     def close(self) -> None:
         """Bring every byte back, give the spill file back to the system. Closing twice is fine."""
@@ -448,7 +449,7 @@ def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
 
 
-def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
+def _header(allowed: Bytes, engine: TensorEngine, return_freed: bool) -> dict[str, Any]:
     return {
         "budget_bytes": None if allowed == UNLIMITED else allowed,
         "method": engine.controller.policy.name,
@@ -458,4 +459,5 @@ def _header(allowed: Bytes, engine: TensorEngine) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(engine.place.device),
         "spill_io": engine.place.spill_io,
+        "return_freed": return_freed,
     }

@@ -26,6 +26,8 @@ COMMAND_LINE = {
         "[--method]",
         "[--steps]",
         "[--spill-directory]",
+        "[--spill-io]",
+        "[--return-freed/--keep-freed]",
         "[--run-file]",
         "[--output]",
         "[--plain-check/--no-plain-check]",

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 
 from spillway import __version__
 from spillway.cli import demo, main
+from spillway.engines.tiers.disk import DiskTier
 from spillway.ir import RunWriter, read_run
 
 WORKLOADS = """
@@ -242,6 +244,19 @@ def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
     assert (document["budget_bytes"], document["bytes_to_disk"], document["recomputed_ops"]) == (None, 0, 0)
     assert document["peak_bytes"] > 2**20
     assert (document["identical"], document["ratio"], document["run_file"]) == (None, None, None)
+
+
+def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> None:
+    plainly = trained(spillway, "--budget", "1MiB", "--run-file", "plainly.jsonl")
+    chosen = trained(
+        spillway, "--budget", "1MiB", "--spill-io", "direct", "--keep-freed", "--spill-directory", ".",
+        "--run-file", "chosen.jsonl",
+    )  # fmt: skip
+    headers = [read_run(path).header for path in ("plainly.jsonl", "chosen.jsonl")]
+    assert [header["return_freed"] for header in headers] == [True, False]
+    with closing(DiskTier(Path(), "direct")) as tier:  # not every file system can
+        assert [header["spill_io"] for header in headers] == ["buffered", tier.io]
+    assert chosen["losses"] == plainly["losses"]
 
 
 def test_the_seed_decides_the_run(spillway: Command) -> None:

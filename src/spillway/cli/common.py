@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -25,6 +25,15 @@ Seed = Annotated[int, typer.Option(min=0, help="Of the model, the data and every
 SpillDirectory = Annotated[
     Path | None,
     typer.Option(help="Where bytes wait that left memory.", show_default="the system's temporary directory"),
+]
+SpillIO = Annotated[
+    Literal["buffered", "direct"], typer.Option(help="Spill through the page cache, or past it where that is possible.")
+]
+ReturnFreed = Annotated[
+    bool,
+    typer.Option(
+        "--return-freed/--keep-freed", help="Return freed memory to the system, or keep it: faster, takes more memory."
+    ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps of every run.")]
 

@@ -16,8 +16,10 @@ from spillway.cli.board import Board
 from spillway.cli.common import (
     Json,
     Method,
+    ReturnFreed,
     Seed,
     SpillDirectory,
+    SpillIO,
     Steps,
     check_writable,
     machine_memory,
@@ -47,6 +49,8 @@ def train(
     method: Method = METHOD,
     steps: Steps = STEPS,
     spill_directory: SpillDirectory = None,
+    spill_io: SpillIO = "buffered",
+    return_freed: ReturnFreed = True,
     run_file: Annotated[Path | None, typer.Option(help="Where to write the figures of every step.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where to write a page about the run.")] = None,
     plain_check: Annotated[bool, typer.Option(help="Train plainly too, first, and compare every bit.")] = False,
@@ -70,6 +74,8 @@ def train(
             method=method,
             budget_bytes=allowed,
             spill_directory=None if spill_directory is None else str(spill_directory),
+            spill_io=spill_io,
+            return_freed=return_freed,
             run_file=str(figures),
             timeline=run_file is not None or output is not None,
         )

@@ -85,6 +85,8 @@ def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None
             budget=request.budget_bytes,
             method=request.method,
             spill_directory=request.spill_directory,
+            spill_io=request.spill_io,
+            return_freed=request.return_freed,
             run_file=request.run_file,
             timeline=request.timeline,
         )

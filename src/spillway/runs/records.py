@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Literal, final
 
 from spillway.ir import StepReport
 from spillway.units import Bytes, Seconds
@@ -27,6 +27,10 @@ class RunRequest:
     """None only keeps account."""
     spill_directory: str | None = None
     """Where the spill file goes; None for the default of `spillway.manage`."""
+    spill_io: Literal["buffered", "direct"] = "buffered"
+    """Through the page cache or past it, as for `spillway.manage`."""
+    return_freed: bool = True
+    """Whether freed memory goes back to the system, as for `spillway.manage`."""
     run_file: str | None = None
     """Where the figures of every step go, if a session keeps them."""
     timeline: bool = False
