@@ -63,8 +63,10 @@ def _masked_tokens(random: torch.Generator, batch: int, length: int, vocabulary:
 
 
 def _tokens(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+    # Without a mask, transformers looks into the positions for one, and does something else on fake tensors.
+    causal = torch.ones((1, 1, length, length), dtype=torch.bool).tril()
     tokens = torch.randint(vocabulary, (batch, length), generator=random)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    return {"input_ids": tokens, "attention_mask": causal, "labels": tokens.clone()}
 
 
 def _pairs(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:

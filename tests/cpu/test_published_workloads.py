@@ -1,0 +1,110 @@
+"""Models of papers, small enough to train here, recorded as they would be at full size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import spillway
+from spillway.cli import app
+from spillway.errors import WorkloadError
+from spillway.ir import Kind, Phase, read_step, write_step
+from spillway.workloads import get
+
+pytest.importorskip("transformers")
+
+SMALL = {
+    "bert-base": {"batch": 1, "length": 12, "layers": 1},
+    "gpt2": {"batch": 1, "length": 10, "layers": 1},
+    "t5": {"batch": 1, "length": 9, "layers": 1},
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", SMALL)
+def test_a_published_model_trains_and_fake_tensors_tell_the_very_same_step(name: str) -> None:
+    real = spillway.record(name, **SMALL[name])
+    fake = spillway.record(name, fake=True, **SMALL[name])
+    assert fake.step.digest() == real.step.digest()
+    assert (real.workload, real.size) == (name, SMALL[name]["length"])
+    kinds = {storage.kind for storage in fake.step.storages}
+    assert {Kind.PARAMETER, Kind.GRADIENT, Kind.OPTIMIZER_STATE, Kind.INPUT, Kind.ACTIVATION} <= kinds
+    assert {op.phase for op in fake.step.ops} == set(Phase)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "gflop"), [("resnet50", 24.3), ("swin", 26.9)])
+def test_a_model_of_pictures_computes_in_a_step_three_times_what_its_paper_says(name: str, gflop: float) -> None:
+    # 4.1 and 4.5 billion multiply-adds a picture, twice that in operations, three times that with the backward.
+    recorded = spillway.record(name, fake=True, batch=2)
+    assert recorded.size == 2
+    assert sum(op.flops for op in recorded.step.ops) / 2e9 == pytest.approx(gflop, rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bert_base_with_its_optimizer_takes_less_than_a_megabyte(tmp_path: Path) -> None:
+    recorded = spillway.record("bert-base", fake=True, batch=8, length=128)
+    write_step(tmp_path / "bert.jsonl.gz", recorded)
+    assert (tmp_path / "bert.jsonl.gz").stat().st_size < 10**6
+    assert read_step(tmp_path / "bert.jsonl.gz") == recorded
+    parameters = sum(s.nbytes for s in recorded.step.storages if s.kind is Kind.PARAMETER)
+    assert parameters == pytest.approx(4 * 109.5e6, rel=0.01)
+    assert {"bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.11.output.dense"} <= {
+        op.module for op in recorded.step.ops if op.phase is Phase.BACKWARD
+    }
+
+
+def test_two_builds_are_the_same_and_a_batch_draws_from_a_stream_of_its_own() -> None:
+    one, two = (get("gpt2", seed=3, **SMALL["gpt2"]) for _ in range(2))
+    assert all(map(torch.equal, one.model.parameters(), two.model.parameters()))
+    before = torch.get_rng_state()
+    assert torch.equal(next(one.batches(1))["input_ids"], next(two.batches(1))["input_ids"])  # type: ignore[call-overload]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("bert-base", {"length": 513, "layers": 1}, "takes up to 512 tokens, not 513"),
+        ("gpt2", {"batch": 0, "layers": 1}, "takes one or more samples in a batch, not 0"),
+        ("resnet50", {"length": 5}, "unexpected keyword argument 'length'"),
+    ],
+)
+def test_sizes_that_a_model_does_not_have_are_refused(name: str, options: dict[str, int], reason: str) -> None:
+    with pytest.raises(WorkloadError, match=reason):
+        get(name, **options)
+
+
+def test_without_transformers_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(WorkloadError, match=r"needs transformers, which is not installed: pip install"):
+        get("bert-base")
+
+
+def test_the_verb_writes_a_file_and_says_what_is_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "step.jsonl.gz"
+    done = CliRunner().invoke(app, ["record", "resnet", "--fake", "--batch", "4", "-o", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    figures, recorded = json.loads(done.stdout), read_step(path)
+    assert figures["plain_peak_bytes"] == recorded.step.plain_peak()
+    assert (figures["ops"], figures["fake"], figures["op_seconds"]) == (len(recorded.step.ops), True, None)
+    assert recorded.facts["options"] == {"batch": 4}
+    told = CliRunner().invoke(app, ["record", "resnet", "--batch", "2", "-o", str(tmp_path / "real.jsonl")])
+    assert told.exit_code == 0, told.output
+    assert "plain peak" in told.stdout
+    assert "ops take" in told.stdout
+    assert all(op.seconds for op in read_step(tmp_path / "real.jsonl").step.ops)
+
+
+def test_an_unwritable_output_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    words = ["-m", "spillway", "record", "resnet", "-o", str(tmp_path / "no" / "step.jsonl")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "there is no directory" in done.stderr
+    assert done.stderr.count("\n") == 1
