@@ -98,7 +98,7 @@ def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Workl
         return repeat(batch, steps)
 
     return Workload(
-        name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-4),),
+        name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True),),
         batches=batches, loss=_loss,
     )  # fmt: skip
 

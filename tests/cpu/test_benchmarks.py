@@ -16,8 +16,10 @@ import torch
 from benchmarks import (
     command,
     exactness,
+    growth,
     heuristics,
     machine,
+    modelled,
     models,
     overlap,
     race,
@@ -31,8 +33,9 @@ from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
+from spillway.costs import DEVICES
 from spillway.errors import WorkloadError
-from spillway.workloads import WORKLOADS, get
+from spillway.workloads import WORKLOADS, Workload, get
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
 
@@ -197,6 +200,38 @@ def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
     assert not by_step["linear 4"]["checkmate"]["coarsened"]
     assert by_step["resnet"]["checkmate"]["coarsened"]
     assert [check.met for check in result.checks] == [True, True, True]
+
+
+def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
+    rows = rows_by(quick("growth"), "model")
+    assert list(rows) == ["BERT", "ResNet"]
+    for row in rows.values():
+        assert row["exact"] == row["storages"] > 100
+        assert (row["peak_bytes"], row["wrong_share"], row["doubtful"]) == (row["foretold_bytes"], 0, 0)
+
+
+def test_growth_says_which_sizes_run_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(size: int, **_: Any) -> Workload:
+        workload = get("deep-narrow", layers=1 + size % 2, width=4, batch=size)
+        return dataclasses.replace(workload, name="odd or even")
+
+    monkeypatch.setattr(growth, "BUILDS", {"odd or even": build})
+    model = growth.Model(name="odd or even", options={}, recorded=(4, 6, 8, 11), unseen=(10, 13), at_most=0)
+    result = growth.run([model], lambda text: None)
+    even, odd = result.rows
+    assert (even["recorded"], even["exact"]) == ("4, 6, 8", even["storages"])
+    assert (odd["recorded"], "exact" in odd) == ("of the same ops: 11", False)
+    assert [check.met for check in result.checks] == [True, False]
+
+
+def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modelled, "measure", lambda directory: DEVICES["a100"])
+    result = quick("modelled")
+    assert [row["workload"] for row in result.rows] == ["deep-narrow", "resnet"]
+    for row in result.rows:
+        assert row["measured"] > 0
+    ratio = sum(row["modelled"] for row in result.rows) / sum(row["measured"] for row in result.rows)
+    assert ratio == pytest.approx(1)
 
 
 # What the benchmarks stand on

@@ -63,14 +63,21 @@ def test_a_law_is_found_and_can_be_read(numbers: Callable[[int], int], text: str
     assert [law.at(size) for size in range(1, 600)] == [numbers(size) for size in range(1, 600)]
 
 
-def test_a_law_needs_a_point_more_than_it_has_unknowns() -> None:
+def test_a_law_needs_a_point_more_than_it_has_terms() -> None:
     numbers = [size**2 + size + 1 for size in SIZES]
     assert law_of(SIZES[:4], numbers[:4]).checked
     three = law_of(SIZES[:3], numbers[:3])
     assert (three.exact, three.checked) == (True, False)
     assert three.at(10) == 111
-    assert law_of(SIZES[:3], [5 * size**2 for size in SIZES[:3]]).checked  # one unknown
-    assert exact_law(SIZES[:4], [size**3 + 1 for size in SIZES[:4]]) is None
+    assert law_of(SIZES[:3], [5 * size**2 for size in SIZES[:3]]).checked  # one term
+    assert exact_law(SIZES[:4], [size**3 + size**2 + size + 1 for size in SIZES[:4]]) is None
+
+
+def test_a_law_of_a_quantum_needs_two_points_more() -> None:
+    sizes = (33, 48, 65, 90)
+    squares = law_of(sizes, [32 * up(size, 2) ** 2 for size in sizes])
+    assert (str(squares), squares.checked) == ("32*ceil(x/2)^2", True)
+    assert exact_law(sizes, [32 * up(size, 2) ** 2 + up(size, 2) + 1 for size in sizes]) is None
 
 
 def test_numbers_without_a_law_get_the_nearest_polynomial_and_say_how_near() -> None:

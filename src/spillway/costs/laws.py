@@ -43,8 +43,8 @@ class Law:
     power: int = 0
     """The polynomial is multiplied by this power of the size."""
     checked: bool = True
-    """Whether it passes all recorded points, and they are more than would have determined it: by one, or by two where
-    a quantum was chosen as well."""
+    """Whether it passes all recorded points, and they are more than it has terms: by one, or by two where a quantum
+    was chosen as well."""
     error: float = 0.0
     """How far it is from the recorded points at worst, relative to them; 0 if it passes them."""
 
@@ -89,7 +89,7 @@ def law_of(sizes: Sequence[int], numbers: Sequence[int]) -> Law:
 def exact_law(sizes: Sequence[int], numbers: Sequence[int]) -> Law | None:
     """The polynomial of the size that passes every point; else one of the smallest quantum for which there is one.
 
-    A polynomial through as many points as it has coefficients proves nothing. Such a one is taken for lack of anything
+    A polynomial through as many points as it has terms proves nothing. Such a one is taken for lack of anything
     better, of the size itself alone, of degree 2 or less, and is not `checked`. None if there is no law.
     """
     checked = next(exact_laws(sizes, numbers), None)
@@ -102,7 +102,7 @@ def exact_law(sizes: Sequence[int], numbers: Sequence[int]) -> Law | None:
 def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Iterable[int] = (1, *QUANTA)) -> Iterator[Law]:
     """Every checked law of these quanta there is."""
     for quantum in quanta:
-        for up, power in _SHAPES if quantum > 1 else _SHAPES[:3]:
+        for up, power in _SHAPES if quantum > 1 else _SHAPES[:1]:
             law = _law(sizes, numbers, Law(coefficients=(), quantum=quantum, up=up, power=power))
             if law is not None:
                 yield law
@@ -115,12 +115,11 @@ def _law(sizes: Sequence[int], numbers: Sequence[int], shape: Law) -> Law | None
     if points is None:
         return None
     coefficients = _polynomial(*points)
-    # One point more than unknowns speaks for a polynomial of the size; but of many quanta one fits by chance.
-    spare = 1 if shape.quantum == 1 else 2
-    if len(coefficients) + shape.power > DEGREE + 1 or len(coefficients) > len(points[0]) - spare:
+    # Terms that are zero were not chosen to be. One point more than terms speaks for a polynomial of the size; but of
+    # many quanta one fits by chance.
+    terms, spare = sum(map(bool, coefficients)), 1 if shape.quantum == 1 else 2
+    if len(coefficients) + shape.power > DEGREE + 1 or terms > len(points[0]) - spare:
         return None
-    if shape.quantum == 1:  # its own power times a polynomial of itself is a polynomial
-        return Law(coefficients=(Fraction(0),) * shape.power + coefficients)
     return replace(shape, coefficients=coefficients)
 
 

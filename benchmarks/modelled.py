@@ -1,0 +1,148 @@
+"""Seconds of steps by the roofline, its shares calibrated on this machine, beside what was measured."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    ratio_columns,
+    second_columns,
+    share_columns,
+    text_columns,
+)
+from spillway.costs import Device, Shares, calibrate, residuals, step_seconds, timed
+from spillway.costs.measured import measure
+from spillway.ir import Step
+from spillway.recording import record
+from spillway.workloads import Workload, get
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    workloads: Sequence[tuple[str, Mapping[str, Any]]]
+    """Names with options."""
+    times: int
+    """Steps whose ops are timed, of each of which the median counts."""
+    at_most: float
+    """Target for the distance between modelled and measured step, as a share."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Record every workload, calibrate on all of them and on all but one."""
+    tell("measuring the machine")
+    device = measure(Path(tempfile.gettempdir()))
+    steps: dict[str, Step] = {}
+    plain: dict[str, float] = {}
+    for name, options in size.workloads:
+        tell(name)
+        workload = get(name, **options)
+        plain[name] = _plain_seconds(workload, size.times)
+        steps[name] = record(workload, timed_steps=size.times - 1).step
+    everything = calibrate(list(steps.values()), device)
+    rows = []
+    for name, step in steps.items():
+        others = calibrate([other for called, other in steps.items() if called != name], device).shares
+        rows.append(_row(name, step, device, plain[name], everything.shares, others))
+    worst = max(abs(row["modelled"] / row["measured"] - 1) for row in rows)
+    return Result(
+        title="Modelled against measured seconds of steps on this CPU",
+        columns=COLUMNS,
+        rows=rows,
+        checks=[Check(what="modelled step, distance from measured at worst", measured=worst, at_most=size.at_most)],
+        notes=(*NOTES, _of_device(device), *_of_kinds(list(steps.values()), device, everything.shares)),
+    )
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *text_columns(workload="workload", ops="ops"),
+    *second_columns(plain="plain step", measured="its ops, measured", modelled="modelled"),
+    *ratio_columns(ratio="modelled / measured"),
+    *share_columns(op_error="ops off by"),
+    *ratio_columns(unseen_ratio="without having seen it"),
+    *share_columns(unseen_op_error="ops off by"),
+    *ratio_columns(usual_ratio="uncalibrated"),
+)
+
+NOTES: Final = (
+    "Modelled: with the shares that were calibrated on all of these steps. Without having seen it: calibrated on the "
+    "other steps alone. Uncalibrated: with the shares for GPUs. Ops off by: the sum of the distances of single ops, as "
+    "a share of the sum of their seconds. A plain step takes longer than its ops: autograd, optimizer and Python.",
+)
+
+
+def _row(name: str, step: Step, device: Device, plain: float, shares: Shares, others: Shares) -> Row:
+    measured = step_seconds(step)
+    modelled = step_seconds(timed(step, device, shares=shares))
+    return {
+        "workload": name,
+        "ops": len(step.ops),
+        "plain": plain,
+        "measured": measured,
+        "modelled": modelled,
+        "ratio": modelled / measured,
+        "op_error": _op_error(step, device, shares),
+        "unseen_ratio": step_seconds(timed(step, device, shares=others)) / measured,
+        "unseen_op_error": _op_error(step, device, others),
+        "usual_ratio": step_seconds(timed(step, device)) / measured,
+    }
+
+
+def _op_error(step: Step, device: Device, shares: Shares) -> float:
+    found = residuals([step], device, shares).values()
+    return math.fsum(kind.apart for kind in found) / math.fsum(kind.measured for kind in found)
+
+
+def _plain_seconds(workload: Workload, times: int) -> float:
+    batch = next(iter(workload.batches(1)))
+    taken = []
+    for _ in range(times + 1):
+        began = time.perf_counter()
+        workload.train_step(batch)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
+
+
+def _of_device(device: Device) -> str:
+    return (
+        f"This machine: {device.flops_per_second / 1e9:.1f} GFLOP/s in a product of matrices, "
+        f"{device.bytes_per_second / 1e9:.1f} GB/s of memory, {device.op_seconds * 1e6:.1f} us for the smallest op."
+    )
+
+
+def _of_kinds(steps: Sequence[Step], device: Device, shares: Shares) -> list[str]:
+    found = sorted(residuals(steps, device, shares).items(), key=lambda pair: -pair[1].measured)
+    kinds = "; ".join(
+        f"{kind}: {residual.ops} ops, {residual.measured * 1e3:.0f} ms, off by {residual.error:.0%}, shares "
+        f"{shares[kind].compute:.2g} and {shares[kind].memory:.2g}, launch {shares[kind].launch:.2g}"
+        for kind, residual in found
+        if residual.measured
+    )
+    return [f"By kind, with shares of compute and memory: {kinds}."]
+
+
+BENCHMARK: Final = Benchmark(
+    name="modelled",
+    run=run,
+    full=Size(workloads=(("deep-narrow", {}), ("resnet", {}), ("stdlib-lm", {})), times=5, at_most=0.15),
+    quick=Size(
+        workloads=(("deep-narrow", {"layers": 4, "width": 16, "batch": 16}), ("resnet", {"width": 4, "batch": 2})),
+        times=1,
+        at_most=1e9,
+    ),
+)
