@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -30,6 +31,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "stdlib-lm": {"width": 32, "layers": 2, "heads": 2, "longest": 64},
 }
 STEPS = 2
+MOST_DROPS = 10
+"""To verify a plan takes a while."""
 
 
 def workload(name: str) -> Workload:
@@ -60,8 +63,8 @@ def real(
 
 
 def decisions(timeline: Timeline) -> list[tuple[int, str, int, Bytes]]:
-    """All that came and went, but for births and deaths. A storage of the step is told by its place among those that the
-    step creates, one from before by 0; both by their size."""
+    """All that came and went, but for births and deaths. A storage of the step is told by its place among those that
+    the step creates, one from before by 0; both by their size."""
     created = [event.storage for event in timeline.events if event.change is Change.CREATE]
     first, nbytes = min(created), {line.storage: line.nbytes for line in timeline.storages}
     return [
@@ -90,29 +93,29 @@ def test_every_decision_and_the_peak_are_those_of_the_tensor_engine(recorded: Re
     assert any(decisions(timeline) for timeline in timelines)
 
 
-def random_plan(step: Step, seed: int) -> Plan:
-    """Half of all values of a page or more are gone for as long as nothing uses them: recomputed by the op that made
-    them where that verifies, else moved. The plan projects what it needs."""
-    draw, gaps = random.Random(seed), list[Gap]()
+@cache
+def random_plan(name: str, seed: int) -> tuple[Step, Plan]:
+    """A recording of the workload, and a plan by which half of all values of a page or more are gone for as long as
+    nothing uses them: a few are recomputed by the op that made them where that verifies, the others moved. The plan
+    projects what it needs."""
+    step = record(workload(name)).step
+    draw, gaps, drops = random.Random(seed), list[Gap](), 0
     creator = {value: op for op in step.ops for value in op.creates}
     for value, start, end in idle_intervals(step):
         info = step.storages[step.values[value].storage]
         if info.nbytes < SMALLEST_MOVABLE or draw.random() < 0.5:
             continue
-        moved, made = Gap(value=value, start=start, end=end, home=Host()), creator.get(value)
-        if made is not None:
-            home = Recompute(ops=(made.number,), temporaries=temporaries_of(step, made))
-            dropped = replace(moved, home=home)
-            if draw.random() < 0.5 and verdict(plan_of(step, [*gaps, dropped]), step) is None:
-                gaps.append(dropped)
-                continue
-        if verdict(plan_of(step, [*gaps, moved]), step) is None:
-            gaps.append(moved)
+        gaps.append(Gap(value=value, start=start, end=end, home=Host()))
+        made = creator.get(value)
+        if made is not None and drops < MOST_DROPS and value in step.ops[min(end, len(step.ops) - 1)].reads:
+            dropped = replace(gaps[-1], home=Recompute(ops=(made.number,), temporaries=temporaries_of(step, made)))
+            if verdict(plan_of(step, [*gaps[:-1], dropped]), step) is None:
+                drops, gaps[-1] = drops + 1, dropped
     machine = Machine(step=step, plan=plan_of(step, gaps))
     machine.run()
     plan = replace(plan_of(step, gaps), projected=machine.peak, allowed=machine.peak)
     verify(plan, step, machine.peak)
-    return plan
+    return step, plan
 
 
 def temporaries_of(step: Step, op: Op) -> Bytes:
@@ -121,16 +124,17 @@ def temporaries_of(step: Step, op: Op) -> Bytes:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_plan_is_followed_on_real_tensors_as_on_paper(recorded: Recorded, seed: int) -> None:
-    step = recorded.step
-    plan = random_plan(step, seed)
+    step, plan = random_plan(recorded.workload, seed)
     followed = Planned(plan, step, ahead=0)
-    reports, timelines, managed = real(recorded.workload, plan.projected, followed)
+    # The engine expects more of some ops than they create, until it has seen them; on paper sizes are known.
+    allowed = int(plan.projected * 1.05)
+    reports, timelines, managed = real(recorded.workload, allowed, followed)
     assert followed.diverged is None
     assert sum(report.drops for report in reports) > 0
     assert sum(report.moves for report in reports) > 0
     assert max(report.peak_bytes for report in reports) <= plan.projected < step.plain_peak()
     for number, timeline in enumerate(timelines):
-        ran = simulated(step, plan.projected, Planned(plan, step, ahead=0), number + 1)
+        ran = simulated(step, allowed, Planned(plan, step, ahead=0), number + 1)
         assert decisions(ran.timeline) == decisions(timeline)
         assert ran.peak_bytes == reports[number].peak_bytes
     _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())
@@ -138,8 +142,7 @@ def test_a_plan_is_followed_on_real_tensors_as_on_paper(recorded: Recorded, seed
 
 
 def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recorded: Recorded) -> None:
-    step = recorded.step
-    plan = random_plan(step, 3)
+    step, plan = random_plan(recorded.workload, 1)
     reports, _, managed = real(recorded.workload, plan.projected, Planned(plan, step, ahead=4))
     assert max(report.peak_bytes for report in reports) <= plan.projected
     _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())
@@ -148,10 +151,11 @@ def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recor
 
 def test_a_plan_for_another_size_is_left_and_the_step_is_finished(recorded: Recorded) -> None:
     """The same workload on other batches: the step is not the one that the plan is for."""
-    plan, made = random_plan(recorded.step, 4), workload(recorded.workload)
+    step, plan = random_plan(recorded.workload, 1)
+    made = workload(recorded.workload)
     first, *others = made.batches(3)
     made.train_step(first)
-    followed = Planned(plan, recorded.step)
+    followed = Planned(plan, step)
     other = [tensor[:-1] if isinstance(tensor, torch.Tensor) else tensor for tensor in _tensors(others[0])]
     if isinstance(others[0], dict):
         other = dict(zip(others[0], other, strict=True))  # type: ignore[assignment]

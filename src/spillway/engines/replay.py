@@ -32,8 +32,8 @@ class Ancestry:
 
 
 def ancestry(value: Value, cap: int, ops: frozenset[int] | None = None) -> Ancestry | None:
-    """The recipes between `value` and the nearest living values; what the recipes numbered `ops` make is looked behind
-    even if it lives.
+    """The recipes between `value` and the nearest living values. With `ops` no other recipes than those of these
+    numbers, and all of them, even behind values that live.
 
     None if more than `cap` ops would have to run, or if the way ends in a value that is gone for good or in an op
     that is never replayed.
@@ -50,7 +50,7 @@ def ancestry(value: Value, cap: int, ops: frozenset[int] | None = None) -> Ances
             if read.absent != GONE and (ops is None or recipe is None or recipe.number not in ops):
                 leaves[read] = None
                 continue
-            if recipe is None or recipe.exactness == NEVER:
+            if recipe is None or recipe.exactness == NEVER or (ops is not None and recipe.number not in ops):
                 return None
             if recipe.number not in recipes:
                 if len(recipes) >= cap:

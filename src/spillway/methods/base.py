@@ -32,6 +32,10 @@ class Candidate(Protocol):
     def touched(self) -> int:
         """The op that used it last; `view.clock - touched` is its staleness in ops."""
 
+    @property
+    def kind(self) -> str | None:
+        """What it is for, one of `ir.Kind`; None if nobody said so. Between steps it is known of what has a name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Drop:

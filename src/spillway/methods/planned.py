@@ -7,7 +7,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
  2. What comes back from the slower tier is fetched so early that it should be there, but not so early that the bytes on
     their way would raise the step above the plan's projected peak: what is on its way counts.
  3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops.
- 4. A recipe that the controller refuses becomes a move: the same bytes leave.
+ 4. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
+    without coming back, whose recipe nobody has verified: the same bytes leave.
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
 step but the stalest storage, when room is short.
@@ -23,7 +24,7 @@ from itertools import accumulate
 from typing import final
 
 from spillway.errors import UsageError
-from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId
+from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Restore
 from spillway.units import Bytes, Seconds
 
@@ -36,6 +37,7 @@ class _Sized:
     nbytes: Bytes
     number: int = -1
     touched: int = 0
+    kind: str | None = None
 
 
 @final
@@ -68,7 +70,7 @@ class Planned(AbstractPolicy):
         """The op of the last step at which it was seen to be another than the recorded one; None if it was not."""
         self._gaps = _Gaps(plan, step)
         self._created = _created(step)
-        self._sources = [(info.id, info.nbytes) for info in step.storages if info.present_at_start]
+        self._sources = [info for info in step.storages if info.present_at_start]
         self._ops = len(step.ops)
         self._storages: dict[StorageId, Candidate] = {}
         self._copies: dict[int, list[Gap]] = {}
@@ -83,7 +85,7 @@ class Planned(AbstractPolicy):
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Find the storages that the step begins with; let go what is gone from the beginning, fetch what is not."""
         self._schedule(view)
-        self._storages = _matched_by_size(self._sources, present)
+        self._storages = _matched_by_kind(self._sources, present)
         self.diverged = None if len(self._storages) == len(self._sources) else 0
         if self.diverged is not None:
             return
@@ -128,7 +130,7 @@ class Planned(AbstractPolicy):
             storage = self._storage(gap)
             if storage is None:
                 continue
-            if isinstance(gap.home, Recompute) and gap not in self._gaps.overwritten:
+            if isinstance(gap.home, Recompute) and gap in self._gaps.coming_back:
                 granted = yield Drop(storage, frozenset(gap.home.ops))
                 if granted:
                     continue
@@ -180,14 +182,13 @@ def _matched(expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candid
     return matched
 
 
-def _matched_by_size(
-    expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candidate]
-) -> dict[StorageId, Candidate]:
-    """Those that were expected among those that were found; the order tells apart what has the same size."""
-    of_size: dict[Bytes, list[Candidate]] = defaultdict(list)
+def _matched_by_kind(expected: Iterable[StorageInfo], found: Sequence[Candidate]) -> dict[StorageId, Candidate]:
+    """Those that were expected among those that were found: of one kind and size, in their order."""
+    alike: dict[tuple[str | None, Bytes], list[Candidate]] = defaultdict(list)
     for storage in reversed(found):
-        of_size[storage.nbytes].append(storage)
-    return {number: of_size[nbytes].pop() for number, nbytes in expected if of_size[nbytes]}
+        alike[storage.kind, storage.nbytes].append(storage)
+    places = ((info.id, alike[info.kind.value, info.nbytes]) for info in expected)
+    return {number: storages.pop() for number, storages in places if storages}
 
 
 # ---------------------------------------------------------------------- the plan's gaps, and its bytes
@@ -204,15 +205,14 @@ class _Gaps:
         readers = {(value, op.number) for op in step.ops for value in op.reads}
         self.starting: dict[int, list[Gap]] = defaultdict(list)
         self.ending: dict[int, list[Gap]] = defaultdict(list)
-        self.overwritten: set[Gap] = set()
-        """Gaps that end because an op writes over the value without reading it."""
+        self.coming_back: set[Gap] = set()
+        """Gaps at whose end the value is there again. Nobody has looked whether the others could be recomputed."""
         written = self._written()
         for gap in plan.gaps:
             self.starting[gap.start].append(gap)
             if (gap.value, gap.end) in readers or self._comes_back(gap, written.get(gap.value)):
                 self.ending[gap.end].append(gap)
-            elif written.get(gap.value) == gap.end:
-                self.overwritten.add(gap)
+                self.coming_back.add(gap)
         for gaps in self.ending.values():  # moved values first, then every recomputed one after what it may need
             gaps.sort(key=lambda gap: self._creator.get(gap.value, -1) if isinstance(gap.home, Recompute) else -2)
 
@@ -281,7 +281,7 @@ class _Gaps:
             before.add(0 if info.present_at_start else info.alive_from + 1, self._dies(info.id), info.nbytes)
         held: dict[StorageId, list[tuple[int, int]]] = defaultdict(list)
         temporaries = [0] * (ops + 2)
-        back = {gap for gaps in self.ending.values() for gap in gaps}
+        back = self.coming_back
         for gap in (gap for gaps in self.starting.values() for gap in gaps):
             nbytes = storages[self.storage_of(gap)].nbytes
             during.add(gap.start, gap.end, -nbytes)
