@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import (
     command,
+    dtr_reference,
     exactness,
     growth,
     heuristics,
@@ -34,8 +35,10 @@ from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
 from spillway.costs import DEVICES
+from spillway.engines.dtr_runtime import Outcome
 from spillway.errors import WorkloadError
 from spillway.workloads import WORKLOADS, Workload, get
+from tests.shared import shared
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
 
@@ -339,6 +342,42 @@ def test_the_machine_is_described_without_its_name() -> None:
 def test_a_figure_that_is_not_there_shows_as_nothing() -> None:
     column = Column(key="figure", head="figure", show="{:.1f}".format)
     assert [column.cell(row) for row in ({"figure": 0.0}, {"figure": None}, {})] == ["0.0", "", ""]
+
+
+def test_dtr_reference_is_the_same_run_for_run_and_stays_in_its_budgets_under_the_controller() -> None:
+    shared("data/dtr/logs.zip")
+    result = quick("dtr_reference")
+    assert [row["heuristic"] for row in result.rows] == ["dtr-eqclass", "dtr-local", "msps", "lru", "largest", "dtr"]
+    assert sum(row["runs"] for row in result.rows) == 43
+    assert all(row["runs"] == row["same_status"] == row["near"] == row["identical"] for row in result.rows)
+    assert all(check.met for check in result.checks)
+    for row in result.rows:
+        assert (row["at_0.5"] == "thrash/-") == (row["heuristic"] == "lru")
+        assert row.get("peak_bytes_0.5", 0) <= 8415764640 // 2
+
+
+def test_dtr_reference_counts_what_is_not_as_the_reference_has_it() -> None:
+    told = dtr_reference.Reference("m", "dtr", 0.5, 100, "ok", 1.2, 20, 90, 7)
+    ours = Outcome(status="ok", nanoseconds=120, recomputed_nanoseconds=20, overhead=1.2, peak=90, evictions=1, looks=7)
+    runs = [dtr_reference.Ran(told, outcome, 0.5) for outcome in (
+        ours, dataclasses.replace(ours, peak=91), dataclasses.replace(ours, overhead=1.23),
+        dataclasses.replace(ours, status="oom", overhead=0.6),
+    )]  # fmt: skip
+    row = dtr_reference._row(runs)
+    assert [row[key] for key in ("runs", "same_status", "near", "identical")] == [4, 3, 2, 2]
+    assert row["worst"] == pytest.approx(0.5)
+    assert [check.measured for check in dtr_reference._checks(runs)] == [0.25, 0.5]
+
+
+def test_a_benchmark_without_its_data_is_skipped_with_the_reason_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = command.load("dtr_reference")
+    without = dataclasses.replace(benchmark, full=dataclasses.replace(benchmark.full, data=tmp_path))
+    monkeypatch.setattr(command, "load", lambda name: without)
+    assert command.run(["dtr_reference", "--results", str(tmp_path / "results")]) == 0
+    assert f"dtr_reference: skipped: there is no {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("name", command.ON_A_GPU)
