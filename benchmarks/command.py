@@ -17,6 +17,7 @@ from benchmarks.record import Benchmark, Skipped
 NAMES = (
     "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
     "random_programs", "dtr_reference", "optimal", "modelled", "growth",
+    "compare",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

@@ -17,10 +17,10 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("methods",),
     ("engines",),  # the controller and what it is made of: the engines' torch-free part
     ("engines.simulated",),
-    ("planning",),  # a step, a budget and a planner make a plan
     ("engines.tiers",),
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
+    ("planning",),  # a step, a budget and a planner make a plan
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
     ("comparing",),

@@ -88,8 +88,8 @@ def graph_of(step: Step, most_nodes: int, *, backward_again: bool = True) -> Gra
     """The step as at most `most_nodes` nodes, or as few as phases and writes in place allow.
 
     Ops that write to one activation are in one node with all ops between them. Of the rest, neighbours within forward,
-    backward or optimizer are merged, those first that take least time together. Without `backward_again` only nodes
-    of the forward run again.
+    backward or optimizer are merged: updates first, then those that take least time together. Without `backward_again`
+    only nodes of the forward run again.
     """
     lives = lives_of(step)
     ends = _merged(step, _units(step, lives, most_nodes), most_nodes)
@@ -125,17 +125,21 @@ def _merged(step: Step, ends: list[int], most_nodes: int) -> list[int]:
     after = dict(zip(starts, ends, strict=True))
     before = {end: start for start, end in after.items()}
 
+    def cost(start: int, end: int) -> float:
+        # Updates leave nothing to choose: they are one node before anything else is merged.
+        return 0.0 if step.ops[start].phase is Phase.OPTIMIZER else seconds[start] + seconds[end]
+
     def pair(start: int) -> tuple[float, int, int] | None:
         end = after.get(start, NO_STORAGE)
         if end not in after or step.ops[end].phase is not step.ops[start].phase:
             return None
-        return seconds[start] + seconds[end], start, end
+        return cost(start, end), start, end
 
     heap = [found for start in starts if (found := pair(start))]
     heapq.heapify(heap)
     while heap and len(after) > most_nodes:
         both, start, middle = heapq.heappop(heap)
-        if after.get(start) != middle or middle not in after or seconds[start] + seconds[middle] != both:
+        if after.get(start) != middle or middle not in after or cost(start, middle) != both:
             continue
         after[start] = end = after.pop(middle)
         before[end] = start
