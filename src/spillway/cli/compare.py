@@ -151,7 +151,7 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     table.add_column("method")
     for budget in comparison.budgets:
         share = 100 * budget / (subject.plain_peak or 1)
-        table.add_column(f"{share:.0f} %\n{format_bytes(budget)}", justify="right")
+        table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
     cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
     for method in comparison.methods:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
