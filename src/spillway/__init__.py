@@ -17,17 +17,29 @@ from spillway.ir.step_report import StepReport
 if TYPE_CHECKING:
     from spillway.planning import plan
     from spillway.session import Session, manage
+    from spillway.simulation import simulate
     from spillway.workloads.recorded import record
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "plan", "record"]
+__all__ = [
+    "BudgetInfeasible",
+    "Session",
+    "SpillwayError",
+    "StepReport",
+    "__version__",
+    "manage",
+    "plan",
+    "record",
+    "simulate",
+]
 
 _LATE = {
     "Session": "spillway.session",
     "manage": "spillway.session",
     "plan": "spillway.planning",
     "record": "spillway.workloads.recorded",
+    "simulate": "spillway.simulation",
 }
 """Where the names are that need torch, or take time to load."""
 

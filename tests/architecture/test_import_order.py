@@ -21,6 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
     ("planning",),  # a step, a budget and a planner make a plan
+    ("simulation",),
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
     ("comparing",),

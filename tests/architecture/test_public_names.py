@@ -16,6 +16,7 @@ PUBLIC_NAMES = {
     "manage",
     "plan",
     "record",
+    "simulate",
 }
 
 

@@ -30,6 +30,9 @@ Tier = Literal["host", "disk"]
 
 TIERS: Final[tuple[Tier, ...]] = ("host", "disk")
 
+ROUNDING: Final = 1e-9
+"""Share by which a sum of seconds may be off."""
+
 
 class Thrashing(Exception):
     """More was recomputed than is worth going on for."""
@@ -202,7 +205,7 @@ class PaperMachine:
             sheet.reachable = False
         self.work(recipe.seconds)
         self._recomputing += recipe.seconds
-        if self._recomputing > self.most_recomputing:
+        if self._recomputing > self.most_recomputing * (1 + ROUNDING):
             spent = format_seconds(self._recomputing)
             raise Thrashing(f"{spent} went into recomputing, and {format_seconds(self.most_recomputing)} may")
         return sheets

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 from spillway.costs.device import Device
+from spillway.costs.roofline import step_seconds
 from spillway.engines.allocators import allocator_named
 from spillway.engines.chronicle import Chronicle, Ran
 from spillway.engines.controller import CHAIN_CAP, UNLIMITED, Controller
@@ -86,6 +87,14 @@ class Simulation:
     """Time that compute waited for copies."""
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
+    dropped_bytes: Bytes
+    """Bytes dropped, to be recomputed."""
+    bytes_out_beside: Bytes
+    """Of the bytes out, those whose copy began while ops ran."""
+    bytes_in_beside: Bytes
+    """Of the bytes in, those whose copy began while ops ran."""
+    end_bytes: Bytes
+    """Bytes resident when the step ended."""
     drops: int
     """Storages dropped."""
     moves: int
@@ -124,7 +133,7 @@ def simulate(
         UsageError: An op has no seconds, or an argument makes no sense.
         BudgetInfeasible: A planner has no plan for so little.
     """
-    plain = plain_seconds(step)
+    plain = step_seconds(step)
     policy = _policy(method, step, allowed, device)
     if steps < 1 or not thrash > 0:
         raise UsageError(f"A simulation takes 1 step or more and a `thrash` above 0; got {steps} and {thrash}.")
@@ -150,16 +159,6 @@ def _policy(
         plan = method.plan(Problem(step=step, allowed=allowed, device=device))
         return Planned(plan, step) if method.copies_beside else Planned(plan, step, ahead=0)
     return Planned(method, step) if isinstance(method, Plan) else method
-
-
-def plain_seconds(step: Step) -> Seconds:
-    """Seconds of a step's ops. Raises UsageError if one has none."""
-    for op in step.ops:
-        if op.seconds is None:
-            raise UsageError(
-                f"{op.label} has no seconds: record the step on real tensors, or time it with spillway.costs.roofline."
-            )
-    return sum(op.seconds or 0.0 for op in step.ops)
 
 
 @final
@@ -294,7 +293,9 @@ class _Run:
             peak_bytes=controller.peak, reserved_bytes=self._machine.allocator.peak_reserved,
             bytes_out=counters.bytes_out, bytes_in=counters.bytes_in, recomputed_ops=counters.recomputed_ops,
             recomputed_seconds=counters.recomputed_seconds, stall_seconds=counters.stall_seconds,
-            hidden_seconds=hidden, drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
+            hidden_seconds=hidden, dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
+            bytes_in_beside=counters.early_in, end_bytes=controller.resident,
+            drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
         )  # fmt: skip
 
     # ------------------------------------------------------------------ around an op

@@ -1,0 +1,95 @@
+"""`spillway simulate`: what a method would do to a recorded step on a device that is not here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from spillway.cli.common import Json, check_writable, print_json
+from spillway.engines.allocators import ALLOCATORS
+from spillway.engines.paper_machine import TIERS, Tier
+from spillway.engines.simulated import Simulation
+from spillway.errors import SpillwayError, UsageError
+from spillway.ir import RunWriter
+from spillway.ir.loading import load_step
+from spillway.simulation import report_of
+from spillway.simulation import simulate as simulate_recorded
+from spillway.units import format_bytes, format_seconds
+
+
+def simulate(
+    *,
+    step: Annotated[str, typer.Argument(help="A recorded step, an operator log of DTR, or logs.zip:NAME.")],
+    budget: Annotated[str, typer.Option(help='Bytes, "6GiB", or "50%" of the plain peak.')],
+    method: Annotated[str, typer.Option(help="How to decide what leaves memory.")] = "delta",
+    device: Annotated[
+        str, typer.Option(help="Whose speed: a preset, here for this machine, or a device's .json file.")
+    ] = "a100",
+    allocator: Annotated[str, typer.Option(help=f"What device memory comes from: {', '.join(ALLOCATORS)}.")] = "exact",
+    limit: Annotated[str | None, typer.Option(help="Device memory.", show_default="no end of it")] = None,
+    tier: Annotated[str, typer.Option(help="Where moved bytes wait: host or disk.")] = "host",
+    measured: Annotated[bool, typer.Option("--measured", help="Take the seconds that were recorded.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Repetitions; the last is reported.")] = 2,
+    run_file: Annotated[
+        Path | None, typer.Option("--run-file", "-o", help="Write a run file, for spillway report.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run a recorded step on paper: seconds, peak, copies and recomputing of a method under a budget."""
+    check_writable(run_file)
+    try:
+        recorded = load_step(step)
+    except OSError as error:
+        raise SpillwayError(f"{step} cannot be read: {error.strerror or error}.") from error
+    ran = simulate_recorded(
+        recorded, budget, method, device, allocator=allocator, limit=limit, tier=_tier(tier), measured=measured,
+        steps=steps,
+    )  # fmt: skip
+    if run_file is not None:
+        told = {"method": method, "device": device, "allocator": allocator, "tier": tier, "step": step}
+        _write(run_file, ran, {"workload": recorded.workload, "simulated": told})
+    if json:
+        print_json({"method": method, "device": device, **_figures(ran)})
+    else:
+        _print(ran, f"{recorded.workload} under {method} on {device}")
+        if run_file is not None:
+            print(f"run file: {run_file}")
+
+
+def _tier(name: str) -> Tier:
+    for tier in TIERS:
+        if tier == name:
+            return tier
+    raise UsageError(f"There is no tier {name!r}; choose one of {', '.join(TIERS)}.")
+
+
+def _write(path: Path, ran: Simulation, header: dict[str, Any]) -> None:
+    try:
+        with RunWriter(path, {"budget": ran.timeline.allowed, "status": ran.status, **header}) as writer:
+            writer.append({"step": report_of(ran).to_json()})
+            writer.append({"timeline": ran.timeline.to_json()})
+    except OSError as error:
+        raise SpillwayError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def _figures(ran: Simulation) -> dict[str, Any]:
+    return {
+        "budget_bytes": ran.timeline.allowed, "status": ran.status, "why": ran.why, "overhead": ran.overhead,
+        "seconds": ran.seconds, "plain_seconds": ran.plain_seconds, "peak_bytes": ran.peak_bytes,
+        "reserved_bytes": ran.reserved_bytes, "bytes_out": ran.bytes_out, "bytes_in": ran.bytes_in,
+        "recomputed_ops": ran.recomputed_ops, "recomputed_seconds": ran.recomputed_seconds,
+        "stall_seconds": ran.stall_seconds, "hidden_seconds": ran.hidden_seconds, "drops": ran.drops,
+        "moves": ran.moves, "refusals": ran.refusals,
+    }  # fmt: skip
+
+
+def _print(ran: Simulation, title: str) -> None:
+    print(f"{title}: {ran.status}{f'. {ran.why}' if ran.why else ''}")
+    print(f"  takes       {format_seconds(ran.seconds)}, {ran.overhead:.3f} times the plain step")
+    print(f"  peak        {format_bytes(ran.peak_bytes)} of {format_bytes(ran.timeline.allowed)} allowed")
+    print(f"  reserved    {format_bytes(ran.reserved_bytes)}")
+    print(f"  copies      {format_bytes(ran.bytes_out)} out, {format_bytes(ran.bytes_in)} in; ", end="")
+    print(f"ops waited {format_seconds(ran.stall_seconds)}")
+    print(f"  recomputed  {ran.recomputed_ops} ops in {format_seconds(ran.recomputed_seconds)}")

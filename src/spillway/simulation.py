@@ -1,0 +1,107 @@
+"""`spillway.simulate`: a recorded step, a budget, a method and a device, by name or as they are."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from spillway.costs.device import Device
+from spillway.costs.finding import device_of
+from spillway.costs.roofline import timed
+from spillway.engines.paper_machine import Tier
+from spillway.engines.simulated import Simulation
+from spillway.engines.simulated import simulate as simulate_step
+from spillway.errors import UnknownMethodError, UsageError
+from spillway.ir import Plan, Recorded, Step, StepReport
+from spillway.ir.loading import load_step
+from spillway.methods import METHODS
+from spillway.methods.base import AbstractPlanner, AbstractPolicy
+from spillway.units import Bytes, parse_budget, parse_bytes
+
+Method = str | AbstractPolicy | AbstractPlanner | Plan
+
+
+def simulate(
+    step: Step | Recorded | str | PathLike[str],
+    budget: int | str,
+    method: Method = "delta",
+    device: str | Device = "a100",
+    *,
+    allocator: str = "exact",
+    limit: int | str | None = None,
+    tier: Tier = "host",
+    measured: bool = False,
+    steps: int = 2,
+) -> Simulation:
+    """What a method would do to a recorded step, under a budget, on a device: without the device.
+
+    Arguments:
+        step: As recorded, or the path of a file: of a recorded step, an operator log of DTR, or `logs.zip:NAME`.
+        budget: Bytes, "6GiB", or "50%" of the plain peak.
+        method: A name, a policy, a planner, or a plan for this step.
+        device: One of `costs.DEVICES`, "here" for this machine, a file that `costs.write_device` wrote, or a device.
+        allocator: The model that `reserved_bytes` is read from: "exact", "caching" as PyTorch's, or "chunks".
+        limit: Device memory; by default the device has no end, and the budget alone limits.
+        tier: Where moved bytes wait, "host" or "disk".
+        measured: Take the seconds that were recorded; else the ops are modelled for the device. What has no counts of
+            operations and traffic, as logs of DTR, keeps its seconds in any case.
+        steps: Repetitions; the figures are of the last. The first knows nothing of a step before.
+
+    Raises:
+        UsageError: An argument makes no sense.
+        FileFormatError: The file is foreign or damaged.
+        BudgetInfeasible: A planner has no plan for so little.
+    """
+    found, on = step_of(step), device_of(device)
+    return simulate_step(
+        with_seconds(found, on, measured=measured), allowed=allowed_of(budget, found), method=method_of(method),
+        device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
+    )  # fmt: skip
+
+
+def step_of(step: Step | Recorded | str | PathLike[str]) -> Step:
+    """The step itself, read if need be."""
+    if isinstance(step, Step):
+        return step
+    return step.step if isinstance(step, Recorded) else load_step(step).step
+
+
+def method_of(method: Method) -> AbstractPolicy | AbstractPlanner | Plan:
+    """The method itself. Raises UnknownMethodError for an unknown name."""
+    if not isinstance(method, str):
+        return method
+    if method not in METHODS:
+        raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")
+    return METHODS[method]()
+
+
+def allowed_of(budget: int | str, step: Step) -> Bytes:
+    """Bytes of a budget that may be a share of the plain peak, and may be more than that. Raises BudgetError."""
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        return parse_budget(budget, step.plain_peak())
+    return parse_bytes(budget)
+
+
+def with_seconds(step: Step, device: Device, *, measured: bool) -> Step:
+    """The step with seconds on every op: those that were recorded, or the device's by the roofline."""
+    recorded = all(op.seconds is not None for op in step.ops)
+    counted = any(op.flops or op.traffic for op in step.ops)
+    if measured and not recorded:
+        raise UsageError("The step was recorded on tensors without content, so nothing was measured.")
+    return step if recorded and (measured or not counted) else timed(step, device)
+
+
+def report_of(ran: Simulation) -> StepReport:
+    """The figures as run files have them; what only a real run has is 0."""
+    timeline = ran.timeline
+    at_start = sum(line.nbytes for line in timeline.storages if line.present_at_start)
+    changes: dict[str, Any] = {"escaped": 0, "unmanaged": 0, "logged": {}, "peak_rss_bytes": 0, "working_bytes": 0}
+    return StepReport(
+        step=timeline.step, signature="simulated", managed=True, allowed=timeline.allowed, start_bytes=at_start,
+        peak_bytes=ran.peak_bytes, end_bytes=ran.end_bytes, seconds=ran.seconds, stall_seconds=ran.stall_seconds,
+        recomputed_ops=ran.recomputed_ops, recomputed_seconds=ran.recomputed_seconds, ops=timeline.ops,
+        bytes_out=ran.bytes_out, bytes_in=ran.bytes_in, dropped_bytes=ran.dropped_bytes, drops=ran.drops,
+        moves=ran.moves, refusals=ran.refusals, transfer_seconds=timeline.transfers().seconds,
+        hidden_seconds=ran.hidden_seconds, bytes_out_beside=ran.bytes_out_beside, bytes_in_beside=ran.bytes_in_beside,
+        device_peak_bytes=ran.reserved_bytes, **changes,
+    )  # fmt: skip
