@@ -60,12 +60,19 @@ def test_bert_base_with_its_optimizer_takes_less_than_a_megabyte(tmp_path: Path)
     }
 
 
-def test_two_builds_are_the_same_and_a_batch_draws_from_a_stream_of_its_own() -> None:
-    one, two = (get("gpt2", seed=3, **SMALL["gpt2"]) for _ in range(2))
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_seed_gives_the_same_model_and_batches_which_draw_from_a_stream_of_their_own(name: str) -> None:
+    one, two, other = (get(name, seed=seed, **SMALL[name]) for seed in (3, 3, 4))
+    assert one.name == name
     assert all(map(torch.equal, one.model.parameters(), two.model.parameters()))
     before = torch.get_rng_state()
-    assert torch.equal(next(one.batches(1))["input_ids"], next(two.batches(1))["input_ids"])  # type: ignore[call-overload]
+    batches = [[dict(batch) for batch in workload.batches(2)] for workload in (one, two, other, one)]  # type: ignore[call-overload]
     assert torch.equal(before, torch.get_rng_state())
+    tokens = [[batch["input_ids"] for batch in of_workload] for of_workload in batches]
+    assert torch.equal(torch.stack(tokens[0]), torch.stack(tokens[1]))
+    assert torch.equal(torch.stack(tokens[0]), torch.stack(tokens[3]))
+    assert not torch.equal(tokens[0][0], tokens[0][1])
+    assert not torch.equal(tokens[0][0], tokens[2][0])
 
 
 @pytest.mark.parametrize(

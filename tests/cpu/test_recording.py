@@ -311,3 +311,24 @@ def test_the_recorded_step_verifies_with_an_empty_plan_within_its_peak() -> None
 def test_two_recordings_are_the_same() -> None:
     one, two = (record(SMALL["stdlib-lm"], fake=True) for _ in range(2))
     assert one == two
+
+
+def test_ops_on_lists_count_the_versions_of_what_they_write_as_plain_ones_do() -> None:
+    def versions(recorded: bool) -> list[int]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+        def step() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if recorded:
+            record_step(step, models=model, optimizers=optimizer)
+        else:
+            step()
+            step()
+        return [parameter._version for parameter in model.parameters()]
+
+    assert versions(recorded=True) == versions(recorded=False)
