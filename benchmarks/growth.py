@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, final
 
 from benchmarks.growth_models import BUILDS
@@ -81,19 +81,23 @@ def _rows(model: Model, tell: Tell) -> list[Row]:
     for size in (*model.recorded, *model.unseen):
         tell(f"{model.name} at {size}")
         steps[size] = record(partial(BUILDS[model.name], size, **model.options), fake=True).step
-    return [_row(model, steps, size) for size in model.unseen]
+
+    @cache
+    def grown(*sizes: int) -> Growth:
+        return fit_growth({at: steps[at] for at in sizes})
+
+    return [_row(model, steps, size, grown) for size in model.unseen]
 
 
-def _row(model: Model, steps: Mapping[int, Step], size: int) -> Row:
+def _row(model: Model, steps: Mapping[int, Step], size: int, grown: Callable[..., Growth]) -> Row:
     """What the sizes whose steps are of the same ops foretell about this one."""
     (group,) = (group for group in alike({at: steps[at] for at in (*model.recorded, size)}) if size in group)
-    base = sorted(set(group) - {size})
+    base = [at for at in group if at != size]
     there = steps[size]
     told = {"model": model.name, "size": size, "ops": len(there.ops), "storages": len(there.storages)}
     if len(base) < 3:
         return {**told, "recorded": f"of the same ops: {', '.join(map(str, base)) or 'none'}"}
-    growth = fit_growth({at: steps[at] for at in base})
-    return {**told, "recorded": ", ".join(map(str, base)), **_figures(growth, there, size)}
+    return {**told, "recorded": ", ".join(map(str, base)), **_figures(grown(*base), there, size)}
 
 
 def _figures(growth: Growth, there: Step, size: int) -> dict[str, Any]:

@@ -58,7 +58,11 @@ def op(name: str, *, flops: int = 0, traffic: int = 8) -> Op:
             "aten.clone.default aten.copy_.default aten._to_copy.default aten.zeros.default aten.zero_.default",
         ),
         (OpKind.OPTIMIZER, "aten._foreach_addcdiv_.ScalarList aten._fused_adamw_.default"),
-        (OpKind.ELEMENTWISE, "aten.add.Tensor aten.gelu_backward.default aten.maximum.default aten.mul_.Scalar lift"),
+        (OpKind.TRANSCENDENTAL, "aten.gelu_backward.default aten.tanh.default aten.pow.Tensor_Scalar aten.exp.default"),
+        (
+            OpKind.ELEMENTWISE,
+            "aten.add.Tensor aten.threshold_backward.default aten.maximum.default aten.mul_.Scalar lift",
+        ),
     ],
 )
 def test_ops_are_of_a_kind_by_their_names(kind: OpKind, names: str) -> None:
@@ -152,12 +156,13 @@ def test_shares_that_times_were_made_from_are_found_again() -> None:
     made = MappingProxyType({**EVEN, OpKind.MATMUL: Share(compute=0.8, memory=0.3, launch=3.0)})
     draw = random.Random(0)
     lines = [
-        Line(name="aten.mm.default", flops=draw.randrange(10**9), traffic=draw.randrange(10**8)) for _ in range(200)
+        Line(name="aten.mm.default", flops=int(10 ** draw.uniform(3, 9)), traffic=int(10 ** draw.uniform(2, 8)))
+        for _ in range(400)
     ]
     found = calibrate([timed(row(*lines), DEVICE, shares=made)], DEVICE)
     share = found.shares[OpKind.MATMUL]
     assert (share.compute, share.memory) == pytest.approx((0.8, 0.3), rel=0.02)
-    assert share.launch == pytest.approx(3.0, rel=0.2)
+    assert share.launch == pytest.approx(3.0, rel=0.05)
     assert found.error < 0.01
 
 
@@ -180,6 +185,15 @@ def test_a_kind_that_was_not_measured_keeps_the_usual_share() -> None:
     found = calibrate([row(Line(traffic=10**6, seconds=1.0))], DEVICE)
     assert found.shares[OpKind.MATMUL] == SHARES[OpKind.MATMUL]
     assert list(found.residuals) == [OpKind.ELEMENTWISE]
+
+
+def test_small_ops_say_nothing_about_large_ones_of_their_kind() -> None:
+    small = [Line(name="aten._softmax.default", traffic=800, seconds=3e-5 + 1e-6 * number) for number in range(4)]
+    others = [Line(traffic=10**size, seconds=3e-5 + 10**size / 0.5e11) for size in range(2, 9)]
+    shares = calibrate([row(*small, *others)], DEVICE).shares
+    large = row(Line(name="aten._softmax.default", traffic=10**9))
+    usual = 10**9 / (SHARES[OpKind.SOFTMAX].memory * DEVICE.bytes_per_second)
+    assert step_seconds(timed(large, DEVICE, shares=shares)) == pytest.approx(usual, rel=0.5)
 
 
 def test_ops_that_took_no_time_leave_the_usual_share() -> None:

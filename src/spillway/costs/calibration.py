@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import MappingProxyType
 from typing import Final, TypeAlias, final
@@ -72,8 +72,9 @@ def calibrate(steps: Sequence[Step], device: Device) -> Calibration:
 
     Each kind has three unknowns, its shares of compute and of memory and its launch. They come from least squares, none
     of them below 0, with every square divided by the modelled time: long ops count more than short ones, and less than
-    plain least squares would let them. Weights, and which of the two bounds an op, are decided anew in every round; in
-    the end all three are scaled so that the sums agree.
+    plain least squares would let them. The usual shares of the kind, and the launch that ops of all kinds have, count
+    as one more op: they decide what the measured ones leave open. Weights, and which of the two bounds an op, are
+    decided anew in every round; in the end all three are scaled so that the sums agree.
 
     Raises:
         UsageError: No op of the steps has seconds.
@@ -85,7 +86,9 @@ def calibrate(steps: Sequence[Step], device: Device) -> Calibration:
                 samples[kind_of(op)].append((*work_of(step, op), op.seconds))
     if not samples:
         raise UsageError("No op of these steps has seconds: calibrate with steps that were measured.")
-    found = {kind: _share(numpy.array(rows, dtype=float).T, device, SHARES[kind]) for kind, rows in samples.items()}
+    columns = {kind: _columns(rows, device) for kind, rows in samples.items()}
+    launch = _usual_launch(list(columns.values()))
+    found = {kind: _share(columns[kind], replace(SHARES[kind], launch=launch)) for kind in columns}
     shares = MappingProxyType({**SHARES, **found})
     return Calibration(shares=shares, residuals=residuals(steps, device, shares))
 
@@ -110,27 +113,48 @@ def residuals(steps: Sequence[Step], device: Device, shares: Shares) -> Mapping[
     )
 
 
-def _share(rows: _Floats, device: Device, usual: Share) -> Share:
-    """Rows: operations, bytes, seconds of every op of one kind."""
-    computing, moving = rows[0] / device.flops_per_second, rows[1] / device.bytes_per_second
-    launches, seconds = numpy.full_like(computing, device.op_seconds), rows[2]
-    if not seconds.sum():
+def _columns(rows: Sequence[tuple[int, int, Seconds]], device: Device) -> _Floats:
+    """Of every op [4, ops]: seconds to compute, to move and to launch at the device's full rates, and as measured."""
+    flops, traffic, seconds = numpy.array(rows, dtype=float).T
+    launches = numpy.full_like(seconds, device.op_seconds)
+    return numpy.array([flops / device.flops_per_second, traffic / device.bytes_per_second, launches, seconds])
+
+
+def _usual_launch(columns: Sequence[_Floats]) -> float:
+    """Launches of ops of any kind: what a kind has of which too few were measured, or only alike ones, to tell."""
+    everything = numpy.concatenate(columns, axis=1)
+    return float(_factors(everything, numpy.ones(3), weight=0.0)[2]) if everything[3].any() else 1.0
+
+
+def _share(columns: _Floats, usual: Share) -> Share:
+    """The share of one kind."""
+    if not columns[3].any():
         return usual
-    # How many seconds a second of each column becomes. They start where all three explain about as much.
-    columns = (computing, moving, launches)
-    factors = numpy.array([seconds.sum() / column.sum() / 2 if column.any() else 0.0 for column in columns])
+    factors = _factors(columns, numpy.array([1 / usual.compute, 1 / usual.memory, usual.launch]))
+    compute = factors[0] or _slack(1 / usual.compute, columns[0], factors[1] * columns[1])
+    memory = factors[1] or _slack(1 / usual.memory, columns[1], compute * columns[0])
+    return Share(compute=float(1 / compute), memory=float(1 / memory), launch=float(factors[2]))
+
+
+def _factors(columns: _Floats, usual: _Floats, weight: float = 1.0) -> _Floats:
+    """How many seconds a second of the first three columns becomes. The fourth is what was measured.
+
+    `usual` counts as much as `weight` ops of average work do, for each of the three: where the ops leave open what
+    their time was spent on, it decides.
+    """
+    work, seconds = columns[:3], columns[3]
+    doubt = weight * work.mean(axis=1) / numpy.maximum(usual, _UNBOUND)
+    factors = usual
     for _ in range(ROUNDS):
-        bound = _parts(numpy.where(factors > 0, factors, _UNBOUND), columns)
+        bound = _parts(numpy.where(factors > 0, factors, _UNBOUND), work)
         explained = numpy.maximum((bound * factors[:, None]).sum(axis=0), seconds.sum() * _LEAST)
         weighted = bound / explained
-        before, factors = factors, _above_zero(weighted @ bound.T, weighted @ seconds)
+        normal, right = weighted @ bound.T + numpy.diag(doubt), weighted @ seconds + doubt * usual
+        before, factors = factors, _above_zero(normal, right)
         if numpy.allclose(before, factors, rtol=1e-6, atol=0):
             break
-    total = float((_parts(factors, columns) * factors[:, None]).sum())
-    factors *= seconds.sum() / total if total else 1.0
-    compute = factors[0] or _slack(1 / usual.compute, computing, factors[1] * moving)
-    memory = factors[1] or _slack(1 / usual.memory, moving, compute * computing)
-    return Share(compute=float(1 / compute), memory=float(1 / memory), launch=float(factors[2]))
+    total = float((_parts(factors, work) * factors[:, None]).sum())
+    return factors * (seconds.sum() / total if total else 1.0)
 
 
 def _slack(usual: float, column: _Floats, other: _Floats) -> float:
@@ -139,7 +163,7 @@ def _slack(usual: float, column: _Floats, other: _Floats) -> float:
     return max(min(usual, *(other[counted] / column[counted])), _UNBOUND) if counted.any() else usual
 
 
-def _parts(factors: _Floats, columns: Sequence[_Floats]) -> _Floats:
+def _parts(factors: _Floats, columns: _Floats) -> _Floats:
     """What the factors are of [3, ops]: the greater of the first two and nothing of the other, and the launch."""
     computing, moving, launching = columns
     bound = factors[0] * computing > factors[1] * moving
@@ -147,16 +171,13 @@ def _parts(factors: _Floats, columns: Sequence[_Floats]) -> _Floats:
 
 
 def _above_zero(normal: _Floats, right: _Floats) -> _Floats:
-    """The least squares with no unknown below 0, by trying which of the three are above it.
-
-    Where several explain the same, as ops that are all alike, it is work that does and not launches.
-    """
+    """The least squares with no unknown below 0, by trying which of the three are above it."""
     best, least = numpy.zeros(len(right)), 0.0
-    for backwards in product((False, True), repeat=len(right)):
-        places = numpy.flatnonzero(backwards[::-1])
+    for taken in product((False, True), repeat=len(right)):
+        places = numpy.flatnonzero(taken)
         found = numpy.zeros(len(right))
         found[places] = numpy.linalg.lstsq(normal[numpy.ix_(places, places)], right[places], rcond=None)[0]
         cost = float(found @ normal @ found - 2 * right @ found)
-        if (found >= 0).all() and cost < least - 1e-9 * abs(least):
+        if (found >= 0).all() and cost < least:
             best, least = found, cost
     return best

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import Any, Final, TypeAlias, final
 
 import numpy
@@ -64,8 +65,8 @@ class Growth:
         def certain(numbers: tuple[Bytes, ...]) -> bool:
             return len({law.at(size) for law in rivals(self.sizes, numbers)}) == 1
 
-        counted = zip(*((storage.nbytes for storage in step.storages) for step in self.steps), strict=True)
-        return tuple(number for number, numbers in enumerate(counted) if not certain(numbers))
+        counted = zip(*map(_nbytes, self.steps), strict=True)
+        return tuple(number for number, numbers in enumerate(counted) if not certain(_simplified(numbers)[0]))
 
     def step_at(self, size: int) -> Step:
         """The step of this size, seconds of ops included where they were measured.
@@ -114,21 +115,45 @@ def fit_growth(steps: Mapping[int, Step]) -> Growth:
         if (difference := _difference(ordered[0], step)) is not None:
             raise ValueError(f"The steps of sizes {sizes[0]} and {size} are not the same ops: {difference}.")
 
-    @cache
-    def law(numbers: tuple[int, ...]) -> Law:
-        return law_of(sizes, numbers)
-
-    def laws(of: Callable[[Step], Iterator[int]]) -> tuple[Law, ...]:
-        return tuple(law(numbers) for numbers in zip(*(of(step) for step in ordered), strict=True))
-
+    nbytes = _laws(sizes, ordered, _nbytes)
+    # What ops compute and move is made of the same lengths: other quanta need not be tried.
+    quanta = sorted({1, *(law.quantum for law in nbytes)})
     return Growth(
         sizes=sizes,
         steps=ordered,
-        nbytes=laws(lambda step: (storage.nbytes for storage in step.storages)),
-        flops=laws(lambda step: (op.flops for op in step.ops)),
-        traffic=laws(lambda step: (op.traffic for op in step.ops)),
+        nbytes=nbytes,
+        flops=_laws(sizes, ordered, lambda step: (op.flops for op in step.ops), quanta),
+        traffic=_laws(sizes, ordered, lambda step: (op.traffic for op in step.ops), quanta),
         seconds=_curves(sizes, ordered),
     )
+
+
+def _nbytes(step: Step) -> Iterator[Bytes]:
+    return (storage.nbytes for storage in step.storages)
+
+
+def _laws(
+    sizes: Sequence[int], steps: Sequence[Step], of: Callable[[Step], Iterator[int]], *quanta: Sequence[int]
+) -> tuple[Law, ...]:
+    """A law for each of a step's numbers. Series of numbers that are multiples of each other are looked at once."""
+
+    @cache
+    def law(numbers: tuple[int, ...]) -> Law:
+        return law_of(sizes, numbers, *quanta)
+
+    @cache
+    def scaled(numbers: tuple[int, ...]) -> Law:
+        simple, factor = _simplified(numbers)
+        found = law(simple)
+        return replace(found, coefficients=tuple(factor * number for number in found.coefficients))
+
+    return tuple(scaled(numbers) for numbers in zip(*map(of, steps), strict=True))
+
+
+def _simplified(numbers: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """The numbers without their greatest common divisor, and that."""
+    factor = gcd(*numbers) or 1
+    return tuple(number // factor for number in numbers), factor
 
 
 def alike(steps: Mapping[int, Step]) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ a sequence and a shorter one grows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -22,6 +22,7 @@ DEGREE: Final = 4
 power of its side."""
 QUANTA: Final = (*range(2, 33), 40, 48, 56, 64, 96, 112, 128, 192, 224, 256, 384, 448, 512)
 """What sizes are divided by: strides of convolutions, windows of 7 and 8 of patches of 4, blocks of kernels."""
+_ALL: Final = (1, *QUANTA)
 _SHAPES: Final = tuple(product((True, False), (0, 1, 2)))
 """Whether the division rounds up, and the power of the size beside it."""
 _FITTED_DEGREE: Final = 2
@@ -76,30 +77,31 @@ def argument(size: int, quantum: int, *, up: bool) -> int:
     return -(-size // quantum) if up else size // quantum
 
 
-def law_of(sizes: Sequence[int], numbers: Sequence[int]) -> Law:
+def law_of(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Law:
     """The simplest exact law, and if there is none the nearest polynomial of degree 2.
 
     Args:
         sizes: Of the recorded inputs, increasing.
         numbers: What was counted there.
+        quanta: Those to look among, in this order.
     """
-    return exact_law(sizes, numbers) or _fitted(sizes, numbers)
+    return exact_law(sizes, numbers, quanta) or _fitted(sizes, numbers)
 
 
-def exact_law(sizes: Sequence[int], numbers: Sequence[int]) -> Law | None:
+def exact_law(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Law | None:
     """The polynomial of the size that passes every point; else one of the smallest quantum for which there is one.
 
     A polynomial through as many points as it has terms proves nothing. Such a one is taken for lack of anything
     better, of the size itself alone, of degree 2 or less, and is not `checked`. None if there is no law.
     """
-    checked = next(exact_laws(sizes, numbers), None)
+    checked = next(exact_laws(sizes, numbers, quanta), None)
     if checked is not None:
         return checked
     coefficients = _polynomial(sizes, numbers)
     return Law(coefficients=coefficients, checked=False) if len(coefficients) <= 3 else None
 
 
-def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Iterable[int] = (1, *QUANTA)) -> Iterator[Law]:
+def exact_laws(sizes: Sequence[int], numbers: Sequence[int], quanta: Sequence[int] = _ALL) -> Iterator[Law]:
     """Every checked law of these quanta there is."""
     for quantum in quanta:
         for up, power in _SHAPES if quantum > 1 else _SHAPES[:1]:

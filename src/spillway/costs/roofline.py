@@ -36,6 +36,8 @@ class OpKind(StrEnum):
     REDUCE = "reduce"
     COPY = "copy"
     OPTIMIZER = "optimizer"
+    TRANSCENDENTAL = "transcendental"
+    """Elementwise, with exponentials and the like: on CPUs bound by arithmetic that nobody counts."""
     ELEMENTWISE = "elementwise"
     NOTHING = "nothing"
     """Views, and whatever else neither computes nor moves anything."""
@@ -77,6 +79,7 @@ SHARES: Final[Shares] = MappingProxyType(
         OpKind.REDUCE: Share(compute=0.50, memory=0.50),
         OpKind.COPY: Share(compute=0.50, memory=0.70),
         OpKind.OPTIMIZER: Share(compute=0.50, memory=0.70),
+        OpKind.TRANSCENDENTAL: Share(compute=0.50, memory=0.55),
         OpKind.ELEMENTWISE: Share(compute=0.50, memory=0.55),
         OpKind.NOTHING: Share(compute=1.00, memory=1.00, launch=0.0),
     }
@@ -106,6 +109,8 @@ _BEGINNINGS: Final[tuple[tuple[OpKind, tuple[str, ...]], ...]] = (
     (OpKind.COPY, ("clone", "copy", "_to_copy", "cat", "_cat", "stack", "constant_pad", "fill", "zero", "zeros", "ones",
                    "full", "arange", "empty", "new_", "roll", "flip", "repeat", "lift_fresh", "contiguous",
                    "_reshape_copy", "select_backward", "slice_backward", "im2col", "col2im", "unfold_backward")),
+    (OpKind.TRANSCENDENTAL, ("gelu", "tanh", "sigmoid", "silu", "exp", "expm1", "erf", "log", "log1p", "pow",
+                             "softplus", "mish", "elu", "sin", "cos", "log_sigmoid", "logit")),
     (OpKind.OPTIMIZER, ("_foreach_", "_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")),
 )  # fmt: skip
 """How the names of a kind begin; the longest beginning that fits decides. What begins like none is elementwise."""
