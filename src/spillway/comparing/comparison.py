@@ -10,8 +10,7 @@ from typing import final
 from spillway.comparing.cells import Bound, Cell, Failure, Row, Setting, searches, work_out
 from spillway.comparing.pool import Unanswered, answers, cores
 from spillway.costs.device import HERE, Device
-from spillway.costs.roofline import timed
-from spillway.engines.simulated import plain_seconds
+from spillway.costs.roofline import step_seconds, timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded, Step
 from spillway.methods import METHODS
@@ -43,7 +42,7 @@ class Subject:
     @property
     def plain_seconds(self) -> Seconds:
         """What its ops take."""
-        return plain_seconds(self.step)
+        return step_seconds(self.step)
 
 
 @final
