@@ -151,7 +151,7 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     table.add_column("method")
     for budget in comparison.budgets:
         share = 100 * budget / (subject.plain_peak or 1)
-        table.add_column(f"{share:.0f} %\n{format_bytes(budget)}", justify="right")
+        table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
     cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
     for method in comparison.methods:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
@@ -186,4 +186,4 @@ def _conclude(comparison: Comparison, *, whole: bool) -> None:
         raise typer.Exit(INTERRUPTED)
     if comparison.failures:
         first, more = comparison.failures[0], len(comparison.failures) - 1
-        raise SpillwayError(f"{first}{f' So were {more} others.' if more else ''}")
+        raise SpillwayError(f"{first}{f' {more} more could not be worked out.' if more else ''}")

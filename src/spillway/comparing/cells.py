@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, final
 
 from spillway.costs.device import Device
-from spillway.engines.simulated import Simulation, Status, plain_seconds, simulate
+from spillway.costs.roofline import step_seconds
+from spillway.engines.simulated import Simulation, Status, simulate
 from spillway.errors import BudgetInfeasible, NoPlanFound, SpillwayError
 from spillway.ir import Step
 from spillway.methods import METHODS, Problem
@@ -125,11 +126,9 @@ def work_out(setting: Setting, cell: Cell) -> Row | Bound:
     """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
     if cell.method is None:
         return _bound(setting, cell.budget_bytes)
+    method = made(cell.method, setting.plan_seconds)
     try:
-        done = simulate(
-            setting.step, allowed=cell.budget_bytes, device=setting.device,
-            method=made(cell.method, setting.plan_seconds),
-        )  # fmt: skip
+        done = simulate(setting.step, allowed=cell.budget_bytes, device=setting.device, method=method)
     except (BudgetInfeasible, NoPlanFound) as error:
         return Row(method=cell.method, budget_bytes=cell.budget_bytes, status="oom", why=str(error))
     return row_of(cell.method, cell.budget_bytes, done)
@@ -159,7 +158,7 @@ def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner
 
 def _bound(setting: Setting, budget: Bytes) -> Bound:
     """The relaxation over all ops, if it is found in time and says more than the plain step's seconds."""
-    step, plain, why = setting.step, plain_seconds(setting.step), ""
+    step, plain, why = setting.step, step_seconds(setting.step), ""
     if budget >= step.plain_peak():
         return Bound(budget_bytes=budget, seconds=plain, kind="plain")
     problem, limit = Problem(step=step, allowed=budget, device=setting.device), setting.bound_seconds

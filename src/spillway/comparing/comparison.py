@@ -10,11 +10,9 @@ from typing import final
 from spillway.comparing.cells import Bound, Cell, Failure, Row, Setting, searches, work_out
 from spillway.comparing.pool import Unanswered, answers, cores
 from spillway.costs.device import HERE, Device
-from spillway.costs.roofline import timed
-from spillway.engines.simulated import plain_seconds
+from spillway.costs.roofline import step_seconds, timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded, Step
-from spillway.ir.loading import FROM_A_LOG
 from spillway.methods import METHODS
 from spillway.units import Bytes, Seconds
 
@@ -44,7 +42,7 @@ class Subject:
     @property
     def plain_seconds(self) -> Seconds:
         """What its ops take."""
-        return plain_seconds(self.step)
+        return step_seconds(self.step)
 
 
 @final
@@ -89,23 +87,20 @@ class Comparison:
 def subject_of(recorded: Recorded, device: Device) -> Subject:
     """Put seconds on the ops of a recorded step.
 
-    Measured seconds stay where they belong to the step: those of a log of DTR, whatever the device, and those of a step
-    that was recorded on real tensors if the device is this machine. All others are modelled for the device.
+    Measured seconds stay if nobody counted what the ops do, as in a log of DTR, whatever the device; and if the device
+    is this machine. All others are modelled for the device.
     """
     step = recorded.step
-    from_log = recorded.facts.get("source") == FROM_A_LOG
-    kept = from_log or device.name == HERE
+    counted = any(op.flops or op.traffic for op in step.ops)
+    kept = not counted or device.name == HERE
     measured = sum(op.seconds is not None for op in step.ops) if kept else 0
-    modelled = f"modelled for {device.name} by roofline"
-    if not measured:
-        costs = f"Seconds of ops are {modelled}"
-    else:
-        source = "of DTR's log, as measured there" if from_log else "of the recording, as measured"
-        rest = f"; of {len(step.ops) - measured} without, {modelled}" if measured < len(step.ops) else ""
-        costs = f"Seconds of ops are those {source}{rest}"
+    costs = f"modelled for {device.name} by roofline"
+    if measured:
+        rest = f"; of {len(step.ops) - measured} ops without, {costs}" if measured < len(step.ops) else ""
+        costs = f"those measured when it was recorded{rest}"
     return Subject(
         step=timed(step, device, keep_measured=kept), workload=recorded.workload, device=device,
-        costs=f"{costs}; copies take what {device.name} takes.",
+        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.",
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -45,7 +45,7 @@ def cores() -> int:
 
 def answers(
     ask: Callable[[Task], Answer], tasks: Iterable[Task], processes: int
-) -> Iterator[Answer | Unanswered[Task]]:
+) -> Generator[Answer | Unanswered[Task], None, None]:
     """Ask for every task, in processes of their own if there are to be several, and yield what they say as it comes.
 
     Whoever stops listening, as Ctrl-C makes it, ends all processes.

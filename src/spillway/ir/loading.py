@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from os import PathLike
 from pathlib import Path
-from typing import Final
 
 from spillway.ir.dtr_log import read_dtr_log, step_of_log
 from spillway.ir.step_files import Recorded, read_step
-
-FROM_A_LOG: Final = "an operator log of DTR"
-"""The source that the facts of a step from a log name."""
 
 
 def load_step(path: str | PathLike[str]) -> Recorded:
@@ -24,7 +20,7 @@ def load_step(path: str | PathLike[str]) -> Recorded:
     if archived or _is_log(Path(path)):
         name = text.rpartition(":")[2] if archived else Path(path).name
         step = step_of_log(read_dtr_log(path))
-        return Recorded(step=step, workload=name.removesuffix(".log"), facts={"source": FROM_A_LOG})
+        return Recorded(step=step, workload=name.removesuffix(".log"), facts={"source": "an operator log of DTR"})
     return read_step(path)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import StringIO
@@ -118,7 +118,8 @@ def bound_sentence(comparison: Comparison) -> str:
            relaxed else ".")
     ]  # fmt: skip
     if missing:
-        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {missing[0].why}")
+        ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
+        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
     if coarse:
         sentences.append(
             "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
@@ -169,18 +170,12 @@ def svg(comparison: Comparison) -> str:
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(written, format="svg", metadata=nothing)
     text = written.getvalue()
-    text = re.sub(r"font:[^;\"]*px [^;\"]*", _font, text[text.index("<svg") :])
+    text = re.sub(r'font-family: [^;"]*', "font-family: system-ui, sans-serif", text[text.index("<svg") :])
     for name, colour in (("ink", INK), ("soft", SOFT), ("line", LINE), ("paper", PAPER)):
         text = text.replace(colour, f"var(--{name})")
     for family in FAMILIES:
         text = text.replace(family.light, f"var(--{_variable(family.light)})")
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
-
-
-def _font(found: re.Match[str]) -> str:
-    size = re.search(r"[0-9.]+px", found[0])
-    weight = "600 " if "bold" in found[0] or "700" in found[0] else ""
-    return f"font: {weight}{size[0] if size else '10px'} system-ui, sans-serif"
 
 
 def _variable(light: str) -> str:
