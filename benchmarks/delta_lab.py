@@ -102,7 +102,7 @@ class Lab:
     def least(self, model: str, batch: int) -> tuple[Ran, Ran]:
         """DELTA under the budget at which it needs the least memory, for each link."""
         if (model, batch) not in self._least:
-            runs = [self.soft(model, batch, Delta.as_published, share) for share in self.size.shares]
+            runs = [self.soft(model, batch, published, share) for share in self.size.shares]
             self._least[model, batch] = [
                 min((pair[link] for pair in runs if pair[link].ok), key=lambda ran: ran.simulation.peak_bytes)
                 for link in range(2)
@@ -111,15 +111,12 @@ class Lab:
         return paper, physical
 
 
-def filtered(name: str) -> Callable[[], Delta]:
-    """DELTA as published with that filter."""
-
-    def build() -> Delta:
-        policy = Delta.as_published()
-        policy.filter = name
-        return policy
-
-    return build
+def published(filter: str = "base") -> Delta:
+    """DELTA as published with that filter. It looks before every op, as algorithm 1 does on every access."""
+    policy = Delta.as_published()
+    policy.filter = filter
+    policy.looks_after = 1
+    return policy
 
 
 # ---------------------------------------------------------------------- rows

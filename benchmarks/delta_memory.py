@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
-from benchmarks.delta_lab import HERITAGE, Lab, figure, filtered, gib, mib, overheads
+from benchmarks.delta_lab import HERITAGE, Lab, figure, gib, mib, overheads, published
 from benchmarks.record import Row
 from benchmarks.soft_budget import Ran, run_softly
-from spillway.methods import METHODS, Delta
+from spillway.methods import METHODS
 from spillway.units import Bytes
 
 COMPARED: Final = ("ResNet-101", "ResNeXt-50", "BERT")
@@ -78,7 +79,7 @@ def _methods(
     ]
     if told["DTR"] is not None and told["baseline"] is not None:
         saved = told["DTR"] / told["baseline"]
-        under = lab.soft(model, batch, Delta.as_published, saved)
+        under = lab.soft(model, batch, published, saved)
         note = f"budget {saved:.1%} of the plain peak, what DTR took in the paper; {overheads(under)}"
         rows.append(row("DELTA under DTR's", told["DELTA"], peaks(under), note))
     return rows
@@ -95,7 +96,7 @@ def figure_7(lab: Lab) -> tuple[list[Row], dict[tuple[str, float], dict[str, tup
         batch = lab.size.batches[model]
         lab.tell(f"Figure 7: {model}")
         for share in lab.size.shares:
-            cell = {name: lab.soft(model, batch, filtered(name), share) for name in FILTERS}
+            cell = {name: lab.soft(model, batch, partial(published, name), share) for name in FILTERS}
             cells[model, share] = cell
             budget = gib(next(iter(cell.values()))[0].budget)
             what = f"{model}, batch {batch}, budget {share:.0%} = {budget:.2f} GiB: "

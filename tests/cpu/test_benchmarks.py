@@ -137,6 +137,31 @@ def test_heuristics_counts_what_each_filter_does_within_the_budget() -> None:
         assert row["reloads"] + row["recomputes"] > 0
 
 
+def test_deltas_tables_have_every_number_of_the_paper_beside_one_of_ours() -> None:
+    pytest.importorskip("transformers")
+    shared("papers/tables/delta_table2_memory_MB.csv")
+    result = quick("delta_tables")
+    told = [row for row in result.rows if row["paper"] is not None]
+    tables = {name: sum(row["table"] == name for row in told) for name in ("II", "III", "IV", "V", "text")}
+    assert tables == {"II": 13, "III": 10, "IV": 10, "V": 12, "text": 14}
+    assert all(row["ours"] is not None and row["physical"] is not None for row in result.rows)
+    assert [check.measured for check in result.checks[:2]] == [0, 0]
+    largest = [row["ours"] for row in result.rows if row["table"] == "III" and "largest batch" in row["what"]]
+    assert all(batch > 1 for batch in largest)
+
+
+def test_a_row_beyond_tolerance_needs_an_explanation() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.delta_lab import figure, unexplained
+
+    near, far, explained = (figure("II", "a model", 100.0, (ours,), why=why) for ours, why in CASES)
+    assert unexplained([near, explained]) == 0
+    assert unexplained([near, far, explained]) == 1
+
+
+CASES = ((109.0, ""), (89.0, ""), (1.0, "a"))
+
+
 def test_convergence_compares_every_loss() -> None:
     result = quick("convergence")
     assert [row["step"] for row in result.rows] == [3, 6]

@@ -6,12 +6,15 @@ from math import inf
 
 import pytest
 
-from spillway.engines.controller import UNLIMITED
+from spillway.engines.allocators import ExactAllocator
+from spillway.engines.controller import UNLIMITED, Controller
+from spillway.engines.paper_machine import PaperMachine
+from spillway.engines.records import EXACT, TEMPORARY, Recipe, Storage
 from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Change, Lane, Step
 from spillway.methods import LRU, Delta, KeepAll
-from spillway.methods.base import AbstractPolicy
+from spillway.methods.base import AbstractPolicy, Move
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, LAYER, layers
 
@@ -122,3 +125,20 @@ def test_a_peak_can_be_read_from_every_allocator_model(allocator: str) -> None:
     expected = {"exact": step.plain_peak(), "caching": 40 * MiB, "chunks": 32 * 2 * MiB}
     assert plain.reserved_bytes == expected[allocator]
     assert ran.peak_bytes <= ran.reserved_bytes < plain.reserved_bytes
+
+
+def test_a_temporary_of_a_replay_that_was_moved_to_make_room_is_still_there() -> None:
+    machine = PaperMachine(DEVICE, ExactAllocator())
+    controller = Controller(machine, KeepAll(), UNLIMITED)
+    died: list[Storage] = []
+    machine.died = died.append
+    value = controller.adopt(1, LAYER, machine.create(LAYER)).value
+    assert value is not None
+    recipe = Recipe(1, "aten.layer.default", [], None, 1e-3, EXACT, (value,), (), LAYER)
+    (sheet,) = machine.run(recipe, [])
+    temporary = controller.adopt(TEMPORARY, LAYER, sheet, temporary=True)
+    assert controller.grant(Move(temporary))
+    assert died == []
+    assert temporary.value is not None
+    controller.page_in(temporary.value, "aten.layer.default")
+    assert len(machine.run(recipe, [temporary])) == 1

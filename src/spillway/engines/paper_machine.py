@@ -201,8 +201,6 @@ class PaperMachine:
             if storage.handle is None or storage.handle.token is None:
                 raise EngineError(f"{recipe!r} would run again on {storage!r}, whose bytes are not there.")
         sheets = [self.create(value.storage.nbytes) for value in recipe.creates]
-        for sheet in sheets:
-            sheet.reachable = False
         self.work(recipe.seconds)
         self._recomputing += recipe.seconds
         if self._recomputing > self.most_recomputing * (1 + ROUNDING):
