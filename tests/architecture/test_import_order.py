@@ -20,6 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tiers",),
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
+    ("subject",),
     ("planning",),  # a step, a budget and a planner make a plan
     ("simulation",),
     ("engines.tensors", "engines.blocks", "engines.arena"),

@@ -51,7 +51,7 @@ def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
         spillway.simulate(STEP, "50%", "best")
     with pytest.raises(UsageError, match="no device 'abacus'"):
         spillway.simulate(STEP, "50%", "lru", "abacus")
-    with pytest.raises(BudgetError, match="more than 0 bytes"):
+    with pytest.raises(BudgetError, match="more than 0 and at most 1"):
         spillway.simulate(STEP, "0%", "lru")
 
 

@@ -24,7 +24,7 @@ def plan(
     step: Annotated[
         str, typer.Argument(help="A recorded step: a file of `spillway record`, a log of DTR, or logs.zip:NAME.")
     ],
-    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, 0.5 for a share of the plain peak, 80% of the device.")],
+    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, or a share of the plain peak: 0.5 or 50%.")],
     method: Annotated[str, typer.Option(help="Which planner decides.")],
     device: Annotated[str, typer.Option(help="The device whose seconds the planner counts with.")] = "a100",
     output: Annotated[

@@ -8,16 +8,14 @@ from fractions import Fraction
 from typing import Final
 
 from spillway.errors import BudgetError
-from spillway.units import Bytes, parse_bytes
+from spillway.subject import is_share, quantity, whole
+from spillway.units import Bytes
 
 APART: Final = Fraction(1, 10)
 """How far the shares of a range are apart that does not say how many it has."""
 
 MOST: Final = 1000
 """Budgets in one comparison."""
-
-_SHARE: Final = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<percent>%?)")
-_EXAMPLES: Final = "write for example '0.3..1.0', '0.3..1.0:5', '0.5,80%' or '6GiB,8GiB'"
 
 
 def parse_budgets(text: str, plain_peak: Bytes) -> list[Bytes]:
@@ -30,26 +28,20 @@ def parse_budgets(text: str, plain_peak: Bytes) -> list[Bytes]:
     """
     budgets: set[Bytes] = set()
     for part in text.split(","):
-        budgets.update(_budget(found, part) for found in _range(part.strip(), plain_peak))
+        budgets.update(whole(found, part.strip()) for found in _range(part.strip(), plain_peak))
         if len(budgets) > MOST:
             raise BudgetError(f"{text!r} are more than {MOST} budgets.")
     return sorted(budgets)
-
-
-def _budget(nbytes: Fraction, text: str) -> Bytes:
-    if nbytes < 1:
-        raise BudgetError(f"A budget has to be more than 0 bytes, and {text.strip()!r} is not.")
-    return int(nbytes)
 
 
 def _range(text: str, plain_peak: Bytes) -> Iterator[Fraction]:
     """The exact budgets of one part of the text."""
     begin, dots, rest = text.partition("..")
     if not dots:
-        yield _quantity(begin, plain_peak)
+        yield quantity(begin, plain_peak)
         return
     end, colon, count = rest.partition(":")
-    low, high = _quantity(begin, plain_peak), _quantity(end, plain_peak)
+    low, high = quantity(begin, plain_peak), quantity(end, plain_peak)
     if low > high:
         raise BudgetError(f"The range {text!r} ends below its begin.")
     yield from _spaced(low, high, _count(count, text)) if colon else _stepped(low, high, plain_peak, text)
@@ -69,22 +61,8 @@ def _spaced(low: Fraction, high: Fraction, count: int) -> Iterator[Fraction]:
 
 
 def _stepped(low: Fraction, high: Fraction, plain_peak: Bytes, text: str) -> Iterator[Fraction]:
-    if not all(_SHARE.fullmatch(end.strip()) for end in text.split("..", 1)):
+    if not all(is_share(end) for end in text.split("..", 1)):
         raise BudgetError(f"The range {text!r} has to say how many budgets it has: '{text}:5' are five.")
     while low <= high:
         yield low
         low += APART * plain_peak
-
-
-def _quantity(text: str, plain_peak: Bytes) -> Fraction:
-    """Bytes, not yet whole. A number alone is a share if it has a point or is at most 1."""
-    share = _SHARE.fullmatch(text.strip())
-    if share is not None and (share["percent"] or "." in share["number"] or int(share["number"]) <= 1):
-        number = Fraction(share["number"]) / (100 if share["percent"] else 1)
-        if not 0 < number <= 1:
-            raise BudgetError(f"A share of the plain peak is more than 0 and at most 1 (100%), and {text!r} is not.")
-        return number * plain_peak
-    try:
-        return Fraction(parse_bytes(text))
-    except BudgetError:
-        raise BudgetError(f"{text!r} is no budget; {_EXAMPLES}.") from None

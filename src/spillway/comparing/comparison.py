@@ -14,6 +14,7 @@ from spillway.costs.roofline import step_seconds, timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded, Step
 from spillway.methods import METHODS
+from spillway.subject import counted
 from spillway.units import Bytes, Seconds
 
 ALL = "all"
@@ -91,8 +92,7 @@ def subject_of(recorded: Recorded, device: Device) -> Subject:
     is this machine. All others are modelled for the device.
     """
     step = recorded.step
-    counted = any(op.flops or op.traffic for op in step.ops)
-    kept = not counted or device.name == HERE
+    kept = not counted(step) or device.name == HERE
     measured = sum(op.seconds is not None for op in step.ops) if kept else 0
     costs = f"modelled for {device.name} by roofline"
     if measured:
