@@ -15,26 +15,37 @@ from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir.step_report import StepReport
 
 if TYPE_CHECKING:
+    from spillway.planning import plan
     from spillway.session import Session, manage
     from spillway.simulation import simulate
     from spillway.workloads.recorded import record
 
 __version__ = "0.1.0"
 
-__all__ = ["BudgetInfeasible", "Session", "SpillwayError", "StepReport", "__version__", "manage", "record", "simulate"]
+__all__ = [
+    "BudgetInfeasible",
+    "Session",
+    "SpillwayError",
+    "StepReport",
+    "__version__",
+    "manage",
+    "plan",
+    "record",
+    "simulate",
+]
 
-_NEED_TORCH = {
+_LATE = {
     "Session": "spillway.session",
     "manage": "spillway.session",
+    "plan": "spillway.planning",
     "record": "spillway.workloads.recorded",
+    "simulate": "spillway.simulation",
 }
-"""Where the names are that need torch."""
+"""Where the names are that need torch, or take time to load."""
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs torch only when it is asked for; the rest of the package works without torch."""
-    if name == "simulate":
-        return import_module("spillway.simulation").simulate
-    if name in _NEED_TORCH:
-        return getattr(import_module(_NEED_TORCH[name]), name)
+    if name in _LATE:
+        return getattr(import_module(_LATE[name]), name)
     raise AttributeError(f"module 'spillway' has no attribute {name!r}")

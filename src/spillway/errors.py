@@ -15,6 +15,7 @@ SpillwayError
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
  +- DeviceFullError                    the device has no memory for an op although all that may leave has left
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
+ +- NoPlanFound                        a planner ran out of time before it had any plan
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
  +- EngineError                        an invariant of the engine is broken: a bug in Spillway
 
@@ -134,6 +135,10 @@ class PlanRejected(SpillwayError):
     def __init__(self, reason: str, *, rule: str) -> None:
         super().__init__(f"The plan breaks the rule {rule}: {reason}.")
         self.rule = rule
+
+
+class NoPlanFound(SpillwayError):
+    """A planner ran out of time before it had any plan. Whether there is one is not known."""
 
 
 class FileFormatError(SpillwayError):

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from os import PathLike
 from typing import Any
 
 from spillway.costs.device import Device
 from spillway.costs.finding import device_of
-from spillway.costs.roofline import timed
 from spillway.engines.paper_machine import Tier
 from spillway.engines.simulated import Simulation
 from spillway.engines.simulated import simulate as simulate_step
-from spillway.errors import UnknownMethodError, UsageError
-from spillway.ir import Plan, Recorded, Step, StepReport
-from spillway.ir.loading import load_step
+from spillway.errors import UnknownMethodError
+from spillway.ir import Plan, StepReport
 from spillway.methods import METHODS
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
-from spillway.units import Bytes, parse_budget, parse_bytes
+from spillway.subject import StepLike, budget_of, step_of, with_seconds
+from spillway.units import parse_bytes
 
 Method = str | AbstractPolicy | AbstractPlanner | Plan
 
 
 def simulate(
-    step: Step | Recorded | str | PathLike[str],
-    budget: int | str,
+    step: StepLike,
+    budget: int | float | str,
     method: Method = "delta",
     device: str | Device = "a100",
     *,
@@ -37,7 +35,7 @@ def simulate(
 
     Arguments:
         step: As recorded, or the path of a file: of a recorded step, an operator log of DTR, or `logs.zip:NAME`.
-        budget: Bytes, "6GiB", or "50%" of the plain peak.
+        budget: Bytes, "6GiB", or a share of the plain peak: 0.5, "0.5" or "50%".
         method: A name, a policy, a planner, or a plan for this step.
         device: One of `costs.DEVICES`, "here" for this machine, a file that `costs.write_device` wrote, or a device.
         allocator: The model that `reserved_bytes` is read from: "exact", "caching" as PyTorch's, or "chunks".
@@ -54,16 +52,9 @@ def simulate(
     """
     found, on = step_of(step), device_of(device)
     return simulate_step(
-        with_seconds(found, on, measured=measured), allowed=allowed_of(budget, found), method=method_of(method),
+        with_seconds(found, on, measured=measured), allowed=budget_of(budget, found), method=method_of(method),
         device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
     )  # fmt: skip
-
-
-def step_of(step: Step | Recorded | str | PathLike[str]) -> Step:
-    """The step itself, read if need be."""
-    if isinstance(step, Step):
-        return step
-    return step.step if isinstance(step, Recorded) else load_step(step).step
 
 
 def method_of(method: Method) -> AbstractPolicy | AbstractPlanner | Plan:
@@ -73,22 +64,6 @@ def method_of(method: Method) -> AbstractPolicy | AbstractPlanner | Plan:
     if method not in METHODS:
         raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")
     return METHODS[method]()
-
-
-def allowed_of(budget: int | str, step: Step) -> Bytes:
-    """Bytes of a budget that may be a share of the plain peak, and may be more than that. Raises BudgetError."""
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        return parse_budget(budget, step.plain_peak())
-    return parse_bytes(budget)
-
-
-def with_seconds(step: Step, device: Device, *, measured: bool) -> Step:
-    """The step with seconds on every op: those that were recorded, or the device's by the roofline."""
-    recorded = all(op.seconds is not None for op in step.ops)
-    counted = any(op.flops or op.traffic for op in step.ops)
-    if measured and not recorded:
-        raise UsageError("The step was recorded on tensors without content, so nothing was measured.")
-    return step if recorded and (measured or not counted) else timed(step, device)
 
 
 def report_of(ran: Simulation) -> StepReport:

@@ -57,7 +57,20 @@ COMMAND_LINE = {
         "[--run-file/-o]",
         "[--json]",
     ],
+    "compare": [
+        "STEP",
+        "[--budgets]",
+        "[--methods]",
+        "[--device]",
+        "[--plan-seconds]",
+        "[--bound-seconds]",
+        "[--processes]",
+        "[--output/-o]",
+        "[--png]",
+        "[--json]",
+    ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
+    "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

@@ -20,9 +20,12 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tiers",),
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
+    ("subject",),
+    ("planning",),  # a step, a budget and a planner make a plan
     ("simulation",),
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
+    ("comparing",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),

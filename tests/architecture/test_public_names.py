@@ -14,6 +14,7 @@ PUBLIC_NAMES = {
     "StepReport",
     "__version__",
     "manage",
+    "plan",
     "record",
     "simulate",
 }

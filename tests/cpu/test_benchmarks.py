@@ -213,6 +213,23 @@ def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.Mon
     assert f"Program 7, {first}: a bit is wrong" in result.notes
 
 
+def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
+    result = quick("optimal")
+    by_step: dict[str, dict[str, Any]] = {}
+    for row in result.rows:
+        by_step.setdefault(row["step"], {})[row["method"]] = row
+    assert list(by_step) == ["linear 4", "resnet"]
+    for rows in by_step.values():
+        assert {"checkmate", "sqrt-n", "dtr", "lru", "swap"} <= set(rows)
+        assert rows["checkmate"]["status"] == "ok"
+        assert rows["checkmate"]["x_bound"] >= 1 - 1e-6
+        assert rows["checkmate"]["peak_bytes"] <= rows["checkmate"]["budget_bytes"]
+    assert by_step["linear 4"]["checkmate"]["proof"] == "optimal"
+    assert not by_step["linear 4"]["checkmate"]["coarsened"]
+    assert by_step["resnet"]["checkmate"]["coarsened"]
+    assert [check.met for check in result.checks] == [True, True, True]
+
+
 def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
     rows = rows_by(quick("growth"), "model")
     assert list(rows) == ["BERT", "ResNet"]
@@ -243,6 +260,16 @@ def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.Monkey
         assert row["measured"] > 0
     ratio = sum(row["modelled"] for row in result.rows) / sum(row["measured"] for row in result.rows)
     assert ratio == pytest.approx(1)
+
+
+def test_compare_counts_the_rows_of_the_whole_command() -> None:
+    result = quick("compare")
+    assert [row["method"] for row in result.rows] == ["keep-all", "lru"]
+    budgets = [column.key for column in result.columns[1:]]
+    assert len(budgets) == 2
+    assert [row[budgets[-1]] for row in result.rows] == ["1.000", "1.000"]
+    assert [(check.measured, check.at_most) for check in result.checks[1:]] == [(0, 0)]
+    assert ": 4 ok, 0 oom, 0 thrash." in result.notes[0]
 
 
 # What the benchmarks stand on

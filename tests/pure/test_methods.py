@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spillway.errors import UnknownMethodError, UsageError
-from spillway.methods import LRU, METHODS, Drop, KeepAll, Move, resolve
+from spillway.methods import LRU, METHODS, Drop, KeepAll, Move, method_named, resolve
 from tests.pure.shelves import Shelf, proposals
 
 CHEAP = Shelf(number=1, chain=2, recompute=0.5)
@@ -64,9 +64,10 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 
 
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
-    assert {name: resolve(name).name for name in METHODS} == {name: name for name in METHODS}
+    assert {name: method_named(name).name for name in METHODS} == {name: name for name in METHODS}
     assert sorted(METHODS) == [
-        "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest", "lru", "msps",
+        "checkmate", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest", "lru",
+        "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "zero-offload",
     ]  # fmt: skip
 
 
@@ -88,5 +89,5 @@ def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of delta, delta-published, dtr, "):
+    with pytest.raises(UnknownMethodError, match="choose one of checkmate, delta, "):
         resolve(method)  # type: ignore[arg-type]

@@ -47,11 +47,11 @@ def test_ops_take_the_devices_seconds_unless_the_measured_ones_are_wanted() -> N
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of delta"):
+    with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of checkmate, delta"):
         spillway.simulate(STEP, "50%", "best")
     with pytest.raises(UsageError, match="no device 'abacus'"):
         spillway.simulate(STEP, "50%", "lru", "abacus")
-    with pytest.raises(BudgetError, match="more than 0 bytes"):
+    with pytest.raises(BudgetError, match="more than 0 and at most 1"):
         spillway.simulate(STEP, "0%", "lru")
 
 

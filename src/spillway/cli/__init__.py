@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import demo, doctor, record, report, simulate, train
+from spillway.cli import compare, demo, doctor, plan, record, report, simulate, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -29,9 +29,11 @@ app = typer.Typer(
 app.command(name="demo")(demo.demo)
 app.command(name="train")(train.train)
 app.command(name="record")(record.record)
+app.command(name="compare")(compare.compare_)
 app.command(name="simulate")(simulate.simulate)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
+app.command(name="plan")(plan.plan)
 
 
 def _print_version(wanted: bool) -> None:

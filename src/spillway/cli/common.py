@@ -74,7 +74,7 @@ def check_writable(path: Path | None) -> None:
 
 def read_steps(path: Path) -> tuple[RunFile, list[StepReport]]:
     """Read a run file. Raises FileFormatError for what is none, SpillwayError if the system refuses."""
-    with _naming(path):
+    with naming(path):
         run = read_run(path)
     steps = []
     for number, step in enumerate(run.steps, start=2):
@@ -92,7 +92,7 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any]) -> list[Ste
         facts: What the page says at its top besides the header of the run file.
     """
     run, steps = read_steps(run_file)
-    with _naming(path):
+    with naming(path):
         write_report(path, {**run.header, **facts}, steps, run.timelines)
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
@@ -108,12 +108,12 @@ def write_perfetto(path: Path, run_file: Path) -> int:
             f"{run_file} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
             f"spillway train --run-file, in this version."
         )
-    with _naming(path):
+    with naming(path):
         return write_trace(path, run.header, run.timelines)
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Turn what the system says about a file into one sentence."""
     try:
         yield

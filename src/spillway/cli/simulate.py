@@ -22,7 +22,7 @@ from spillway.units import format_bytes, format_seconds
 def simulate(
     *,
     step: Annotated[str, typer.Argument(help="A recorded step, an operator log of DTR, or logs.zip:NAME.")],
-    budget: Annotated[str, typer.Option(help='Bytes, "6GiB", or "50%" of the plain peak.')],
+    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, or a share of the plain peak: 0.5 or 50%.")],
     method: Annotated[str, typer.Option(help="How to decide what leaves memory.")] = "delta",
     device: Annotated[
         str, typer.Option(help="Whose speed: a preset, here for this machine, or a device's .json file.")

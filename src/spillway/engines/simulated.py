@@ -138,7 +138,11 @@ def simulate(
     if steps < 1 or not thrash > 0:
         raise UsageError(f"A simulation takes 1 step or more and a `thrash` above 0; got {steps} and {thrash}.")
     machine = PaperMachine(
-        device, allocator_named(allocator, limit), tier=tier, most_recomputing=thrash * plain, overlaps=overlaps
+        policy.link(device),
+        allocator_named(allocator, limit),
+        tier=tier,
+        most_recomputing=thrash * plain,
+        overlaps=overlaps,
     )
     run = _Run(step, machine, Controller(machine, policy, allowed, chain_cap), frozenset(escaped))
     for number in range(steps):
@@ -152,7 +156,8 @@ def _policy(
     method: AbstractPolicy | AbstractPlanner | Plan, step: Step, allowed: Bytes, device: Device
 ) -> AbstractPolicy:
     if isinstance(method, AbstractPlanner):
-        method = method.plan(Problem(step=step, allowed=allowed, device=device))
+        plan = method.plan(Problem(step=step, allowed=allowed, device=device))
+        return Planned(plan, step) if method.copies_beside else Planned(plan, step, ahead=0)
     return Planned(method, step) if isinstance(method, Plan) else method
 
 

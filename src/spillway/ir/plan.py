@@ -22,7 +22,8 @@ class Recompute:
     held: tuple[ValueId, ...] = ()
     """Leaves of the recipe that the gap keeps alive beyond their death, until it ends."""
     temporaries: Bytes = 0
-    """The most bytes that the replay needs at once beside its leaves and the value that comes back."""
+    """The most bytes that the replay needs at once beside its leaves and the value that comes back, whose bytes count
+    from the replay's beginning."""
 
     def __post_init__(self) -> None:
         if self.temporaries < 0:

@@ -305,15 +305,18 @@ def _check_temporaries(replay: _Replay, step: Step) -> None:
 def _outputs(step: Step, replay: _Replay, place: int) -> Bytes:
     """Bytes of what the recipe has created when it runs the op at `place`, if this op creates it or it is read still.
 
-    The storage that comes back is left out, as it counts as resident already. An op that writes in place shares the
-    storage of the version it reads, the cheapest way to replay it: this is a lower bound.
+    The storage that comes back is left out, as it counts as resident already; until an op of the recipe creates it, its
+    bytes are room for others. An op that writes in place shares the storage of the version it reads, the cheapest way
+    to replay it: this is a lower bound.
     """
     ops = [step.ops[number] for number in replay.recipe.ops]
     before = {value for op in ops[:place] for value in op.creates}
     read_still = {value for op in ops[place:] for value in op.reads}
     needed = set(ops[place].creates) | (before & read_still)
-    storages = {step.values[value].storage for value in needed} - {step.values[replay.gap.value].storage}
-    return sum(step.storages[storage].nbytes for storage in storages)
+    own = step.storages[step.values[replay.gap.value].storage]
+    there = {step.values[value].storage for value in before.union(ops[place].creates)}
+    storages = {step.values[value].storage for value in needed} - {own.id}
+    return sum(step.storages[storage].nbytes for storage in storages) - (own.nbytes if own.id not in there else 0)
 
 
 def _names(values: frozenset[ValueId], step: Step) -> str:

@@ -21,19 +21,30 @@ from spillway.methods.base import (
     Recall,
     Restore,
 )
+from spillway.methods.checkmate import Checkmate
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.methods.planned import Planned
+from spillway.methods.sqrt_n import SqrtN
+from spillway.methods.swap import Swap
+from spillway.methods.uvm import UVM
+from spillway.methods.zero_offload import ZeroOffload
 
-METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
+METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingProxyType(
     {
         KeepAll.name: KeepAll,
         LRU.name: LRU,
         Delta.name: Delta,
         "delta-published": Delta.as_published,
         **{name: DTR.named(name) for name in HEURISTICS},
+        SqrtN.name: SqrtN,
+        Checkmate.name: Checkmate,
+        Swap.name: Swap,
+        "swap-prefetch": Swap.ahead,
+        UVM.name: UVM,
+        ZeroOffload.name: ZeroOffload,
     }
 )
 """Every method by the name that users write."""
@@ -43,10 +54,21 @@ def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
     """The policy behind a name; a policy object is taken as it is.
 
     Raises:
-        UnknownMethodError: No method has that name.
+        UnknownMethodError: No method has that name, or it decides before the step and so needs a recorded one.
     """
     if isinstance(method, AbstractPolicy):
         return method
+    found = method_named(method)
+    if isinstance(found, AbstractPolicy):
+        return found
+    raise UnknownMethodError(
+        f"{method!r} plans before the step: record one, make a plan with spillway.plan(step, budget=..., "
+        f"method={method!r}, device=...), and give method=Planned(plan, step) instead of the name."
+    )
+
+
+def method_named(method: str) -> AbstractPolicy | AbstractPlanner:
+    """The policy or planner behind a name. Raises UnknownMethodError if no method has it."""
     if isinstance(method, str) and method in METHODS:
         return METHODS[method]()
     raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")
@@ -56,9 +78,11 @@ __all__ = [
     "DTR",
     "LRU",
     "METHODS",
+    "UVM",
     "AbstractPlanner",
     "AbstractPolicy",
     "Candidate",
+    "Checkmate",
     "Copy",
     "Delta",
     "Drop",
@@ -72,5 +96,9 @@ __all__ = [
     "Proposal",
     "Recall",
     "Restore",
+    "SqrtN",
+    "Swap",
+    "ZeroOffload",
+    "method_named",
     "resolve",
 ]

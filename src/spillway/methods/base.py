@@ -203,6 +203,9 @@ class AbstractPlanner(ABC):
     name: str
     """The name by which users choose it."""
 
+    copies_beside: bool = True
+    """Whether copies of its plans run beside ops. Where they do not, `Planned(plan, step, ahead=0)` follows them."""
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """A plan that `ir.verify` accepts, or `BudgetInfeasible` with the smallest budget that would work."""
@@ -252,6 +255,10 @@ class AbstractPolicy(ABC):
         """Yield what is to go as op number `op` of the step ends, before anything that dies with it does. It has
         created these storages, in this order; what was first seen at this op is among them."""
         yield from ()
+
+    def link(self, device: Device) -> Device:
+        """The device as copies of this method find it: paging on demand pays for faults. For simulated devices."""
+        return device
 
     @abstractmethod
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:

@@ -1,0 +1,189 @@
+"""`spillway compare`: every method under every budget on one recorded step, simulated for a device."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from spillway.cli.common import Json, check_writable, naming, print_json, say, to_terminal
+from spillway.cli.tables import WIDTH_OF_FILES
+from spillway.comparing import (
+    Bound,
+    Comparison,
+    Failure,
+    Row,
+    Subject,
+    compare,
+    parse_budgets,
+    parse_methods,
+    subject_of,
+)
+from spillway.comparing.comparison import cells_of
+from spillway.costs.finding import device_of
+from spillway.errors import SpillwayError
+from spillway.ir.loading import load_step
+from spillway.report.compared import bound_sentence, check_drawing, missing_sentence, write_page, write_png
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds
+
+INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C."""
+
+Found = Row | Bound | Failure
+
+
+def compare_(
+    *,
+    step: Annotated[str, typer.Argument(help="A recorded step, a log of DTR, or logs.zip:NAME.")],
+    budgets: Annotated[
+        str, typer.Option(help='Shares of the plain peak or bytes: "0.3..1.0", "0.3..1.0:5", "50%,6GiB".')
+    ] = "0.3..1.0",
+    methods: Annotated[str, typer.Option(help="Names, separated by commas, or all.")] = "all",
+    device: Annotated[str, typer.Option(help='A device by name, "here" for this machine, or its .json file.')] = "a100",
+    plan_seconds: Annotated[
+        float, typer.Option(min=0.1, help="How long a planner that searches, as checkmate does, may take for a plan.")
+    ] = 30.0,
+    bound_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long the lower bound of a budget may take; 0 for no bounds.")
+    ] = 10.0,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many work at a time.", show_default="as many as processors")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Where to write the picture alone.")] = None,
+    json: Json = False,
+) -> None:
+    """Say what each method would do to a step, under each budget, on a device.
+
+    Ctrl-C keeps what is done: table, page, picture and JSON have what is there, and the exit code is 130. Ends with
+    exit code 1 if a row could not be worked out.
+    """
+    names = parse_methods(methods)
+    for path in (output, png):
+        check_writable(path)
+    if output is not None or png is not None:
+        check_drawing()
+    with naming(step):
+        recorded = load_step(step)
+    subject = subject_of(recorded, device_of(device))
+    wanted = parse_budgets(budgets, subject.plain_peak)
+    if json and output is None and png is None:
+        bound_seconds = 0.0  # nobody would see them
+    found: list[Found] = []
+    whole = _collect(
+        found, subject, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
+    )
+    comparison = Comparison.of(subject, names, wanted, found)
+    if output is not None:
+        with naming(output):
+            write_page(output, comparison)
+    if png is not None:
+        with naming(png):
+            write_png(png, comparison)
+    if json:
+        print_json([row.to_json() for row in comparison.rows])
+    else:
+        _print(comparison, [path for path in (output, png) if path is not None])
+    _conclude(comparison, whole=whole)
+
+
+def _collect(
+    found: list[Found], subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes], *,
+    plan_seconds: Seconds, bound_seconds: Seconds, processes: int | None,
+) -> bool:  # fmt: skip
+    """Add what is found as it comes, and show how far it is; whether nobody pressed Ctrl-C."""
+    console = to_terminal()
+    total = len(cells_of(methods, budgets, bounds=bound_seconds > 0))
+    coming = compare(
+        subject, methods, budgets, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
+    )
+    try:
+        with _progress(console) as progress, closing(coming):
+            task = progress.add_task("starting", total=total)
+            for one in coming:
+                found.append(one)
+                progress.update(task, advance=1, description=_told(one))
+                if isinstance(one, Failure):
+                    say(console, str(one))
+                elif not console.is_terminal:
+                    say(console, f"{len(found)} of {total}: {_told(one)}")
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = (
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}", markup=False),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        yield progress
+
+
+def _told(found: Found) -> str:
+    under = f"under {format_bytes(found.budget_bytes)}"
+    if isinstance(found, Row):
+        return f"{found.method} {under}: {times_plain(found)}"
+    if isinstance(found, Bound):
+        return f"lower bound {under}: {format_seconds(found.seconds)}"
+    return f"{found.method or 'lower bound'} {under}: failed"
+
+
+def _print(comparison: Comparison, written: Sequence[Path]) -> None:
+    """The table on standard output: times the plain step, a line for each method, a column for each budget."""
+    subject = comparison.subject
+    title = (
+        f"{subject.workload} on {subject.device.name}, simulated: seconds as a multiple of the plain step's "
+        f"{format_seconds(subject.plain_seconds)} in {format_bytes(subject.plain_peak)}"
+    )
+    table = Table()
+    table.add_column("method")
+    for budget in comparison.budgets:
+        share = 100 * budget / (subject.plain_peak or 1)
+        table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
+    cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
+    for method in comparison.methods:
+        table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
+    if comparison.bounds:
+        table.add_section()
+        relaxed = {bound.budget_bytes: _bound_cell(bound, subject) for bound in comparison.bounds}
+        table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    say(console, title)
+    console.print(table)
+    for line in (subject.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
+        if line:
+            say(console, line)
+    for path in written:
+        print(path)
+
+
+def times_plain(row: Row) -> str:
+    """A cell of the table: times the plain step, or how it ended otherwise."""
+    return row.status if row.overhead is None else f"{row.overhead:.3f}"
+
+
+def _bound_cell(bound: Bound, subject: Subject) -> str:
+    times = bound.seconds / subject.plain_seconds if subject.plain_seconds else 1.0
+    return f"LP {times:.3f}" if bound.kind == "relaxation" else "plain"
+
+
+def _conclude(comparison: Comparison, *, whole: bool) -> None:
+    """The exit code, and the sentence that explains it."""
+    if not whole:
+        say(to_terminal(), f"spillway: interrupted. {missing_sentence(comparison)} What was done is kept.")
+        raise typer.Exit(INTERRUPTED)
+    if comparison.failures:
+        first, more = comparison.failures[0], len(comparison.failures) - 1
+        raise SpillwayError(f"{first}{f' {more} more could not be worked out.' if more else ''}")

@@ -1,0 +1,80 @@
+"""`spillway plan`: what a planner would do with a recorded step under a budget, as a plan that was verified."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from spillway.cli.common import Json, check_writable, print_json
+from spillway.errors import SpillwayError
+from spillway.ir import Plan, Recompute, Step, verify
+from spillway.ir.account import comes_back
+from spillway.ir.lives import lives_of
+from spillway.ir.plan_files import write_plan
+from spillway.ir.recipes import replayed
+from spillway.planning import planner_named, problem_of
+from spillway.units import format_bytes, format_seconds
+
+
+def plan(
+    *,
+    step: Annotated[
+        str, typer.Argument(help="A recorded step: a file of `spillway record`, a log of DTR, or logs.zip:NAME.")
+    ],
+    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, or a share of the plain peak: 0.5 or 50%.")],
+    method: Annotated[str, typer.Option(help="Which planner decides.")],
+    device: Annotated[str, typer.Option(help="The device whose seconds the planner counts with.")] = "a100",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Plan a recorded step: what is gone when, and where it comes back from."""
+    check_writable(output)
+    planner = planner_named(method)
+    problem = problem_of(step, budget=budget, device=device)
+    found = planner.plan(problem)
+    verify(found, problem.step, problem.allowed)
+    facts = {"method": method, "device": problem.device.name, **figures(found, problem.step)}
+    if output is not None:
+        try:
+            write_plan(output, found, facts)
+        except OSError as error:
+            raise SpillwayError(f"{output}: {error.strerror or error}.") from error
+    if json:
+        print_json({"plan": None if output is None else str(output), "step": found.step, **facts})
+    else:
+        _print(facts, output)
+
+
+def figures(plan: Plan, step: Step) -> dict[str, Any]:
+    """What a plan does, in numbers."""
+    lives = lives_of(step)
+    back = [gap for gap in plan.gaps if comes_back(gap, lives[gap.value], len(step.ops))]
+    again = replayed([(gap.end, gap.value, gap.home) for gap in back if isinstance(gap.home, Recompute)], step)
+    moved = [gap for gap in plan.gaps if not isinstance(gap.home, Recompute)]
+    nbytes = {gap: step.storages[step.values[gap.value].storage].nbytes for gap in moved}
+    return {
+        "budget_bytes": plan.allowed,
+        "projected_bytes": plan.projected,
+        "plain_peak_bytes": step.plain_peak(),
+        "gaps": dict(Counter(type(gap.home).__name__.lower() for gap in plan.gaps)),
+        "bytes_out": sum(nbytes.values()),
+        "bytes_in": sum(nbytes[gap] for gap in back if gap in nbytes),
+        "recomputed_ops": len(again),
+        "recomputed_seconds": sum(step.ops[op].seconds or 0.0 for op in again),
+        "plain_seconds": sum(op.seconds or 0.0 for op in step.ops),
+    }
+
+
+def _print(facts: dict[str, Any], output: Path | None) -> None:
+    sizes = [format_bytes(facts[f"{name}_bytes"]) for name in ("budget", "projected", "plain_peak")]
+    print("{} on {}: {} allowed, {} projected, {} without a plan".format(facts["method"], facts["device"], *sizes))
+    again, whole = format_seconds(facts["recomputed_seconds"]), format_seconds(facts["plain_seconds"])
+    print(f"{facts['recomputed_ops']} ops again: {again} beside {whole} of the step's own")
+    print(f"{format_bytes(facts['bytes_out'])} out, {format_bytes(facts['bytes_in'])} in")
+    gaps = ", ".join(f"{count} {home}" for home, count in sorted(facts["gaps"].items())) or "none"
+    print(f"gaps: {gaps}" + (f"; {output}" if output else ""))

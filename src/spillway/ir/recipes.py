@@ -1,0 +1,99 @@
+"""Recipes: which ops bring a value back at a given moment, from what is there then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from spillway.ir.lives import Life
+from spillway.ir.plan import Recompute
+from spillway.ir.step import Step, ValueId
+from spillway.units import Bytes
+
+LONGEST: Final = 512
+"""Ops of a recipe beyond which none is looked for."""
+
+
+def recipe(
+    value: ValueId,
+    start: int,
+    end: int,
+    *,
+    step: Step,
+    lives: Sequence[Life],
+    present: Callable[[ValueId], bool],
+) -> Recompute | None:
+    """The ops that create `value` again before op `end` in a gap that starts at `start`; None if there is no way.
+
+    A recipe ends in values that can be read before op `end` and of which `present` says that no gap holds them then.
+    What is dead by then is created again too. If that cannot be, because it is a source or its op is not replayable,
+    the gap holds it, where it begins in time for that.
+    """
+    ops: set[int] = set()
+    held: set[ValueId] = set()
+    wanted = [value]
+    while wanted:
+        number = wanted.pop()
+        life = lives[number]
+        if life.created in ops:
+            continue
+        if number != value and life.readable(end) and present(number):
+            continue
+        if life.created >= 0 and step.ops[life.created].replayable:
+            ops.add(life.created)
+            wanted += step.ops[life.created].reads
+        elif number != value and _can_be_held(life, start, end):
+            held.add(number)
+        else:
+            return None
+        if len(ops) > LONGEST:
+            return None
+    order = tuple(sorted(ops))
+    created = {v for op in order for v in step.ops[op].creates}
+    kept = tuple(sorted(held - created))
+    return Recompute(ops=order, held=kept, temporaries=temporaries(value, order, step))
+
+
+def _can_be_held(life: Life, start: int, end: int) -> bool:
+    """Whether it dies unchanged while a gap that starts at `start` and ends at `end` can keep it."""
+    return life.overwritten is None and start <= life.dies <= end
+
+
+def temporaries(value: ValueId, ops: Sequence[int], step: Step) -> Bytes:
+    """The most bytes that a replay of `ops` has created and still needs at once, beside the storage of `value`.
+
+    That storage counts as resident all the time: until an op creates it, its bytes are room for others.
+    """
+    last: dict[ValueId, int] = {}
+    for place, op in enumerate(ops):
+        for read in (*step.ops[op].reads, *step.ops[op].creates):
+            last[read] = place
+    own = step.storages[step.values[value].storage]
+    room, most = own.nbytes, 0
+    there: set[ValueId] = set()
+    for place, op in enumerate(ops):
+        there.update(step.ops[op].creates)
+        storages = {step.values[v].storage for v in there}
+        if own.id in storages:
+            room = 0
+        most = max(most, sum(step.storages[storage].nbytes for storage in storages - {own.id}) - room)
+        there = {v for v in there if last[v] > place}
+    return most
+
+
+def replayed(gaps: Sequence[tuple[int, ValueId, Recompute]], step: Step) -> list[int]:
+    """The ops that run again, with repetition, for gaps that come back: each the moment, the value and its home.
+
+    Replays of one moment run one by one, those first that others wait for. What one has brought back on its way, as
+    another output of the same op, needs no replay of its own.
+    """
+    ran: list[int] = []
+    back: set[tuple[int, ValueId]] = set()
+    waiting = {(moment, value) for moment, value, _ in gaps}
+    for moment, value, home in sorted(gaps, key=lambda gap: (gap[0], gap[2].ops[-1:], len(gap[2].ops))):
+        if (moment, value) in back:
+            continue
+        ran += home.ops
+        made = {(moment, v) for op in home.ops for v in step.ops[op].creates}
+        back |= made & waiting
+    return ran

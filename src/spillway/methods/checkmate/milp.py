@@ -1,0 +1,233 @@
+"""Checkmate's program: which nodes run in which stage, and what is kept from one stage to the next.
+
+Jain et al., "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization", MLSys 2020, arXiv:1910.02653,
+section 4: R[t, i] says that stage t runs node i, S[t, d] that datum d is kept from stage t - 1 into stage t. Frontier
+advancing (section 4.6): stage t runs node t for the first time, and nothing after it. U[t, k] is what is in memory when
+node k of stage t has run (equations 3 to 5), FREE[t, d, k] that d is freed then (equations 6 to 8).
+
+FREE is a product of binaries. The paper linearises it with a sum of hazards (equation 7); here each hazard has a
+constraint of its own, FREE <= 1 - hazard. The integer solutions are the same, FREE need not be declared integer, and
+the relaxation is tighter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Any, Final, final
+
+import numpy as np
+
+from spillway.errors import UsageError
+from spillway.methods.checkmate.graph import Graph
+from spillway.units import Bytes, Seconds
+
+OPTIMAL, LIMIT, INFEASIBLE = 0, 1, 2
+"""What SciPy's `milp` says."""
+
+GAP: Final = 1e-4
+"""Share of the time by which a plan that counts as optimal may miss the optimum."""
+
+Terms = list[tuple[int, float]]
+"""Variables with their coefficients."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the solver found."""
+
+    status: int
+    """`OPTIMAL`, `LIMIT` or `INFEASIBLE`."""
+    run: frozenset[tuple[int, int]]
+    """Stages and nodes that run then, beside the stage's own node; empty without a solution."""
+    keep: dict[tuple[int, int], float]
+    """How much of a datum is kept into a stage; 0 and 1 but for a relaxation. Empty without a solution."""
+    bound: Seconds
+    """No plan of this graph takes less."""
+
+
+def load_solver() -> tuple[Any, Any]:
+    """SciPy's `milp` and sparse matrices. Raises UsageError with the command that installs them."""
+    try:
+        from scipy import optimize, sparse
+    except ImportError as error:
+        raise UsageError(
+            "Checkmate needs SciPy, which is not installed: pip install 'torch-spillway[plan]' adds it."
+        ) from error
+    return optimize, sparse
+
+
+@final
+class Program:
+    """The variables and constraints for one graph under one budget."""
+
+    def __init__(self, graph: Graph, allowed: Bytes) -> None:
+        self.graph = graph
+        self.allowed = allowed
+        # Bytes as shares of the budget: a solver's tolerances are absolute.
+        self.unit = max(allowed, 1)
+        self.count = 0
+        self.cost: list[float] = []
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.binary: list[int] = []
+        self.rows: list[tuple[Terms, float, float]] = []
+        self.until = _useful_until(graph)
+        self.run, self.keep = self._decisions()
+        self._correct()
+        self._memory()
+
+    def _variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, binary: bool = False) -> int:
+        self.cost.append(cost)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.binary.append(int(binary))
+        self.count += 1
+        return self.count - 1
+
+    def _decisions(self) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+        run, keep = {}, {}
+        for number, node in enumerate(self.graph.nodes):
+            last = min(node.last_again, max((self.until[datum] for datum in node.makes), default=number))
+            for stage in range(number, last + 1):
+                own = stage == number
+                cost = node.seconds if own else node.seconds_again
+                run[stage, number] = self._variable(cost=cost, lower=float(own), binary=not own)
+        for index, datum in enumerate(self.graph.data):
+            for stage in range(datum.maker + 1, self.until[index] + 1):
+                keep[stage, index] = self._variable(binary=True)
+        return run, keep
+
+    def _correct(self) -> None:
+        """Equations 1b and 1c: what a node reads is there; what is kept was there."""
+        data = self.graph.data
+        for (stage, number), running in self.run.items():
+            for index in self.graph.nodes[number].reads:
+                self._at_most([(running, 1.0), *self._available(stage, index, -1.0)], 0.0)
+        for (stage, index), kept in self.keep.items():
+            if stage - 1 > data[index].maker:
+                self._at_most([(kept, 1.0), *self._available(stage - 1, index, -1.0)], 0.0)
+
+    def _available(self, stage: int, index: int, factor: float) -> Terms:
+        maker = self.graph.data[index].maker
+        found = (self.run.get((stage, maker)), self.keep.get((stage, index)))
+        return [(variable, factor) for variable in found if variable is not None]
+
+    def _memory(self) -> None:
+        """Equations 3 to 8, stage by stage."""
+        by_stage: dict[int, list[int]] = {}
+        for stage, index in self.keep:
+            by_stage.setdefault(stage, []).append(index)
+        for stage in range(len(self.graph.nodes)):
+            before: Terms = [(self.keep[stage, d], self._share(d)) for d in by_stage.get(stage, ())]
+            for number in range(stage + 1):
+                if (stage, number) in self.run:
+                    before = self._after(stage, number, before)
+
+    def _share(self, index: int) -> float:
+        return self.graph.data[index].nbytes / self.unit
+
+    def _after(self, stage: int, number: int, before: Terms) -> Terms:
+        """Bound memory while the node runs; what is there after it has run and freed."""
+        node, running = self.graph.nodes[number], self.run[stage, number]
+        used = self._variable(upper=inf)
+        made = sum(self._share(index) for index in node.makes)
+        self.rows.append(([(used, 1.0), (running, -made), *((v, -c) for v, c in before)], 0.0, 0.0))
+        if stage == number:
+            self._at_most([(used, 1.0)], 1.0 - node.running / self.unit)
+        else:
+            given = self.graph.nodes[stage].given
+            self._at_most([(used, 1.0), (running, node.again / self.unit)], 1.0 - given / self.unit)
+        return [(used, 1.0), *((self._freed(stage, number, d), -self._share(d)) for d in (*node.reads, *node.makes))]
+
+    def _freed(self, stage: int, number: int, index: int) -> int:
+        """FREE: the node ran, no later one of the stage reads the datum, and it is not kept."""
+        freed = self._variable()
+        hazards = [self.run.get((stage, reader)) for reader in self.graph.data[index].readers if reader > number]
+        hazards.append(self.keep.get((stage + 1, index)))
+        for hazard in hazards:
+            if hazard is not None:
+                self._at_most([(freed, 1.0), (hazard, 1.0)], 1.0)
+        self._at_most([(freed, 1.0), (self.run[stage, number], -1.0)], 0.0)
+        return freed
+
+    def _at_most(self, terms: Terms, bound: float) -> None:
+        self.rows.append((terms, -inf, bound))
+
+    def solve(self, time_limit: Seconds, *, relaxed: bool = False) -> Answer:
+        """Solve it, or its relaxation, within about `time_limit` seconds."""
+        optimize, sparse = load_solver()
+        cells = [(row, variable, factor) for row, (terms, _, _) in enumerate(self.rows) for variable, factor in terms]
+        rows, columns, factors = zip(*cells, strict=True)
+        matrix = sparse.csr_matrix((factors, (rows, columns)), shape=(len(self.rows), self.count))
+        scale = sum(node.seconds for node in self.graph.nodes) or 1.0
+        found = optimize.milp(
+            np.array(self.cost) / scale,
+            integrality=np.zeros(self.count) if relaxed else np.array(self.binary),
+            bounds=optimize.Bounds(np.array(self.lower), np.array(self.upper)),
+            constraints=optimize.LinearConstraint(
+                matrix, np.array([low for _, low, _ in self.rows]), np.array([high for _, _, high in self.rows])
+            ),
+            options={"time_limit": max(time_limit, 0.1), "mip_rel_gap": GAP},
+        )
+        return self._answer(found, scale, relaxed)
+
+    def _answer(self, found: Any, scale: float, relaxed: bool) -> Answer:
+        plain = sum(node.seconds for node in self.graph.nodes)
+        if found.status == INFEASIBLE:
+            return Answer(status=INFEASIBLE, run=frozenset(), keep={}, bound=inf)
+        status = OPTIMAL if found.status == OPTIMAL else LIMIT
+        bound = plain
+        if relaxed and status == OPTIMAL:
+            bound = found.fun * scale
+        elif not relaxed and found.mip_dual_bound is not None and isfinite(found.mip_dual_bound):
+            bound = found.mip_dual_bound * scale
+        if found.x is None:
+            return Answer(status=LIMIT, run=frozenset(), keep={}, bound=max(bound, plain))
+        runs = frozenset(key for key, variable in self.run.items() if key[0] != key[1] and found.x[variable] > 0.5)
+        keeps = {key: float(found.x[variable]) for key, variable in self.keep.items()}
+        return Answer(status=status, run=runs, keep=keeps, bound=max(bound, plain))
+
+    def rounded(self, keep: dict[tuple[int, int], float], threshold: float) -> Answer | None:
+        """Section 5: keep what is kept by more than `threshold`, and run again what that leaves missing."""
+        kept = {key for key, share in keep.items() if share > threshold}
+        kept |= {key for key in keep if self.graph.nodes[self.graph.data[key[1]].maker].last_again < key[0]}
+        again: set[tuple[int, int]] = set()
+        for stage in range(len(self.graph.nodes)):
+            if not all(self._demand(stage, index, kept, again) for index in self._wanted(stage, kept)):
+                return None
+        return Answer(status=LIMIT, run=frozenset(again), keep=dict.fromkeys(kept, 1.0), bound=0.0)
+
+    def _wanted(self, stage: int, kept: set[tuple[int, int]]) -> Iterator[int]:
+        yield from self.graph.nodes[stage].reads
+        yield from (
+            index
+            for index, datum in enumerate(self.graph.data)
+            if (stage + 1, index) in kept and datum.maker < stage
+        )  # fmt: skip
+
+    def _demand(self, stage: int, index: int, kept: set[tuple[int, int]], again: set[tuple[int, int]]) -> bool:
+        """Have the datum there in the stage; False if its maker cannot run again."""
+        wanted = [index]
+        while wanted:
+            datum = wanted.pop()
+            maker = self.graph.data[datum].maker
+            if (stage, datum) in kept or (stage, maker) in again or maker == stage:
+                continue
+            if (stage, maker) not in self.run:
+                return False
+            again.add((stage, maker))
+            wanted += self.graph.nodes[maker].reads
+        return True
+
+
+def _useful_until(graph: Graph) -> list[int]:
+    """For every datum the last stage in which it can be of use: read there, or to make what is."""
+    until = [max(datum.readers) for datum in graph.data]
+    for index in sorted(range(len(graph.data)), key=lambda index: -graph.data[index].maker):
+        for reader in graph.data[index].readers:
+            again = graph.nodes[reader].last_again
+            until[index] = max(until[index], *(min(until[d], again) for d in graph.nodes[reader].makes), 0)
+    return until

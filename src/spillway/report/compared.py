@@ -1,0 +1,311 @@
+"""A comparison as one picture, as a file of its own or within a page that needs nothing else.
+
+One function draws. In the page the colours become the page's own, so that they change with light and dark.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from spillway.comparing import Comparison, Row
+from spillway.errors import UsageError
+from spillway.report.chart import round_bytes
+from spillway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK: Final = "#1c2126"
+SOFT: Final = "#5d6770"
+LINE: Final = "#d9dee2"
+PAPER: Final = "#ffffff"
+
+
+class Family(NamedTuple):
+    """Methods of one kind, and the colour that they share; each has a mark of its own."""
+
+    light: str
+    """On light paper."""
+    dark: str
+    """On dark paper."""
+    methods: tuple[str, ...]
+
+
+FAMILIES: Final = (
+    Family("#56606a", "#a5b0ba", ("keep-all", "uvm", "zero-offload")),
+    Family("#8a6d00", "#e3c14a", ("lru",)),
+    Family("#b8004e", "#ff6f9f", ("delta", "delta-published")),
+    Family("#0060a8", "#56b4e9", ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
+    Family("#007a5e", "#2fc79c", ("sqrt-n", "checkmate")),
+    Family("#b34a00", "#f5924e", ("swap", "swap-prefetch")),
+    Family("#6c4ba0", "#b79be8", ()),
+)
+"""Colours after Okabe and Ito, darker on light paper so that a thin line is seen. The last is for whatever else."""
+
+MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
+"""By place within a kind."""
+
+LABELS: Final = 0.044
+"""What a label needs of the height of the axes."""
+
+FAR: Final = 0.3
+"""A line that ends further to the right than this share of the axes has its label there, and not at the left."""
+
+_TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
+"""Times a power of ten."""
+
+
+def check_drawing() -> None:
+    """Raise UsageError where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "Drawing a comparison takes matplotlib, which is not installed: pip install 'torch-spillway[pictures]' "
+            "adds it; without --output and --png the table and --json need nothing."
+        )
+
+
+def write_png(path: str | os.PathLike[str], comparison: Comparison) -> None:
+    """Write the picture as a PNG. OSError where the system refuses, UsageError without matplotlib."""
+    draw(comparison).savefig(path, format="png", dpi=160)
+
+
+def write_page(path: str | os.PathLike[str], comparison: Comparison) -> None:
+    """Write the page. OSError where the system refuses, UsageError without matplotlib."""
+    Path(path).write_text(render(comparison), encoding="utf-8")
+
+
+def render(comparison: Comparison) -> str:
+    """The page that `write_page` writes."""
+    environment = Environment(
+        loader=PackageLoader("spillway.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    environment.filters |= {"nbytes": format_bytes, "duration": format_seconds}
+    rows = defaultdict(list)
+    for row in comparison.rows:
+        rows[row.method].append(row)
+    return environment.get_template("compared.html.jinja").render(
+        comparison=comparison, subject=comparison.subject, rows=rows, picture=Markup(svg(comparison)),
+        colours=[(_variable(family.light), family.light, family.dark) for family in FAMILIES],
+        bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- sentences
+
+
+def bound_sentence(comparison: Comparison) -> str:
+    """Which lower bound is there, and what else the relaxation says."""
+    bounds = comparison.bounds
+    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
+    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
+    missing = [bound for bound in bounds if bound.why]
+    sentences = [
+        f"Lower bound: the plain step's {format_seconds(comparison.subject.plain_seconds)}"
+        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
+           relaxed else ".")
+    ]  # fmt: skip
+    if missing:
+        ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
+        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
+    if coarse:
+        sentences.append(
+            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
+            "what recomputes single ops can be faster."
+        )
+    return " ".join(sentences)
+
+
+def missing_sentence(comparison: Comparison) -> str:
+    """How much is not there; empty if everything is."""
+    if comparison.complete:
+        return ""
+    wanted = len(comparison.methods) * len(comparison.budgets)
+    return f"Incomplete: {len(comparison.rows)} of {wanted} rows were worked out."
+
+
+# ---------------------------------------------------------------------- the picture
+
+
+def draw(comparison: Comparison) -> Figure:
+    """Seconds against peak, a line for every method, with the lower bound. Raises UsageError without matplotlib."""
+    check_drawing()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.4), facecolor=PAPER)
+    axes = figure.add_axes((0.19, 0.11, 0.69, 0.76), facecolor="none")
+    subject = comparison.subject
+    figure.text(0.02, 0.95, f"{subject.workload} on {subject.device.name}", color=INK, fontsize=13, weight="bold")
+    figure.text(
+        0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(subject.plain_seconds)} in "
+        f"{format_bytes(subject.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
+    )  # fmt: skip
+    ends = [_line(axes, method, rows) for method, rows in _lines(comparison).items()]
+    ends += _bounds(axes, comparison)
+    _scales(axes, comparison)
+    _label(axes, ends)
+    return figure
+
+
+def svg(comparison: Comparison) -> str:
+    """The picture as an element of a page, its colours by the names that the page gives them."""
+    import matplotlib
+
+    written = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spillway", "font.family": "sans-serif"}):
+        figure = draw(comparison)
+        figure.patch.set_visible(False)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(written, format="svg", metadata=nothing)
+    text = written.getvalue()
+    text = re.sub(r'font-family: [^;"]*', "font-family: system-ui, sans-serif", text[text.index("<svg") :])
+    for name, colour in (("ink", INK), ("soft", SOFT), ("line", LINE), ("paper", PAPER)):
+        text = text.replace(colour, f"var(--{name})")
+    for family in FAMILIES:
+        text = text.replace(family.light, f"var(--{_variable(family.light)})")
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
+
+
+def _variable(light: str) -> str:
+    return f"c{light.removeprefix('#')}"
+
+
+def _lines(comparison: Comparison) -> dict[str, list[Row]]:
+    """The rows of every method that have something to draw."""
+    lines = defaultdict(list)
+    for row in comparison.rows:
+        if row.seconds is not None:
+            lines[row.method].append(row)
+    return lines
+
+
+def style_of(method: str) -> tuple[str, str]:
+    """Colour on light paper, and mark."""
+    for family in FAMILIES:
+        if method in family.methods:
+            return family.light, MARKS[family.methods.index(method)]
+    return FAMILIES[-1].light, "*"
+
+
+End = tuple[str, str, float, float]
+"""What stands beside a line, in which colour, and where the line ends."""
+
+
+def _line(axes: Axes, method: str, rows: Sequence[Row]) -> End:
+    colour, mark = style_of(method)
+    peaks = [float(row.peak_bytes or 0) for row in rows]
+    seconds = [row.seconds or 0.0 for row in rows]
+    axes.plot(
+        peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
+        markeredgewidth=0.6, zorder=3,
+    )  # fmt: skip
+    least = min(range(len(peaks)), key=lambda index: (peaks[index], seconds[index]))
+    return method, colour, peaks[least], seconds[least]
+
+
+def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
+    """The plain step's seconds all along; the relaxation where there is one."""
+    plain = comparison.subject.plain_seconds
+    axes.axhline(plain, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
+    axes.annotate(
+        "plain step: nothing takes less", xy=(1, plain), xycoords=("axes fraction", "data"), xytext=(0, -3),
+        textcoords="offset points", color=INK, fontsize=9, ha="right", va="top", zorder=4,
+    )  # fmt: skip
+    ends: list[End] = []
+    full = [(bound.budget_bytes, bound.seconds) for bound in comparison.bounds if bound.kind == "relaxation"]
+    coarse = [(bound.budget_bytes, bound.coarse_seconds) for bound in comparison.bounds if bound.coarse_seconds]
+    for text, points, wide in (("recompute only: LP bound", full, 1.8), ("LP of intervals", coarse, 1.0)):
+        if points:
+            budgets, seconds = zip(*points, (comparison.subject.plain_peak, plain), strict=True)
+            axes.plot(budgets, seconds, color=INK, linewidth=wide, linestyle=(0, (5, 2)), zorder=2)
+            ends.append((text, INK, float(budgets[0]), seconds[0]))
+    return ends
+
+
+def _scales(axes: Axes, comparison: Comparison) -> None:
+    """Bytes from left to right, seconds upwards, times the plain step where they spread far; ticks at round numbers."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    subject, drawn = comparison.subject, [row for row in comparison.rows if row.seconds is not None]
+    plain = subject.plain_seconds
+    highest = [bound.coarse_seconds or bound.seconds for bound in comparison.bounds]
+    top = max([row.seconds or 0.0 for row in drawn] + highest, default=plain)
+    top = max(top, plain * 1.05)
+    right = max([float(row.peak_bytes or 0) for row in drawn] + [float(subject.plain_peak)])
+    left = min([float(row.peak_bytes or 0) for row in drawn], default=0.0)
+    margin = max((right - left) * 0.03, right * 0.01)
+    axes.set_xlim(max(left - margin, 0.0), right + margin)
+    if plain > 0:
+        axes.set_yscale("log")
+        reach = math.log(top / plain)
+        axes.set_ylim(plain * math.exp(-0.07 * reach), top * math.exp(0.05 * reach))
+    marks = [nbytes for nbytes in round_bytes(right, 7) if nbytes >= left - margin]
+    axes.xaxis.set_major_locator(FixedLocator(marks))
+    axes.xaxis.set_major_formatter(FixedFormatter([format_bytes(mark).replace(".00", "") for mark in marks]))
+    times = _multiples(top / plain) if plain > 0 else [1.0]
+    axes.yaxis.set_major_locator(FixedLocator([plain * one for one in times]))
+    axes.yaxis.set_major_formatter(FixedFormatter([f"{format_seconds(plain * one)} = {one:g} x" for one in times]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.tick_right()
+    axes.set_xlabel("peak, by account", color=SOFT)
+    axes.tick_params(colors=SOFT, labelsize=9, length=0)
+    axes.grid(color=LINE, linewidth=0.8, zorder=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _multiples(top: float) -> list[float]:
+    """Five to ten round multiples of the plain step from 1 to `top`."""
+    if top <= 2:
+        apart = next(one for one in (0.01, 0.02, 0.05, 0.1, 0.2) if (top - 1) / one <= 8)
+        return [round(1 + apart * index, 4) for index in range(int((top - 1) / apart + 1e-9) + 1)]
+    decades = range(int(math.log10(top)) + 1)
+    return [one * 10**decade for decade in decades for one in _TICKS if one * 10**decade <= top]
+
+
+def _label(axes: Axes, ends: Sequence[End]) -> None:
+    """Write what each line is beside its end, as near to its height as the others let it: at the left where the line
+    ends there, else within the picture."""
+    places = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
+    for far in (False, True):
+        group = [(end, place) for end, place in zip(ends, places, strict=True) if bool(place[0] > FAR) is far]
+        heights = spread([float(place[1]) for _, place in group], LABELS)
+        for ((text, colour, x, y), place), height in zip(group, heights, strict=True):
+            axes.annotate(
+                text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),
+                textcoords="axes fraction", color=colour, fontsize=9, ha="right", va="center", annotation_clip=False,
+                zorder=4, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1, "alpha": 0.8} if far else None,
+                arrowprops={
+                    "arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.5, "shrinkA": 1, "shrinkB": 3,
+                    "relpos": (1, 0.5),
+                },
+            )  # fmt: skip
+
+
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Heights, at least `apart` from each other and otherwise as near as can be to the given ones."""
+    order = sorted(range(len(heights)), key=lambda index: (heights[index], index))
+    groups: list[tuple[float, list[int]]] = []  # where the lowest of each group would be, on average
+    for place, index in enumerate(order):
+        groups.append((heights[index] - apart * place, [index]))
+        while len(groups) > 1 and groups[-2][0] >= groups[-1][0]:
+            (above, over), (below, under) = groups.pop(), groups.pop()
+            mean = (above * len(over) + below * len(under)) / (len(over) + len(under))
+            groups.append((mean, under + over))
+    placed = dict[int, float]()
+    for base, members in groups:
+        for index in members:
+            placed[index] = base + apart * len(placed)
+    return [placed[index] for index in range(len(heights))]

@@ -1,0 +1,102 @@
+"""What is asked here stands in this module, where a fresh process finds it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+
+from spillway.comparing.pool import Unanswered, answers
+from spillway.errors import UsageError
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def whose(number: int) -> int:
+    return os.getpid()
+
+
+def only_even(number: int) -> int:
+    if number % 2:
+        raise UsageError(f"{number} is odd.")
+    return number
+
+
+def buggy(number: int) -> int:
+    return [1][number]
+
+
+def deadly(number: int) -> int:
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2:
+        os._exit(3)
+    return number
+
+
+def interrupted(number: int) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return number
+
+
+def endless(number: int) -> int:
+    while number:
+        signal.pause()
+    return number
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_every_task_is_answered_once_whatever_the_number_of_processes(processes: int) -> None:
+    found = [answer for answer in answers(double, range(7), processes) if isinstance(answer, int)]
+    assert sorted(found) == [0, 2, 4, 6, 8, 10, 12]
+
+
+def test_there_are_no_more_processes_than_asked_for_and_one_is_this_one() -> None:
+    assert set(answers(whose, range(4), 1)) == {os.getpid()}
+    assert len({*answers(whose, range(6), 2), os.getpid()}) in (2, 3)
+    assert os.getpid() not in set(answers(whose, range(6), 2))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_task_that_is_refused_does_not_keep_the_others_away(processes: int) -> None:
+    found = list(answers(only_even, range(4), processes))
+    assert sorted(answer for answer in found if isinstance(answer, int)) == [0, 2]
+    refused = [answer for answer in found if isinstance(answer, Unanswered)]
+    assert sorted((answer.task, answer.why) for answer in refused) == [(1, "1 is odd."), (3, "3 is odd.")]
+
+
+def test_a_bug_shows_its_traceback_and_is_told_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    found = list(answers(buggy, range(2), 1))
+    assert found[0] == 1
+    assert isinstance(found[1], Unanswered)
+    assert found[1].why.startswith("IndexError was raised (list index out of range); its traceback stands above.")
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_process_that_dies_costs_its_task_alone_and_is_told_in_a_sentence() -> None:
+    found = list(answers(deadly, range(6), 2))
+    assert sorted(answer for answer in found if isinstance(answer, int)) == [0, 3, 4, 5]
+    dead = {answer.task: answer.why for answer in found if isinstance(answer, Unanswered)}
+    assert dead == {
+        1: "The process that worked on it was killed, as the system does when memory runs out.",
+        2: "The process that worked on it ended with exit code 3.",
+    }
+
+
+def test_ctrl_c_is_not_for_the_processes() -> None:
+    assert sorted(answer for answer in answers(interrupted, range(4), 2) if isinstance(answer, int)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("ask", [endless, double])
+def test_who_stops_listening_ends_every_process(ask: Callable[[int], int]) -> None:
+    before = set(multiprocessing.active_children())
+    with closing(answers(ask, [0, 1, 2], 2)) as coming:
+        assert next(coming) in (0, 2)
+        assert set(multiprocessing.active_children()) > before
+    assert set(multiprocessing.active_children()) == before

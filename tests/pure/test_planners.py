@@ -1,0 +1,253 @@
+"""Planners' plans verify and fit, or are refused with the number that would; each does what its paper does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.linear import linear_step
+from spillway.costs import Device, device_named
+from spillway.errors import BudgetInfeasible, NoPlanFound, UnknownMethodError, UsageError
+from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
+from spillway.ir.account import account
+from spillway.ir.lives import lives_of
+from spillway.ir.recipes import replayed
+from spillway.methods import METHODS, AbstractPlanner, Checkmate, Problem, SqrtN, Swap, ZeroOffload, resolve
+from spillway.methods.checkmate import lower_bound
+from spillway.methods.checkmate.graph import graph_of
+from tests.pure.training_steps import training_step
+
+DEVICE = device_named("a100")
+UNIT = 1 << 20
+PLANNERS: dict[str, AbstractPlanner] = {
+    "sqrt-n": SqrtN(),
+    "greedy": SqrtN.greedy(),
+    "swap": Swap(),
+    "swap-prefetch": Swap.ahead(),
+    "zero-offload": ZeroOffload(),
+    "checkmate": Checkmate(time_limit=10, most_nodes=14),
+}
+
+
+def problem(step: Step, allowed: int, device: Device = DEVICE) -> Problem:
+    return Problem(step=step, allowed=allowed, device=device)
+
+
+def gap_at(plan: Plan, value: int) -> Gap:
+    (found,) = [gap for gap in plan.gaps if gap.value == value]
+    return found
+
+
+def seconds_again(plan: Plan, step: Step) -> float:
+    homes = [(gap.end, gap.value, gap.home) for gap in plan.gaps if isinstance(gap.home, Recompute)]
+    return sum(step.ops[op].seconds or 0 for op in replayed(homes, step))
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_plan_verifies_within_its_budget_or_is_refused_with_one_that_works(name: str, seed: int) -> None:
+    step = training_step(seed)
+    for percent in (90, 60):
+        allowed = step.plain_peak() * percent // 100
+        try:
+            plan = PLANNERS[name].plan(problem(step, allowed))
+        except BudgetInfeasible as refused:
+            assert refused.smallest_budget > allowed
+            if not refused.exact:  # Checkmate knows a bound alone.
+                continue
+            allowed = refused.smallest_budget
+            plan = PLANNERS[name].plan(problem(step, allowed))
+            assert plan.projected == allowed
+        except NoPlanFound:
+            assert name == "checkmate"
+            continue
+        verify(plan, step, allowed)
+        counted = account(step, plan.gaps, lives_of(step)).peak
+        assert plan.projected == (allowed if name == "swap-prefetch" else counted)
+
+
+@pytest.mark.parametrize("name", ["sqrt-n", "greedy", "swap", "zero-offload"])
+def test_the_same_problem_has_the_same_plan(name: str) -> None:
+    step = training_step(7)
+    given = problem(step, 10**9)
+    assert PLANNERS[name].plan(given) == PLANNERS[name].plan(given)
+
+
+# sqrt(n)
+
+
+def test_sqrt_n_keeps_every_fourth_of_sixteen_layers_and_the_last_segment() -> None:
+    plan = SqrtN().plan(problem(linear_step(16), 10**9))
+    # 15 candidates between the ops of the forward: op 0 makes value 1. k = 3: cut after ops 2, 5, 8, 11 and 14.
+    assert sorted(gap.value for gap in plan.gaps) == [1, 2, 4, 5, 7, 8, 10, 11, 13, 14]
+    assert {gap.end for gap in plan.gaps if gap.value in (4, 5)} == {32 - 5}
+    assert gap_at(plan, 5).home == Recompute(ops=(4,))
+    assert seconds_again(plan, linear_step(16)) == pytest.approx(10e-3)
+
+
+def test_sqrt_n_brings_a_segment_back_as_a_whole_when_the_backward_reaches_it() -> None:
+    plan = SqrtN.greedy(segment_bytes=3 * UNIT).plan(problem(linear_step(12), 10**9))
+    ends = {gap.value: gap.end for gap in plan.gaps}
+    # Segments of four: a cut after the first candidate past three units.
+    assert [value for value in range(1, 13) if value not in ends] == [4, 8, 9, 10, 11, 12]
+    assert ends[1] == ends[2] == ends[3] == 24 - 3
+    assert ends[5] == ends[6] == ends[7] == 24 - 7
+
+
+def test_the_searched_segment_budget_is_as_good_as_any_that_is_tried_by_hand() -> None:
+    step = linear_step(24)
+    given = problem(step, 10**9)
+    searched = SqrtN.greedy().plan(given).projected
+    assert searched < SqrtN.greedy(segment_bytes=UNIT).plan(given).projected
+    assert searched < SqrtN.greedy(segment_bytes=12 * UNIT).plan(given).projected
+
+
+def test_sqrt_n_refuses_arguments_that_make_no_sense() -> None:
+    with pytest.raises(UsageError, match="'count' or 'greedy'"):
+        SqrtN("sometimes")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'count' or 'greedy'"):
+        SqrtN.greedy(0)
+
+
+# Swapping
+
+
+def test_swap_moves_what_the_backward_wants_from_its_last_use_to_its_next() -> None:
+    plan = Swap().plan(problem(linear_step(4), 10**9))
+    # Value k is read by the layer above, op k, and by its gradient, op 8 - k.
+    assert {gap.value: (gap.start, gap.end, gap.home) for gap in plan.gaps} == {
+        1: (2, 7, Host()),
+        2: (3, 6, Host()),
+        3: (4, 5, Host()),
+    }
+
+
+def test_swap_leaves_what_is_small() -> None:
+    assert Swap(smallest=UNIT + 1).plan(problem(linear_step(4), 10**9)).gaps == ()
+
+
+def test_what_autograd_says_it_keeps_is_what_is_swapped() -> None:
+    step = replace(linear_step(4), saved=(2,))
+    assert [gap.value for gap in Swap().plan(problem(step, 10**9)).gaps] == [2]
+
+
+SLOW = replace(DEVICE, out_per_second=UNIT / 2e-3, in_per_second=UNIT / 2e-3, copy_seconds=0.0)
+"""Copies take two ops of a linear step, each way."""
+
+
+def test_prefetching_begins_where_the_copy_has_to_and_ends_where_it_is_done() -> None:
+    plan = Swap.ahead().plan(problem(linear_step(8), 10**9, SLOW))
+    # Out: value 1 after op 1 until op 4 begins, value 2 from there until op 6 begins, value 3 until op 8.
+    assert [gap_at(plan, value).start for value in (1, 2, 3)] == [4, 6, 8]
+    # In, backwards: value 1 is read by op 15, so its copy begins with op 13, that of value 2 two ops earlier.
+    assert [gap_at(plan, value).end for value in (1, 2, 3)] == [13, 11, 9]
+    # Value 4 would have to be on its way back before it has left.
+    assert {gap.value for gap in plan.gaps} == {1, 2, 3}
+
+
+def test_prefetching_waits_for_copies_where_the_budget_wants_it() -> None:
+    step = linear_step(8)
+    free = Swap.ahead().plan(problem(step, 10**9, SLOW))
+    tight = Swap.ahead().plan(problem(step, Swap().plan(problem(step, 10**9)).projected, SLOW))
+    verify(tight, step, tight.allowed)
+    gone = {plan: sum(gap.end - gap.start for gap in plan.gaps) for plan in (free, tight)}
+    assert gone[free] < gone[tight]
+
+
+# Static offload
+
+
+def test_zero_offload_has_state_and_gradients_away_but_for_the_update() -> None:
+    step = training_step(3)
+    plan = ZeroOffload().plan(problem(step, 10**9))
+    kinds = {step.storages[step.values[gap.value].storage].kind for gap in plan.gaps}
+    assert kinds == {Kind.OPTIMIZER_STATE, Kind.GRADIENT}
+    lives = lives_of(step)
+    update = next(op.number for op in step.ops if op.phase is Phase.OPTIMIZER)
+    for storage in step.storages:
+        if storage.kind is Kind.OPTIMIZER_STATE:
+            before, after = (value.id for value in step.values if value.storage == storage.id)
+            used = lives[before].reads[0]
+            assert (gap_at(plan, before).start, gap_at(plan, before).end) == (0, used)
+            if used + 1 < len(step.ops):
+                assert gap_at(plan, after).end == len(step.ops)
+    assert plan.projected < step.plain_peak()
+    assert all(gap.end >= update for gap in plan.gaps)
+
+
+# Checkmate
+
+
+@pytest.mark.parametrize(("layers", "units", "again"), [(4, 4, 3), (8, 7, 3), (8, 5, 7)])
+def test_checkmate_recomputes_as_little_as_there_is_to_recompute(layers: int, units: int, again: int) -> None:
+    step = linear_step(layers)
+    given = problem(step, units * UNIT)
+    solution = Checkmate(time_limit=60, most_nodes=20).solve(given)
+    verify(solution.plan, step, given.allowed)
+    assert solution.proven
+    assert not solution.coarsened
+    assert solution.seconds == pytest.approx((2 * layers + 1 + again) * 1e-3)
+    assert solution.gap == pytest.approx(0, abs=1e-3)
+    assert lower_bound(given, 60, 20) <= solution.bound * (1 + 1e-6)
+
+
+def test_checkmate_leaves_a_step_alone_that_fits() -> None:
+    step = linear_step(4)
+    solution = Checkmate().solve(problem(step, step.plain_peak()))
+    assert (solution.plan.gaps, solution.proven, solution.gap) == ((), True, 0.0)
+
+
+def test_checkmate_says_what_its_largest_node_needs() -> None:
+    with pytest.raises(BudgetInfeasible) as caught:
+        Checkmate().plan(problem(linear_step(4), 3 * UNIT))
+    assert caught.value.smallest_budget == 4 * UNIT
+    with pytest.raises(BudgetInfeasible):
+        lower_bound(problem(linear_step(4), 3 * UNIT))
+
+
+def test_a_coarsened_step_has_few_nodes_and_says_so() -> None:
+    step = training_step(1, layers=12)
+    graph = graph_of(step, 12)
+    assert len(graph.nodes) == 12
+    assert graph.coarsened
+    assert [node.first for node in graph.nodes[1:]] == [node.end for node in graph.nodes[:-1]]
+    assert {step.ops[op].phase for node in graph.nodes[:1] for op in range(node.first, node.end)} == {Phase.FORWARD}
+    # No activation is written to by two nodes.
+    for datum in graph.data:
+        for storage in datum.storages:
+            writers = {op.number for op in step.ops for value in op.creates if step.values[value].storage == storage}
+            node = graph.nodes[datum.maker]
+            assert all(node.first <= op < node.end for op in writers)
+
+
+def test_rounding_the_relaxation_makes_a_plan_too() -> None:
+    from spillway.methods.checkmate.gaps import gaps_of
+    from spillway.methods.checkmate.milp import Program
+
+    step = linear_step(8)
+    graph = graph_of(step, 20)
+    program = Program(graph, 7 * UNIT)
+    relaxed = program.solve(30, relaxed=True)
+    roundings = [program.rounded(relaxed.keep, threshold) for threshold in (0.1, 0.5, 0.9)]
+    gaps = [gaps_of(graph, rounded) for rounded in roundings if rounded is not None]
+    peaks = [account(step, found, graph.lives).peak for found in gaps if found is not None]
+    assert len(peaks) == 3
+    assert min(peaks) <= 7 * UNIT
+
+
+def test_checkmate_without_scipy_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "scipy", None)
+    with pytest.raises(UsageError, match=r"Checkmate needs SciPy.*pip install 'torch-spillway\[plan\]'"):
+        Checkmate().plan(problem(linear_step(4), 5 * UNIT))
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", [name for name, make in METHODS.items() if isinstance(make(), AbstractPlanner)])
+def test_a_planner_by_name_is_no_policy_and_the_sentence_says_what_to_do(name: str) -> None:
+    with pytest.raises(UnknownMethodError, match=rf"'{name}' plans before the step: .*Planned\(plan, step\)"):
+        resolve(name)
+    made = METHODS[name]()
+    assert made.name == name
