@@ -8,8 +8,8 @@ from typing import Any, Final, final
 
 from benchmarks.linear import linear_step
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, ratio_columns, text_columns
-from spillway.costs import device_named
-from spillway.engines.simulated import plain_seconds, simulate
+from spillway.costs import device_named, step_seconds
+from spillway.engines.simulated import simulate
 from spillway.errors import BudgetInfeasible, NoPlanFound, PlanRejected
 from spillway.ir import Step, verify
 from spillway.methods import METHODS, Checkmate, Problem, SqrtN, method_named
@@ -110,7 +110,7 @@ def _recorded(name: str, options: Mapping[str, Any]) -> Step:
 
 def _rows(name: str, percent: int, problem: Problem, nodes: int, time_limit: float) -> list[Row]:
     common = {"step": name, "budget": f"{percent} %", "budget_bytes": problem.allowed}
-    plain = plain_seconds(problem.step)
+    plain = step_seconds(problem.step)
     try:
         bound: float | None = lower_bound(problem, time_limit, nodes)
     except BudgetInfeasible:
