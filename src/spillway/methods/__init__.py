@@ -58,6 +58,9 @@ def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
     """
     if isinstance(method, AbstractPolicy):
         return method
+    if not (isinstance(method, str) and method in METHODS):
+        policies = sorted(name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy))
+        raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(policies)}.")
     found = method_named(method)
     if isinstance(found, AbstractPolicy):
         return found
