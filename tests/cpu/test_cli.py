@@ -153,7 +153,11 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
 @pytest.mark.parametrize(
     ("workload", "expected"),
     [
-        ("nope", "There is no workload 'nope'; choose one of deep-narrow, resnet, stdlib-lm, or write"),
+        (
+            "nope",
+            "There is no workload 'nope'; choose one of bert-base, bert-large, deep-narrow, gpt2, "
+            "resnet, resnet50, stdlib-lm, swin, t5, or write",
+        ),
         ("workloads.py:nope", "workloads.py has no function 'nope'."),
         ("workloads.py:without_batches", "The workload workloads.py:without_batches has no batches."),
     ],
