@@ -198,7 +198,7 @@ def test_nothing_outlives_its_steps(order: str) -> None:
         assert sum(report.moves + report.drops for report in memory.history) > 0
     assert len(residents) == 1
     assert max(slots) <= 450 << 10
-    assert len(storages) <= 2
+    assert max(storages) <= 18  # 12 parameters, and some that move; one a step that stayed would make it 24
 
 
 def slots_in_use(memory: spillway.Session) -> int:
