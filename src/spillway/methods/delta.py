@@ -84,6 +84,8 @@ class Delta(AbstractPolicy):
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
     - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
       bytes stay until room is short. The paper releases down to that mark, needed or not (algorithm 1).
+    - `looks_after`: ops between two looks for what to copy out ahead, because each takes time; the paper looks whenever
+      a tensor is used (algorithm 1).
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
       in the backward. The paper's queue is first in, first out (algorithm 4): the order of the forward.
     - `enough`: share of the budget up to which the Prefetcher finds "memory enough"; in the paper the early mark.
@@ -107,7 +109,6 @@ class Delta(AbstractPolicy):
         early: Share of the budget from which copies out begin; the paper's 3/4.
         spare: Share of the budget for which copies are there, or need not be, before room is short.
         most_copies_out: Copies out that a look ahead may begin.
-        looks_after: Ops between two looks for what to copy out ahead: each takes time.
         most_copies_in: The paper's n, which it does not tell: reloads that are under way at a time.
         evict_pinned: What is never evicted, only offloaded.
         offload_pinned: What is never offloaded, only evicted; what is pinned twice is not released. The controller
@@ -172,7 +173,7 @@ class Delta(AbstractPolicy):
     def as_published(cls) -> Self:
         """The paper's choices."""
         policy = cls(
-            filter="base", enough=0.75, both_ways=False, releases_in_backward=False, releases_early=True,
+            filter="base", enough=0.75, looks_after=1, both_ways=False, releases_in_backward=False, releases_early=True,
             in_order_of_use=False, recomputes="always", only_beside=False, unhidden=1.0, pessimism=0.0,
         )  # fmt: skip
         policy.name = "delta-published"
