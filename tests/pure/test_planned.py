@@ -47,6 +47,13 @@ def never_relieved(plan: Plan, step: Step) -> Planned:
     return planned
 
 
+def beside_others(plan: Plan) -> int:
+    """What values need that come back before the same op: in another order a replay stands beside one more of them."""
+    recipes = [gap for gap in plan.gaps if isinstance(gap.home, Recompute)]
+    together = [gap.home for gap in recipes if sum(other.end == gap.end for other in recipes) > 1]
+    return max((home.temporaries for home in together if isinstance(home, Recompute)), default=0)
+
+
 @settings(max_examples=200, deadline=None)
 @given(steps_with_plans())
 def test_a_verified_plan_needs_no_more_than_it_projects(case: tuple[Step, Plan]) -> None:
@@ -55,11 +62,11 @@ def test_a_verified_plan_needs_no_more_than_it_projects(case: tuple[Step, Plan])
         return
     machine = Machine(step=step, plan=plan)
     machine.run()
-    plan = replace(plan, projected=machine.peak)
+    plan = replace(plan, projected=machine.peak + beside_others(plan))
     policy = never_relieved(plan, step)
-    ran = simulate(step, allowed=machine.peak, method=policy, device=DEVICE)
+    ran = simulate(step, allowed=plan.projected, method=policy, device=DEVICE)
     assert (ran.status, policy.diverged) == ("ok", None)
-    assert ran.timeline.peak() <= ran.peak_bytes == ran.reserved_bytes <= machine.peak
+    assert ran.timeline.peak() <= ran.peak_bytes == ran.reserved_bytes <= plan.projected
     if not any(isinstance(gap.home, Recompute) for gap in plan.gaps):
         assert ran.peak_bytes == machine.peak
 
