@@ -9,9 +9,8 @@ from spillway.costs.finding import device_of
 from spillway.engines.paper_machine import Tier
 from spillway.engines.simulated import Simulation
 from spillway.engines.simulated import simulate as simulate_step
-from spillway.errors import UnknownMethodError
 from spillway.ir import Plan, StepReport
-from spillway.methods import METHODS
+from spillway.methods import method_named
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.subject import StepLike, budget_of, step_of, with_seconds
 from spillway.units import parse_bytes
@@ -51,19 +50,11 @@ def simulate(
         BudgetInfeasible: A planner has no plan for so little.
     """
     found, on = step_of(step), device_of(device)
+    chosen = method_named(method) if isinstance(method, str) else method
     return simulate_step(
-        with_seconds(found, on, measured=measured), allowed=budget_of(budget, found), method=method_of(method),
+        with_seconds(found, on, measured=measured), allowed=budget_of(budget, found), method=chosen,
         device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
     )  # fmt: skip
-
-
-def method_of(method: Method) -> AbstractPolicy | AbstractPlanner | Plan:
-    """The method itself. Raises UnknownMethodError for an unknown name."""
-    if not isinstance(method, str):
-        return method
-    if method not in METHODS:
-        raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")
-    return METHODS[method]()
 
 
 def report_of(ran: Simulation) -> StepReport:

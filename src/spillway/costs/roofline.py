@@ -84,9 +84,10 @@ SHARES: Final[Shares] = MappingProxyType(
         OpKind.NOTHING: Share(compute=1.00, memory=1.00, launch=0.0),
     }
 )
-"""Of memory: medians, rounded, of what DTR's published logs of single ops reach of a Titan V's 653 GB/s (DenseNet-121,
-Inception v4, U-Net and a transformer; storages of 8 MB and more). Of compute, and for attention, index, copy and
-optimizer: assumed. Views take no time of the device."""
+"""Of memory: chosen among what single ops of DTR's published logs reach of a Titan V's 653 GB/s (DenseNet-121,
+Inception v4, U-Net and a transformer; storages of 8 MB and more). They spread widely within a kind, softmax from 0.31
+to 0.87, so that some of these are judgment. Of compute, and for attention, index, copy and optimizer: assumed. Views
+take no time of the device."""
 
 _BEGINNINGS: Final[tuple[tuple[OpKind, tuple[str, ...]], ...]] = (
     (OpKind.ATTENTION, ("_scaled_dot_product", "scaled_dot_product", "_flash_attention", "_efficient_attention")),

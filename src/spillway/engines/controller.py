@@ -30,7 +30,7 @@ from typing import Any, final
 
 from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
-from spillway.engines.recall import bring_back, recall, way_back
+from spillway.engines.recall import bring_back, recall, restore_early, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
 from spillway.engines.replay import Ancestry, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
@@ -260,11 +260,14 @@ class Controller:
         storage = proposal.storage
         if not isinstance(storage, Storage):
             raise EngineError(f"A method proposed {storage!r}, which is no storage of this controller.")
-        if isinstance(proposal, Copy | Fetch | Restore):
-            return self.copies.begin(proposal)
-        return self.while_held(
-            partial(self.drop, ops=proposal.ops) if isinstance(proposal, Drop) else self.move, storage
-        )
+        match proposal:
+            case Copy() | Fetch():
+                return self.copies.begin(proposal)
+            case Restore():
+                return restore_early(self, storage)
+            case Drop(ops=ops):
+                return self.while_held(partial(self.drop, ops=ops), storage)
+        return self.while_held(self.move, storage)
 
     def while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
         """Let it leave, or refuse. A collection of garbage must not take it away half-way."""

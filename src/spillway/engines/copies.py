@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, final
 
-from spillway.engines.records import AWAY, DROPPED, Storage, Value
+from spillway.engines.records import AWAY, Storage, Value
 from spillway.engines.room import grant_in_turn
-from spillway.errors import BudgetInfeasible, EngineError, SpillBusyError, SpillError, SpillFullError
-from spillway.methods.base import Copy, Fetch, Restore
+from spillway.errors import EngineError, SpillBusyError, SpillError, SpillFullError
+from spillway.methods.base import Copy, Fetch
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
@@ -67,11 +67,9 @@ class Copies:
         finally:
             self._foreseeing = False
 
-    def begin(self, proposal: Copy | Fetch | Restore) -> bool:
-        """Begin a copy, or bring something back at once, or refuse and count it (rule 9)."""
+    def begin(self, proposal: Copy | Fetch) -> bool:
+        """Begin a copy, or refuse and count it (rule 9)."""
         storage: Any = proposal.storage
-        if isinstance(proposal, Restore):
-            return self._restore(storage)
         return self._begin_out(storage) if isinstance(proposal, Copy) else self._begin_in(storage)
 
     def _begin_out(self, storage: Storage) -> bool:
@@ -89,18 +87,6 @@ class Copies:
         controller.note_copied(value)
         controller.counters.bytes_out += storage.nbytes
         controller.counters.early_out += storage.nbytes
-        return True
-
-    def _restore(self, storage: Storage) -> bool:
-        controller, value = self._controller, storage.value
-        if value is None or value.absent not in (AWAY, DROPPED):
-            controller.counters.refuse("not absent")
-            return False
-        try:
-            controller.restore(value)
-        except (BudgetInfeasible, SpillFullError):
-            controller.counters.refuse("no room to bring it back early")
-            return False
         return True
 
     def _begin_in(self, storage: Storage) -> bool:

@@ -12,15 +12,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from spillway.engines.records import AWAY, DROPPED, Storage, Value
-from spillway.engines.replay import Ancestry, ancestry, chain_fits
+from spillway.engines.replay import UNCAPPED, Ancestry, ancestry, chain_fits
 from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.methods.base import Recall
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
-
-UNCAPPED = 1 << 30
 
 
 def way_back(controller: Controller, value: Value, ops: frozenset[int] | None = None) -> Ancestry | str:
@@ -68,6 +66,20 @@ def recall(controller: Controller, value: Value) -> None:
         controller.counters.refuse("no room to recompute it")
     finally:
         _conclude(controller, value)
+
+
+def restore_early(controller: Controller, storage: Storage) -> bool:
+    """Bring back what no op wants yet, or refuse and count it (rule 9)."""
+    value = storage.value
+    if value is None or value.absent not in (AWAY, DROPPED):
+        controller.counters.refuse("not absent")
+        return False
+    try:
+        controller.restore(value)
+    except (BudgetInfeasible, SpillFullError):
+        controller.counters.refuse("no room to bring it back early")
+        return False
+    return True
 
 
 def bring_back(controller: Controller, values: Iterable[Value], unlimited: Bytes) -> None:

@@ -32,6 +32,18 @@ EXACT: Final = 2
 """An op that is replayed bit for bit."""
 
 
+WITHOUT_CONTENT: Final = (
+    "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
+    "_empty_affine_quantized", "resize",
+)  # fmt: skip
+"""The ATen ops that are scaffold, by their bare names."""
+
+
+LARGE: Final[Bytes] = 256 << 10
+"""After an op that creates a storage of this size or more the policy looks ahead, and the machine may look at what is
+resident."""
+
+
 TEMPORARY: Final = 0
 """The key of a storage that only a replay knows."""
 

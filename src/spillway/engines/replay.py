@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Final, final
 
 from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, TEMPORARY, Recipe, Storage, Value
 from spillway.errors import EngineError
@@ -16,6 +16,10 @@ from spillway.ir.timeline import Change
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
+
+
+UNCAPPED: Final = 1 << 30
+"""A cap on chains that none reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Replay:
     __slots__ = ("_controller", "_last_use", "_leaves", "_recipes", "_target", "_temporaries")
 
     def __init__(self, controller: Controller, target: Value) -> None:
-        found = ancestry(target, 1 << 30, controller.planned.get(target))
+        found = ancestry(target, UNCAPPED, controller.planned.get(target))
         if found is None:
             raise EngineError(f"The cut of {target!r} was lost; it cannot be recomputed.")
         self._controller = controller

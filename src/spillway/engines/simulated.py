@@ -30,7 +30,7 @@ from spillway.engines.controller import CHAIN_CAP, UNLIMITED, Controller
 from spillway.engines.following import Following
 from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.paper_machine import PaperMachine, Thrashing, Tier
-from spillway.engines.records import EXACT, NEVER, SCAFFOLD, Recipe, Storage, Value
+from spillway.engines.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTENT, Recipe, Storage, Value
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.lanes import total
 from spillway.ir.plan import Plan
@@ -38,18 +38,12 @@ from spillway.ir.step import Op, Phase, Step, StorageId
 from spillway.ir.timeline import Timeline
 from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
-from spillway.units import Bytes, KiB, Seconds
-
-LARGE: Final[Bytes] = 256 * KiB
-"""An op that creates a storage of so many bytes has the policy look ahead."""
+from spillway.units import Bytes, Seconds
 
 THRASH: Final = 1.0
 """Recomputing for longer than so many times the plain step's compute is thrashing, as in DTR's simulator."""
 
-WITHOUT_CONTENT: Final = frozenset(
-    f"aten.{name}"
-    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
-)
+SCAFFOLDS: Final = frozenset(f"aten.{name}" for name in WITHOUT_CONTENT)
 """Ops whose result has no content yet, by the part of their name before the overload."""
 
 Status = Literal["ok", "oom", "thrash"]
@@ -197,7 +191,7 @@ def _is_source(step: Step, storage: StorageId) -> bool:
 
 
 def _exactness(op: Op) -> int:
-    if op.name.rpartition(".")[0] in WITHOUT_CONTENT:
+    if op.name.rpartition(".")[0] in SCAFFOLDS:
         return SCAFFOLD
     return EXACT if op.replayable else NEVER
 

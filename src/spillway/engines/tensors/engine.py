@@ -16,7 +16,7 @@ import torch
 
 from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
-from spillway.engines.records import DROPPED, Storage, Value
+from spillway.engines.records import DROPPED, LARGE, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.escapes import Escapes
 from spillway.engines.tensors.followed import Followed
@@ -29,7 +29,7 @@ from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.system import LARGE, Reclaimer, ResidentSet
+from spillway.engines.tensors.system import Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, EngineError

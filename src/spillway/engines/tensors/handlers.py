@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import Recipe, Value
+from spillway.engines.records import LARGE, Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, random_state, surroundings_with
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
-from spillway.engines.tensors.system import LARGE
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine

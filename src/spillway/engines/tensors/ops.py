@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.records import EXACT, NEVER, SCAFFOLD
+from spillway.engines.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
 
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -27,13 +27,7 @@ NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Ops that are never run again, and why; what they create is moved instead of dropped."""
 
-UNINITIALISED: Final = frozenset(
-    f"aten::{name}"
-    for name in (
-        "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "empty_quantized",
-        "_empty_affine_quantized", "resize",
-    )
-)  # fmt: skip
+UNINITIALISED: Final = frozenset(f"aten::{name}" for name in WITHOUT_CONTENT)
 """Ops whose result has no content yet: replayed only on the way to a later version."""
 
 UNDECLARED_ALIASES: Final = frozenset({"aten::_unsafe_view", "aten::unsafe_split", "aten::unsafe_split_with_sizes"})

@@ -61,9 +61,6 @@ class ResidentSet:
             self._statm = -1
 
 
-LARGE: Bytes = 256 << 10
-"""Storages from this size on count towards the next look at the resident set."""
-
 _LEAST: Bytes = 2 << 20
 _MOST: Bytes = 4 << 20
 """Bytes created between two looks at the resident set: few near its limit, more below (it also grows by what is small
