@@ -18,12 +18,13 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines",),  # the controller and what it is made of: the engines' torch-free part
     ("engines.simulated",),
     ("engines.tiers",),
+    ("engines.tensors", "engines.blocks", "engines.arena"),
+    ("costs.watching",),  # measures what the engine costs
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
     ("subject",),
     ("planning",),  # a step, a budget and a planner make a plan
     ("simulation",),
-    ("engines.tensors", "engines.blocks", "engines.arena"),
     ("recording",),
     ("comparing",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
@@ -38,6 +39,7 @@ TOGETHER = {"errors", "units"}
 NEED_TORCH = (
     "recording",
     "costs.measured",
+    "costs.watching",
     "engines.tiers",
     "engines.tensors",
     "engines.blocks",

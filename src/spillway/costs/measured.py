@@ -1,7 +1,8 @@
 """This machine as a device: what its processor, memory, disk and link do, measured once and remembered.
 
 The seconds that this takes are spent once for each machine, torch, number of threads and spill directory. Stands beside
-the engines and not below them, because the disk is measured through the tier that sessions use.
+the engines and not below them, because the disk is measured through the tier that sessions use, and what watching ops
+costs by the engine that watches them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
+from spillway.costs.watching import measure_watching
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.speed import Speed, disk_speed, tier_speed
 from spillway.errors import FileFormatError
@@ -108,6 +110,7 @@ def _remembered(path: Path, key: Mapping[str, Any]) -> Device | None:
 
 def _cpu(directory: Path) -> Device:
     link, disk = _best([tier_speed(directory) for _ in range(_TRIES)]), disk_speed(directory)
+    watching = measure_watching(directory)
     threads = torch.get_num_threads()
     return Device(
         name=HERE, flops_per_second=_matmul_rate("cpu"), bytes_per_second=_memory_rate("cpu"),
@@ -115,6 +118,7 @@ def _cpu(directory: Path) -> Device:
         out_per_second=link.out, in_per_second=link.back,
         disk_out_per_second=disk.out, disk_in_per_second=disk.back,
         op_seconds=_launch("cpu"), copy_seconds=_page_copy(directory),
+        watch_seconds=watching.op, handling_seconds=watching.storage,
         duplex=False,  # both ways are the same memory, and the same disk
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "
         f"spill file in {directory} through the page cache",

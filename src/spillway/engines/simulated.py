@@ -20,7 +20,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Final, Literal, final
+from typing import Final, Literal, NamedTuple, final
 
 from spillway.costs.device import Device
 from spillway.costs.roofline import step_seconds
@@ -79,6 +79,8 @@ class Simulation:
     """Time that they took."""
     stall_seconds: Seconds
     """Time that compute waited for copies."""
+    python_seconds: Seconds
+    """Compute waited for Spillway itself: the device's `watch_seconds` and `handling_seconds`."""
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
     dropped_bytes: Bytes
@@ -113,7 +115,7 @@ def simulate(
         step: Its ops have seconds.
         allowed: The budget in bytes; `UNLIMITED` for none.
         method: A policy; or a plan for the step, or what makes one, which `Planned` follows.
-        device: How fast copies are.
+        device: How fast copies are, and what watching costs. A step that fits is not watched.
         allocator: One of `ALLOCATORS`; what device memory is taken from.
         limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
         tier: Where moved bytes wait, "host" or "disk".
@@ -138,7 +140,9 @@ def simulate(
         most_recomputing=thrash * plain,
         overlaps=overlaps,
     )
-    run = _Run(step, machine, Controller(machine, policy, allowed, chain_cap), frozenset(escaped))
+    watched = step.plain_peak() > allowed  # else the engine steps aside
+    attention = Attention(device.watch_seconds, device.handling_seconds) if watched else Attention(0.0, 0.0)
+    run = _Run(step, machine, Controller(machine, policy, allowed, chain_cap), frozenset(escaped), attention)
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
@@ -196,17 +200,30 @@ def _exactness(op: Op) -> int:
     return EXACT if op.replayable else NEVER
 
 
+class Attention(NamedTuple):
+    """What compute waits for Spillway itself."""
+
+    op: Seconds
+    """For every op."""
+    storage: Seconds
+    """For every storage that leaves or comes back, and every op that runs again."""
+
+
 @final
 class _Run:
     """One step, again and again, under one controller."""
 
     def __init__(
-        self, step: Step, machine: PaperMachine, controller: Controller, escaped: frozenset[StorageId]
-    ) -> None:
+        self, step: Step, machine: PaperMachine, controller: Controller, escaped: frozenset[StorageId],
+        attention: Attention,
+    ) -> None:  # fmt: skip
         self._step = step
         self._machine = machine
         self._controller = controller
         self._escaped = escaped
+        self._attention = attention
+        self._attended = 0
+        self._attended_seconds: Seconds = 0.0
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
         self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
@@ -242,6 +259,7 @@ class _Run:
     def _begin(self) -> None:
         controller, machine = self._controller, self._machine
         machine.begin_step()
+        self._attended, self._attended_seconds = 0, 0.0
         self._began = machine.now()
         self._chronicle = Chronicle(controller, self._storages.values())
         self._renew_sources()
@@ -287,7 +305,8 @@ class _Run:
             peak_bytes=controller.peak, reserved_bytes=self._machine.allocator.peak_reserved,
             bytes_out=counters.bytes_out, bytes_in=counters.bytes_in, recomputed_ops=counters.recomputed_ops,
             recomputed_seconds=counters.recomputed_seconds, stall_seconds=counters.stall_seconds,
-            hidden_seconds=hidden, dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
+            python_seconds=self._attended_seconds, hidden_seconds=hidden,
+            dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
             bytes_in_beside=counters.early_in, end_bytes=controller.resident,
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
         )  # fmt: skip
@@ -315,9 +334,18 @@ class _Run:
                 self._complete(call, reads, written)
         if self._following is not None:
             self._following.after_op(self._named(call.creates))
+        self._attend()
         self._chronicle.ran.append(Ran(began, now(), clock, call.op.name))
         for number in call.dies:
             self._let_go(number)
+
+    def _attend(self) -> None:
+        """Compute waits for Python."""
+        counters = self._controller.counters
+        events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
+        seconds = self._attention.op + self._attention.storage * (events - self._attended)
+        self._machine.work(seconds)
+        self._attended, self._attended_seconds = events, self._attended_seconds + seconds
 
     def _named(self, numbers: tuple[StorageId, ...]) -> list[Storage]:
         storages = self._storages
