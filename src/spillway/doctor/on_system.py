@@ -135,7 +135,7 @@ def huge_pages(root: Path = _ROOT) -> Finding:
     with contextlib.suppress(OSError):
         text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
         mode = (re.findall(r"\[(\w+)\]", text) or [""])[0]
-    asked = "storages of 2 MiB and more come back in huge pages, which is several times as fast to fill"
+    asked = "storages of more than 32 MiB come back in huge pages, which is several times as fast to fill"
     says = {
         "always": f"Always given: {asked}.",
         "madvise": f"Given to who asks, and Spillway does: {asked}.",

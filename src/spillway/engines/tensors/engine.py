@@ -23,7 +23,7 @@ from spillway.engines.tensors.followed import Followed
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.machine import Watch
 from spillway.engines.tensors.mode import Around, Completion, Dispatch, Seen
-from spillway.engines.tensors.ops import SAFETY_OF_BOUNDS, OpInfo
+from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.places import AbstractPlace, CpuPlace
 from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
@@ -229,7 +229,7 @@ class TensorEngine:
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
         before = self.controller.created
         if needed >= LARGE:
-            self.creations.expect(needed if key is not None else needed // SAFETY_OF_BOUNDS)
+            self.creations.expect(needed if key is not None else needed // seen.info.safety)
         if self.place.workspaces is None:
             out = seen.run(complete)
         else:

@@ -5,9 +5,9 @@ write its first argument) is decided when its function is made. The function loo
 address of its storage object, compares one bound with the budget, runs the op and registers what it created. State
 lives in closure cells.
 
-Before the op runs a function changes nothing but when a storage was last used. So whatever it meets that is unusual
-(an absent input, a tensor that was never seen, no room) it leaves as it is to `usual`, which begins anew and counts
-the op.
+Between two ops comes what waited for that: a Ctrl-C, a look ahead. Then, before the op runs, a function changes nothing
+but when a storage was last used. So whatever it meets that is unusual (an absent input, a tensor that was never seen,
+no room) it leaves as it is to `usual`, which begins anew and counts the op.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spillway.engines.records import LARGE, Recipe, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, random_state, surroundings_with
 from spillway.engines.tensors.machine import tensors_of
-from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, SAFETY_OF_BOUNDS, OpInfo
+from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = engine.place.calls(info)
-    bound, limited, expect = info.bound, controller.allowed < UNLIMITED, engine.creations.expect
-    plain, harmless, here = PLAIN_TENSORS, NO_TENSORS, engine.place.devices
+    bound, safety, limited = info.bound, info.safety, controller.allowed < UNLIMITED
+    plain, harmless, here, expect = PLAIN_TENSORS, NO_TENSORS, engine.place.devices, engine.creations.expect
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
-            return usual(info, args, kwargs)
+            engine.raise_interrupt()
         clock = controller.clock + 1
         for given in args:
             if type(given) in plain:
@@ -108,7 +108,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             if needed is None or controller.resident + needed > controller.allowed:
                 return usual(info, args, kwargs)
             if needed >= LARGE:
-                expect(needed // SAFETY_OF_BOUNDS)
+                expect(needed // safety)
         controller.clock = clock
         out = call_with(*args, **kwargs) if kwargs else call(*args)
         if several is not None:
@@ -132,18 +132,18 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     call, call_with = engine.place.calls(info)
-    bound, limited, append = info.bound, controller.allowed < UNLIMITED, controller.recipes.append
-    expect, here, now, operator = engine.creations.expect, engine.place.devices, engine.place.now, info.func
+    bound, safety, limited = info.bound, info.safety, controller.allowed < UNLIMITED
+    append, expect, now = controller.recipes.append, engine.creations.expect, engine.place.now
     plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
     surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
-            return usual(info, args, kwargs)
+            engine.raise_interrupt()
         clock, last = controller.clock + 1, -1
         reads: list[Value] = []
-        payload = [operator, args, kwargs, surroundings.now()]
+        payload = [info.func, args, kwargs, surroundings.now()]
         for place, given in enumerate(args):
             if type(given) in plain:
                 try:
@@ -165,7 +165,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         if needed is None or controller.resident + needed > controller.allowed:
             return usual(info, args, kwargs)
         if needed >= LARGE:
-            expect(needed // SAFETY_OF_BOUNDS)
+            expect(needed // safety)
         controller.clock = clock
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         began = now()
@@ -179,7 +179,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             engine.unmanaged += out is not None
             return out
         if key not in table:
-            if kwargs and info.places and out.device not in here:
+            if kwargs and info.places and out.device not in engine.place.devices:
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
@@ -209,7 +209,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
-            return usual(info, args, kwargs)
+            engine.raise_interrupt()
         clock = controller.clock + 1
         first: Any = None
         for given in args:

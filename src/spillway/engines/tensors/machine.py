@@ -151,6 +151,7 @@ class CpuMachine:
         self._reclaimer.expect(nbytes)
         fresh = fresh_storage(nbytes)
         prefer_huge_pages(fresh.data_ptr(), nbytes)
+        self._reclaimer.created(nbytes)
         return fresh
 
     def release(self, storage: Storage) -> None:

@@ -147,8 +147,9 @@ BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
 """Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
 kind. An op without one is asked for its exact size (`Sizes`)."""
 
-SAFETY_OF_BOUNDS: Final = 4
-"""How many times the likely size most bounds are: they allow for 16 bytes an element."""
+_EXACT_BOUNDS: Final = frozenset({_matrix_product, _batched_product, _nothing})
+_SAFETY: Final = 4
+"""How many times the likely size the other bounds are: they allow for 16 bytes an element."""
 
 ODD_DTYPES: Final = frozenset(
     getattr(torch, name)
@@ -189,6 +190,7 @@ class OpInfo:
         "name",
         "places",
         "resizes",
+        "safety",
         "schema_writes",
         "scratch",
         "seeded",
@@ -250,6 +252,8 @@ class OpInfo:
         """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its
         own."""
         self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh or self.resizes else _nothing
+        self.safety = 1 if self.bound in _EXACT_BOUNDS else _SAFETY
+        """How many times the likely size the bound is."""
 
     def _is_view(self, schema: Any) -> bool:
         """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""

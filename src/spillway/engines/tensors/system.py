@@ -14,7 +14,6 @@ from typing import cast, final
 from spillway.units import Bytes
 
 _PAGE: Bytes = os.sysconf("SC_PAGE_SIZE")
-_HUGE_PAGE: Bytes = 2 << 20
 _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 
@@ -145,10 +144,13 @@ _ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIB
 
 def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
     """Ask for huge pages before memory is touched for the first time: a fifth of the time for large storages
-    (Linux)."""
-    start, length = _whole_pages(address, nbytes)
-    if _madvise is not None and length >= _HUGE_PAGE:
-        _madvise(start, length, _MADV_HUGEPAGE)
+    (Linux).
+
+    Only for blocks that have a mapping of their own. In the heap the wish would outlive the block, and ops that create
+    little would be given 2 MiB at a time.
+    """
+    if _madvise is not None and nbytes > _LARGEST_THRESHOLD:
+        _madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE)
 
 
 def give_pages_back(address: int, nbytes: Bytes) -> None:
