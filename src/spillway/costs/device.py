@@ -49,7 +49,7 @@ class Device:
     handling_seconds: Seconds = 0.0
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
     look_seconds: Seconds = 0.0
-    """What compute waits whenever a method is asked for copies that may begin; 0 likewise."""
+    """What compute waits whenever a method that begins copies early is asked for them, or for room; 0 likewise."""
 
     def __post_init__(self) -> None:
         rates = (

@@ -38,7 +38,7 @@ class Watching(NamedTuple):
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
     look: Seconds
-    """Whenever the policy is asked what it foresees: as DELTA takes it."""
+    """Whenever a policy that foresees is asked: as DELTA takes it."""
     copy: Seconds
     """What a copy takes beside its bytes, among ops and not among copies."""
 

@@ -131,8 +131,8 @@ class Counters:
 
     `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
     say when compute waited and ran ops again. `reloads` counts storages that were copied back, `recomputes` those that
-    replays brought back, `recalls` those of them that had been moved. `looks` says how often the policy was asked what
-    it foresees.
+    replays brought back, `recalls` those of them that had been moved. `looks` says how often a policy that
+    foresees was asked, for copies that may begin or for room.
     """
 
     recomputed_ops: int = 0

@@ -209,7 +209,7 @@ class Attention(NamedTuple):
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
     look: Seconds
-    """Whenever the policy is asked what it foresees."""
+    """Whenever a policy that foresees is asked, for room or for copies that may begin."""
 
 
 @final
