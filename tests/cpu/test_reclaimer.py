@@ -6,17 +6,16 @@ import ctypes
 import os
 import subprocess
 import sys
+from math import inf
 from typing import Any, cast
 
 import pytest
 import torch
 
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.machine import CpuMachine
 from spillway.engines.tensors.system import Reclaimer
-from spillway.engines.tiers.disk import DiskTier
 from spillway.methods import LRU
-from spillway.units import GiB, MiB
+from spillway.units import GiB, KiB, MiB
 
 LIMIT = 100 * MiB
 
@@ -99,17 +98,28 @@ def test_a_matrix_product_is_expected_in_full_and_what_has_a_loose_bound_by_its_
     assert expected == [pytest.approx(MiB, abs=256)] * 2
 
 
-def test_what_comes_back_counts_towards_the_next_look() -> None:
-    resident = Resident(used=10 * MiB, freed=0)
-    watching = reclaimer(resident)
-    tier = DiskTier(None)
-    machine = CpuMachine(tier, watching)
+@pytest.mark.parametrize("policy", [LRU(short_chain=0), LRU(short_chain=8, worth=inf)], ids=["copied", "recomputed"])
+def test_what_comes_back_counts_towards_the_next_look(policy: LRU, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[int] = []
+    engine = TensorEngine(policy, 4 * MiB + KiB)
+    counters = engine.controller.counters
+    engine.begin_step([])
     try:
-        for _ in range(5):
-            machine._fresh(MiB)
+        first = torch.ones(1024, 256).relu()
+        later = [first]
+        for _ in range(6):
+            later.append(torch.relu(later[-1]))
+        del later
+        counters = engine.controller.counters
+        before = counters.reloads + counters.recomputed_ops
+        with monkeypatch.context() as patch:
+            patch.setattr(Reclaimer, "created", lambda self, nbytes: created.append(nbytes))
+            torch.relu_(first)
     finally:
-        tier.close()
-    assert resident.reads == 1
+        engine.end_step()
+        engine.close()
+    assert (counters.recomputed_ops > 0) == (policy.short_chain > 0)
+    assert created.count(MiB) == counters.reloads + counters.recomputed_ops - before > 0
 
 
 SMAPS = """
@@ -120,8 +130,11 @@ def wishes():
     return sum(" hg" in line for line in open("/proc/self/smaps") if line.startswith("VmFlags"))
 
 hold_heap()
+first = [torch.empty(30 << 18) for _ in range(4)] if "freed" in sys.argv else []
+guard = torch.empty(1 << 18)
+del first
 before, kept = wishes(), []
-for mebibytes in map(int, sys.argv[1:]):
+for mebibytes in map(int, sys.argv[1].split()):
     kept.append(torch.empty(mebibytes << 18))
     prefer_huge_pages(kept[-1].data_ptr(), mebibytes << 20)
 print(wishes() - before)
@@ -131,10 +144,10 @@ print(wishes() - before)
 def test_huge_pages_are_asked_for_where_the_wish_ends_with_the_block() -> None:
     # In the heap it stays: later on an op that creates 1 MiB made the process 4 MiB larger, and at 35 % of the plain
     # peak the resident set went 13 MiB further above the budget than it had to.
-    if not sys.platform.startswith("linux"):
-        pytest.skip("madvise is Linux's")
+    if not os.path.exists("/sys/kernel/mm/transparent_hugepage") or not os.path.exists("/proc/self/smaps"):
+        pytest.skip("this system has no huge pages, or does not say who has them")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    for sizes, wishes in ((["8", "16"], b"0"), (["48"], b"1")):
+    for sizes, wishes in ((["8 16"], b"0"), (["48"], b"1"), (["48", "freed"], b"0")):
         run = [sys.executable, "-c", SMAPS, *sizes]
         assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip() == wishes
 

@@ -14,7 +14,7 @@ from spillway.engines.records import EXACT, TEMPORARY, Recipe, Storage
 from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Change, Lane, Step
-from spillway.methods import LRU, Delta, KeepAll
+from spillway.methods import DTR, LRU, Delta, KeepAll, SqrtN
 from spillway.methods.base import AbstractPolicy, Move
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, LAYER, layers
@@ -76,6 +76,12 @@ def test_watching_and_handling_take_what_the_device_says_unless_the_step_fits() 
     assert dropped.python_seconds == pytest.approx(32e-4 + 2e-3)  # one left, one op ran again; the last step counts
     looking = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
     assert looking.python_seconds > 20  # once after every op that creates, but for the last
+    ending = simulate(DEEP, allowed=int(PEAK * 0.85), method=DTR("largest"), device=replace(device, look_seconds=0.0))
+    assert ending.status == "ok"
+    events = ending.drops + ending.moves + ending.recomputed_ops + ending.bytes_in // LAYER
+    assert ending.python_seconds == pytest.approx(32e-4 + events * 1e-3)  # the end of the step too
+    planned = simulate(DEEP, allowed=PEAK, method=SqrtN(), device=replace(device, look_seconds=0.0))
+    assert planned.python_seconds == pytest.approx(32e-4 + (planned.drops + planned.recomputed_ops) * 1e-3)
     fits = simulate(DEEP, allowed=PEAK, method=KeepAll(), device=device)
     assert (fits.python_seconds, fits.overhead) == (0.0, pytest.approx(1.0))
 

@@ -7,7 +7,8 @@ NOTE [Time]. The clock stands still unless something takes time, and everything 
     lane for both where the link is not duplex, and one where the tier is the disk.
  3. Compute waits for a copy when the controller does: a copy out before its bytes are freed, a copy in before its bytes
     are used, and whoever frees bytes waits for what still reads them. No other copy stops compute.
- 4. Watching an op and handling a storage take what the device says, of the compute lane. Deciding takes no time.
+ 4. Watching an op, handling a storage and asking a method that foresees take what the device says, of the compute
+    lane. Nothing else that is decided takes time.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ def simulate(
         step: Its ops have seconds.
         allowed: The budget in bytes; `UNLIMITED` for none.
         method: A policy; or a plan for the step, or what makes one, which `Planned` follows.
-        device: How fast copies are, and what watching costs. A step that fits is not watched.
+        device: How fast copies are, and what watching costs. A step that fits is not watched, unless a
+            plan has something leave all the same.
         allocator: One of `ALLOCATORS`; what device memory is taken from.
         limit: Device memory in bytes; what does not fit ends the step as `oom`. None for no end of it.
         tier: Where moved bytes wait, "host" or "disk".
@@ -140,7 +141,7 @@ def simulate(
         most_recomputing=thrash * plain,
         overlaps=overlaps,
     )
-    watched = step.plain_peak() > allowed  # else the engine steps aside
+    watched = policy.follows or step.plain_peak() > allowed  # else the engine steps aside
     attention = Attention(device.watch_seconds, device.handling_seconds, device.look_seconds)
     controller = Controller(machine, policy, allowed, chain_cap)
     run = _Run(step, machine, controller, frozenset(escaped), attention if watched else Attention(0.0, 0.0, 0.0))
@@ -249,6 +250,7 @@ class _Run:
             if self._following is not None:
                 self._following.before_op()
             self._controller.end_step()
+            self._attend(0.0)
         except (BudgetInfeasible, SpillFullError, DeviceFullError) as error:
             return "oom", str(error)
         except Thrashing as error:
@@ -337,17 +339,17 @@ class _Run:
                 self._complete(call, reads, written)
         if self._following is not None:
             self._following.after_op(self._named(call.creates))
-        self._attend()
+        self._attend(self._attention.op)
         self._chronicle.ran.append(Ran(began, now(), clock, call.op.name))
         for number in call.dies:
             self._let_go(number)
 
-    def _attend(self) -> None:
-        """Compute waits for Python: for the op, and for what was handled since the last."""
+    def _attend(self, op: Seconds) -> None:
+        """Compute waits for Python: for an op, and for what was handled since the last."""
         counters, attention = self._controller.counters, self._attention
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
         handled = attention.storage * events + attention.look * counters.looks
-        seconds = attention.op + handled - self._handled
+        seconds = op + handled - self._handled
         self._machine.work(seconds)
         self._handled, self._python = handled, self._python + seconds
 

@@ -77,6 +77,7 @@ class CpuMachine:
         inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
         results = call.again(inputs)
+        self._reclaimer.created(recipe.nbytes)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
 
@@ -99,6 +100,7 @@ class CpuMachine:
         """Read the bytes into fresh memory and point the storage there."""
         fresh = self._fresh(storage.nbytes)
         unchanged = self.tier.read(home, fresh.data_ptr())
+        self._reclaimer.created(storage.nbytes)
         swap_bytes(real_storage(storage), fresh)
         return unchanged
 
@@ -122,6 +124,7 @@ class CpuMachine:
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
         """Wait for the worker and point the storage at what it read."""
         unchanged = arrival.reading.result()
+        self._reclaimer.created(storage.nbytes)
         swap_bytes(real_storage(storage), arrival.fresh)
         return unchanged
 
@@ -151,7 +154,6 @@ class CpuMachine:
         self._reclaimer.expect(nbytes)
         fresh = fresh_storage(nbytes)
         prefer_huge_pages(fresh.data_ptr(), nbytes)
-        self._reclaimer.created(nbytes)
         return fresh
 
     def release(self, storage: Storage) -> None:

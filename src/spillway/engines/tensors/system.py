@@ -149,7 +149,7 @@ def prefer_huge_pages(address: int, nbytes: Bytes) -> None:
     Only for blocks that have a mapping of their own. In the heap the wish would outlive the block, and ops that create
     little would be given 2 MiB at a time.
     """
-    if _madvise is not None and nbytes > _LARGEST_THRESHOLD:
+    if _madvise is not None and nbytes > _LARGEST_THRESHOLD and address >= _heap_end():
         _madvise(*_whole_pages(address, nbytes), _MADV_HUGEPAGE)
 
 
@@ -177,6 +177,22 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 
 
 _madvise = _find_madvise()
+
+
+def _heap_end() -> int:
+    """Where the heap ends now; mappings lie above it."""
+    return _sbrk(0) if _sbrk is not None else 1 << 64
+
+
+def _find_sbrk() -> Callable[[int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    function = ctypes.CDLL(None).sbrk
+    function.argtypes, function.restype = [ctypes.c_ssize_t], ctypes.c_size_t
+    return cast("Callable[[int], int]", function)
+
+
+_sbrk = _find_sbrk()
 
 
 def _find_mallopt() -> Callable[[int, int], int] | None:

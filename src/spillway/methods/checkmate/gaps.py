@@ -49,19 +49,25 @@ def gaps_of(graph: Graph, answer: Answer) -> tuple[Gap, ...] | None:
 
 
 def without_idle_ends(graph: Graph, gaps: Sequence[Gap], allowed: Bytes) -> tuple[Gap, ...]:
-    """The gaps without those at whose end nothing comes back, but for the ones that the budget needs."""
+    """The gaps without those at whose end nothing comes back, but for some without which the rest would not fit; none
+    of these could be left out alone."""
     step, lives = graph.step, graph.lives
-    needed = [gap for gap in gaps if comes_back(gap, lives[gap.value], len(step.ops))]
-    rest = [gap for gap in gaps if gap not in set(needed)]
-    while rest:
-        found = account(step, needed, lives)
-        if found.peak <= allowed:
-            break
-        here = [gap for gap in rest if gap.start <= found.fullest <= gap.end] or rest
+    kept: list[Gap] = []
+    idle: list[Gap] = []
+    for gap in gaps:
+        (kept if comes_back(gap, lives[gap.value], len(step.ops)) else idle).append(gap)
+    needed: list[Gap] = []
+    while idle and (found := account(step, kept + needed, lives)).peak > allowed:
+        fullest = found.fullest
+        here = [gap for gap in idle if gap.start <= fullest <= gap.end] or idle
         most = max(here, key=lambda gap: step.storages[step.values[gap.value].storage].nbytes)
         needed.append(most)
-        rest.remove(most)
-    return tuple(needed)
+        idle.remove(most)
+    for gap in list(needed):
+        others = [other for other in needed if other is not gap]
+        if account(step, kept + others, lives).peak <= allowed:
+            needed = others
+    return (*kept, *needed)
 
 
 def _presence(
