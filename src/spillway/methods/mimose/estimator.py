@@ -8,9 +8,8 @@ NOTE: how sizes are estimated that no exact law covers.
 
 1. A size that was measured has the most that was measured there.
 2. Within the range of the measured sizes it is the fit and the most that any sample lies above the fit.
-3. Outside that range it is also at least what the nearest samples allow for: bytes are sums of products of at most two
-   lengths, so k times the lengths are at most k squared times the bytes, and of the bounds that the samples give
-   that way the smallest is one. Smaller sizes are bounded by larger ones with k = 1.
+3. Outside that range it is also at least the most that samples allow for (`at_most`), as far as bytes are sums of
+   products of at most two lengths. What saves more for smaller inputs, or grows faster, is learned when it is measured.
 """
 
 from __future__ import annotations
@@ -232,13 +231,25 @@ class Estimate:
             return known
         fitted = max(self._fit.at(size) + self._above, 0.0)
         if any(not low <= length <= high for length, (low, high) in zip(size, self._range, strict=True)):
-            fitted = max(fitted, bound(self.measured, size, batched=self.batched))
+            fitted = max(fitted, at_most(self.measured, size, batched=self.batched))
         return ceil(fitted)
 
 
-def bound(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: bool) -> float:
-    """The smallest upper bound that samples give for bytes that are sums of products of at most two lengths."""
-    return min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
+def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: bool) -> float:
+    """The most that bytes can be at a size, if they are sums of products of at most two lengths, given samples.
+
+    Sums of products: no term is below 0. So smaller sizes have no more bytes than larger ones, and k times the lengths
+    at most k squared times the bytes; the sample that this makes least of counts. For one length the growth between
+    the smallest and the largest sample says more: at worst all of it is with the square.
+    """
+    least = min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
+    if len(size) > 1 or batched:
+        return least
+    low, high = min(samples), max(samples)
+    if size <= high or low == high:
+        return least
+    steepest = max(samples[high] - samples[low], 0) / (high[0] ** 2 - low[0] ** 2)
+    return min(least, samples[high] + steepest * (size[0] ** 2 - high[0] ** 2))
 
 
 def _growth(size: InputSize, known: InputSize, *, batched: bool) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import final
@@ -295,7 +295,7 @@ class _Together:
     def __init__(self, estimates: Sequence[Estimate]) -> None:
         laws = [estimate.law() for estimate in estimates]
         asked: dict[int, int] = {}
-        self._ask: list[BytesAt] = []
+        self._ask: list[Callable[[InputSize], Bytes]] = []
         self._answers: list[int] = []
         for law, estimate in zip(laws, estimates, strict=True):
             number = asked.setdefault(id(law or estimate), len(self._ask))
