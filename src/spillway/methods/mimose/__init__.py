@@ -127,6 +127,11 @@ class Mimose:
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""
         return self._planning.nbytes(block, size)
 
+    def checks(self) -> tuple[list[FitCheck], FitCheck] | None:
+        """How well the published fits pass their samples, of every block and of the whole model; None where bytes are
+        not fitted to the paper's quadratics. The public code warns of those that do not pass, and goes on."""
+        return self._planning.checks() if isinstance(self._planning, PublishedPlanning) else None
+
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`)."""
         return self._planning.forecast(size) if isinstance(self._planning, SimulatedPlanning) else None

@@ -8,8 +8,9 @@ NOTE: how sizes are estimated that no exact law covers.
 
 1. A size that was measured has the most that was measured there.
 2. Within the range of the measured sizes it is the fit and the most that any sample lies above the fit.
-3. Outside that range it is also at least the most that samples allow for (`at_most`), as far as bytes are sums of
-   products of at most two lengths. What saves more for smaller inputs, or grows faster, is learned when it is measured.
+3. Outside that range, and at any size of several numbers, which may lie beside the samples, it is also at least the
+   most that samples allow for (`at_most`), as far as bytes are sums of products of at most two lengths. What saves more
+   for smaller inputs, or grows faster, is learned when it is measured.
 """
 
 from __future__ import annotations
@@ -144,20 +145,23 @@ class Estimate:
         batched: Whether the first number of a size is the number of samples.
         laws: Shared by the estimates of one model.
         lawless: Whether no law is looked for.
+        windows: Whether laws of whole windows are looked for, which takes milliseconds; they make sense for a block,
+            not for sums of many things.
     """
 
-    def __init__(self, *, batched: bool, laws: Laws, lawless: bool = False) -> None:
+    def __init__(self, *, batched: bool, laws: Laws, lawless: bool = False, windows: bool = True) -> None:
         self.batched = batched
         self.measured: dict[InputSize, Bytes] = {}
         """What is known of each size that was measured."""
         self._laws = laws
         self._law: BytesAt | None = None
         self._lawless = lawless
+        self._windows = windows
         self._raised: set[InputSize] = set()
         self._stale = True
         self._fit = Quadratic((), 0, batched)
         self._above = 0.0
-        self._range: tuple[tuple[int, int], ...] = ()
+        self._range = (0, 0)
 
     def observe(self, size: InputSize, nbytes: Bytes) -> bool:
         """Take a sample; the most of a size counts. Returns whether any estimate may change by it.
@@ -217,12 +221,12 @@ class Estimate:
         self._lawless |= self._law is None and len(samples) >= LOOKED_FOR
         self._fit = fit
         self._above = max(0.0, *(nbytes - fit.at(size) for size, nbytes in samples.items()))
-        self._range = tuple((min(lengths), max(lengths)) for lengths in zip(*samples, strict=True))
+        self._range = min(samples)[0], max(samples)[0]
         self._stale = False
 
     def _looked_up(self, samples: Samples) -> BytesAt | None:
         if samples not in self._laws:
-            self._laws[samples] = exact_polynomial(dict(samples), batched=self.batched)
+            self._laws[samples] = exact_polynomial(dict(samples), batched=self.batched, windows=self._windows)
         return self._laws[samples]
 
     def _without_law(self, size: InputSize) -> Bytes:
@@ -230,7 +234,7 @@ class Estimate:
         if known is not None:
             return known
         fitted = max(self._fit.at(size) + self._above, 0.0)
-        if any(not low <= length <= high for length, (low, high) in zip(size, self._range, strict=True)):
+        if len(size) > 1 or not self._range[0] <= size[0] <= self._range[1]:
             fitted = max(fitted, at_most(self.measured, size, batched=self.batched))
         return ceil(fitted)
 

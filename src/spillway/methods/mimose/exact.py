@@ -15,6 +15,7 @@ from typing import Final, TypeAlias, final
 
 import numpy
 
+from spillway.costs.laws import DEGREE as HIGHEST
 from spillway.costs.laws import QUANTA, Law, argument, exact_laws, rivals
 from spillway.methods.mimose.samples import InputSize
 from spillway.units import Bytes
@@ -126,21 +127,26 @@ class _Surface:
         return max(-(-_dot(self.numerators, features) // self.denominator), 0)
 
 
-def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool) -> BytesAt | None:
+def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool, windows: bool = True) -> BytesAt | None:
     """The polynomial of the size, or of how many whole windows of it there are, that passes all samples to the byte.
 
     None if there is none, or if so few samples prove nothing: it takes one more than terms, two more with windows.
+
+    Args:
+        samples: Bytes by size.
+        batched: Whether the first number of a size is the number of samples.
+        windows: Whether to look for windows.
     """
     if len(samples) < 2:
         return None
     one_length = len(next(iter(samples))) == 1 and not batched
-    return _line(samples) if one_length else next(_surfaces(samples, batched=batched), None)
+    return _line(samples, windows) if one_length else next(_surfaces(samples, batched, windows), None)
 
 
-def _line(samples: Mapping[InputSize, Bytes]) -> OneLength | None:
+def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> OneLength | None:
     sizes = [size[0] for size in sorted(samples)]
     counted = [samples[(size,)] for size in sizes]
-    law = next(exact_laws(sizes, counted), None)
+    law = next(exact_laws(sizes, counted, [1, *(_likely(sizes, counted) if windows else ())]), None)
     if law is None:
         return None
     first = _in_whole_numbers(law)
@@ -148,6 +154,20 @@ def _line(samples: Mapping[InputSize, Bytes]) -> OneLength | None:
     others.pop(first, None)
     grid = gcd(*(size - sizes[0] for size in sizes))
     return _Rivals((first, *others), sizes[0], grid) if others and grid else first
+
+
+def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
+    """Windows of which a polynomial comes near in floating point: the others need not be looked at in fractions."""
+    lengths, wanted = numpy.array(sizes, dtype=float), numpy.array(counted, dtype=float)
+    divided = lengths / numpy.array(QUANTA, dtype=float)[:, None]
+    places = numpy.concatenate([numpy.ceil(divided), numpy.floor(divided)])
+    powers = (places / numpy.maximum(places.max(axis=1, keepdims=True), 1))[..., None] ** numpy.arange(HIGHEST + 1)
+    basis = numpy.linalg.qr(powers)[0]
+    targets = wanted[:, None] / lengths[:, None] ** numpy.arange(3)  # what is left beside a power of the size
+    targets /= numpy.maximum(numpy.abs(targets).max(axis=0), 1e-300)
+    misses = numpy.abs(targets - basis @ (basis.transpose(0, 2, 1) @ targets)).max(axis=1).min(axis=1)
+    near = misses.reshape(2, len(QUANTA)).min(axis=0) < 1e-7
+    return [quantum for quantum, likely in zip(QUANTA, near, strict=True) if likely]
 
 
 def _in_whole_numbers(law: Law) -> _Line | _Parabola:
@@ -166,10 +186,10 @@ def _windowed(size: InputSize, degree: int, quantum: int, *, batched: bool, up: 
     return monomials((*size[:first], *windows), degree, batched=batched)
 
 
-def _surfaces(samples: Mapping[InputSize, Bytes], *, batched: bool) -> Iterator[_Surface]:
+def _surfaces(samples: Mapping[InputSize, Bytes], batched: bool, windows: bool) -> Iterator[_Surface]:
     """Lowest degree and smallest windows first."""
     sizes, counted = list(samples), list(samples.values())
-    for quantum in (1, *QUANTA):
+    for quantum in (1, *QUANTA) if windows else (1,):
         for up in (True, False) if quantum > 1 else (True,):
             for degree in range(DEGREE + 1) if quantum == 1 else (DEGREE,):
                 rows = [_windowed(size, degree, quantum, batched=batched, up=up) for size in sizes]

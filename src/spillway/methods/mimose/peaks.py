@@ -29,6 +29,8 @@ from spillway.units import Bytes, Seconds
 
 ALIKE: Final = 1.10
 """Blocks whose seconds per byte differ by less are taken in order of the forward: the paper's 10 %."""
+EXCHANGES: Final = 4
+"""How often a block of a plan is exchanged for a cheaper one at most."""
 
 Part = Literal["forward", "turn", "backward"]
 
@@ -127,8 +129,9 @@ def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> fro
     """Blocks to recompute so that the step stays within `available` in every moment, cheap seconds per byte first.
 
     Blocks are kept from the first on; whenever those before a moment are too many, the cheapest of them is recomputed
-    instead, the earliest among alike (ALIKE). At the end the dearest whose bytes turn out to fit are kept after all.
-    Every block is chosen if even that does not fit.
+    instead, the earliest among alike (ALIKE). At the end the dearest whose bytes turn out to fit are kept after all,
+    and the dearest left is exchanged for a cheaper one that does as well. Every block is chosen if even that does not
+    fit.
     """
     if limit[0] > available:
         return forecast.everything
@@ -144,7 +147,31 @@ def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> fro
             _, cheapest, freed = heappop(kept)
             recomputed.add(cheapest)
             held -= freed
-    return _without_needless(forecast, recomputed, available, limit)
+    chosen = _without_needless(forecast, recomputed, available, limit)
+    return _with_a_cheaper_one(forecast, chosen, available, limit)
+
+
+def _with_a_cheaper_one(
+    forecast: Forecast, chosen: frozenset[int], available: Bytes, limit: Sequence[Bytes]
+) -> frozenset[int]:
+    """The dearest block exchanged for the cheapest that does in its place, as long as that is much cheaper."""
+    seconds = forecast.seconds
+    for _ in range(min(EXCHANGES, len(chosen))):
+        dearest = max(chosen, key=seconds.__getitem__)
+        others = chosen - {dearest}
+        left = _left(forecast.saved, others, available, limit)
+        best, cheapest, held = dearest, seconds[dearest] / ALIKE, 0
+        for block, saved in enumerate(forecast.saved):
+            if block not in others:
+                if saved + left[block] >= 0 and seconds[block] < cheapest:
+                    best, cheapest = block, seconds[block]
+                held += saved
+            if held + limit[block + 1] > available:
+                break  # later blocks come too late for this moment
+        if best == dearest:
+            return chosen
+        chosen = others | {best}
+    return chosen
 
 
 def _ranks(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> list[int]:

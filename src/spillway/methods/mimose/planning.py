@@ -93,15 +93,17 @@ class PublishedPlanning(AbstractPlanning):
         return self._learn().nbytes(block, size)
 
     def whole(self, size: InputSize) -> Bytes:
-        """What a step of this size is expected to need if nothing is recomputed."""
-        return max(round(self._learn().whole.at(size)), 0)
+        """What a step of this size is expected to need if nothing is recomputed. Raises ValueError without a sample."""
+        fit = self._learn().whole or fit_quadratic(self._whole)
+        return max(round(fit.at(size)), 0)
 
     def checks(self) -> tuple[list[FitCheck], FitCheck]:
         """Of every block's quadratic, and of the whole model's."""
         learned = self._learn()
         samples = [[(one.size, float(one.nbytes)) for one in self._blocks[block]] for block in range(len(self._blocks))]
         checks = [fit.check(measured) for fit, measured in zip(learned.fits, samples, strict=True)]
-        return checks, learned.whole.check(self._whole)
+        whole = learned.whole or fit_quadratic(self._whole)
+        return checks, whole.check(self._whole)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
         """Algorithm 1 as `Options.reading` has it."""
@@ -126,7 +128,7 @@ class PublishedPlanning(AbstractPlanning):
                 fits=[fit_quadratic([(one.size, one.nbytes) for one in block], batched=batched) for block in samples],
                 times=[fit_quadratic([(one.size, one.seconds) for one in block], batched=batched) for block in samples],
                 laws=[_law(block, laws, batched=batched) for block in samples] if self.options.exact_bytes else [],
-                whole=fit_quadratic(self._whole, batched=batched),
+                whole=fit_quadratic(self._whole, batched=batched) if self._whole else None,
             )
         return self._learned
 
@@ -140,7 +142,8 @@ class _Learned:
     times: list[Quadratic]
     laws: list[BytesAt | None]
     """Of every block; empty if none is looked for."""
-    whole: Quadratic
+    whole: Quadratic | None
+    """None before there is a sample of it."""
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
         law = self.laws[block] if self.laws else None
@@ -170,12 +173,13 @@ class SimulatedPlanning(AbstractPlanning):
         self._working: list[Estimate] = []
         self._gradients: list[Bytes] = []
         self._times: list[dict[InputSize, Seconds]] = []
-        self._turn = self._estimate()
-        self._rest = self._estimate()
+        self._turn = self._estimate(windows=False)
+        self._rest = self._estimate(windows=False)
         self._blocks: tuple[_Together, _Together, Quadratics] | None = None
 
-    def _estimate(self) -> Estimate:
-        return Estimate(batched=self.options.batched, laws=self._laws, lawless=not self.options.exact_bytes)
+    def _estimate(self, *, windows: bool = True) -> Estimate:
+        lawless = not self.options.exact_bytes
+        return Estimate(batched=self.options.batched, laws=self._laws, lawless=lawless, windows=windows)
 
     # ------------------------------------------------------------------ learning
 
