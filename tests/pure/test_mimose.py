@@ -264,11 +264,12 @@ def test_the_static_plan_is_that_of_the_largest_size_whatever_the_size() -> None
 # Options
 
 
-def test_what_is_published_and_what_is_the_default_differ_in_nine_fields() -> None:
+def test_what_is_published_and_what_is_the_default_differ_in_these_fields() -> None:
     default, published = Options(), Options.as_published()
     differ = {name for name in Options.__slots__ if getattr(default, name) != getattr(published, name)}
     assert differ == {
-        "ends_early", "collects_known_sizes", "forwards", "exact_bytes", "checks_peak", "corrects", "reserve", "interval"
+        "ends_early", "collects_known_sizes", "forwards", "exact_bytes", "checks_peak", "corrects", "reserve",
+        "interval",
     }  # fmt: skip
 
 

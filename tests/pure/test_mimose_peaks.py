@@ -182,13 +182,9 @@ def test_what_is_found_beside_blocks_is_never_less_than_what_is_there(step: Fore
 @pytest.mark.parametrize("recomputed", [set(), {0}, {0, 1, 2}])
 def test_peaks_known_by_part_give_what_is_there(recomputed: set[int]) -> None:
     step = forecast([10, 20, 30], turn=9, rest=4, gradients=[1, 1, 1], working=[2, 2, 2])
-    held = sum(saved for block, saved in enumerate(step.saved) if block not in recomputed)
-    backward = max(
-        step.rest + sum(step.gradients[block:]) + sum(s for b, s in enumerate(step.saved[:block]) if b not in recomputed)
-        + step.saved[block] + step.working[block]
-        for block in range(3)
-    )  # fmt: skip
-    assert outside(step, recomputed, step.turn + held, backward) == (step.turn, step.rest)
+    kept = [0 if block in recomputed else saved for block, saved in enumerate(step.saved)]
+    comes_back = [4 + (3 - block) + sum(kept[:block]) + step.saved[block] + 2 for block in range(3)]
+    assert outside(step, recomputed, step.turn + sum(kept), max(comes_back)) == (step.turn, step.rest)
 
 
 @given(forecasts(), st.integers(0, 700))

@@ -175,6 +175,8 @@ class SimulatedPlanning(AbstractPlanning):
         self._times: list[dict[InputSize, Seconds]] = []
         self._turn = self._estimate(windows=False)
         self._rest = self._estimate(windows=False)
+        self._margin: Bytes = 0
+        self._corrected: set[InputSize] = set()
         self._blocks: tuple[_Together, _Together, Quadratics] | None = None
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
@@ -216,24 +218,29 @@ class SimulatedPlanning(AbstractPlanning):
         NOTE: A peak bounds that from above, and of several bounds of one size the lowest counts. A peak above what was
         to be expected of that plan and size shows that a bound was too low, or that blocks need more than their samples
         say: the bound is raised by as much, and lower ones no longer count. Where the peak is not known by part of the
-        step, both bounds are.
+        step, both bounds are. The most by which a peak was too high also becomes a margin at every other size, for
+        plans that keep a block; the floor under all recomputed blocks is known from the sheltered steps.
         """
         forecast = self._forecast(step.size, turn=0, rest=0)
-        if step.forward_peak is not None and step.backward_peak is not None:
-            turn, rest = outside(forecast, step.recomputed, step.forward_peak, step.backward_peak)
-            higher = not self._turn.measured or turn > self._turn.at(step.size)
-            changed = self._turn.bound(step.size, turn, proven=higher)
-            higher = not self._rest.measured or rest > self._rest.at(step.size)
-            return self._rest.bound(step.size, rest, proven=higher) or changed
-        turn, rest = outside(forecast, step.recomputed, step.peak, step.peak)
-        over = 0
-        if self._turn.measured:
-            expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
-            over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
+        by_part = step.forward_peak is not None and step.backward_peak is not None
+        turn, rest = outside(
+            forecast,
+            step.recomputed,
+            step.forward_peak if by_part and step.forward_peak is not None else step.peak,
+            step.backward_peak if by_part and step.backward_peak is not None else step.peak,
+        )
+        if not self._turn.measured:
+            return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
+        expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
+        over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
+        if over:
+            self._margin = max(self._margin, over)
+            self._corrected.add(step.size)
+        if not by_part:
             turn = expected.turn + over if over else min(turn, expected.turn)
             rest = expected.rest + over if over else min(rest, expected.rest)
-        changed = self._turn.bound(step.size, turn, proven=over > 0)
-        return self._rest.bound(step.size, rest, proven=over > 0) or changed
+        changed = self._turn.bound(step.size, turn, proven=turn > expected.turn)
+        return self._rest.bound(step.size, rest, proven=rest > expected.rest) or changed or over > 0
 
     @property
     def ready(self) -> bool:
@@ -259,15 +266,16 @@ class SimulatedPlanning(AbstractPlanning):
         """Nothing is recomputed where nothing has to be; everything if even that does not hold."""
         forecast = self.forecast(size)
         limit = limits(forecast)
-        projected = highest(forecast, (), limit)
+        margin = 0 if size in self._corrected else self._margin
+        projected = highest(forecast, (), limit) + margin
         chosen = frozenset[int]()
         if projected > available:
-            chosen = holding(forecast, available, limit)
+            chosen = holding(forecast, available - margin, limit)
             greedy = frozenset(select(forecast.saved, projected - available, self.options.reading).blocks)
             cheaper = seconds_of(forecast, greedy) < seconds_of(forecast, chosen)
-            if cheaper and highest(forecast, greedy, limit) <= available:
+            if cheaper and highest(forecast, greedy, limit) <= available - margin:
                 chosen = greedy
-            projected = highest(forecast, chosen, limit)
+            projected = highest(forecast, chosen, limit) + (margin if len(chosen) < len(forecast.saved) else 0)
         return BlockPlan(
             size=size,
             recomputed=chosen,
