@@ -284,7 +284,7 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 def a_plan(size: InputSize, *, projected: int = 50, recomputed: frozenset[int] = frozenset({0})) -> BlockPlan:
     return BlockPlan(
-        size=size, recomputed=recomputed, blocks=4, projected=projected, available=60, seconds=1.0
+        size=size, recomputed=recomputed, blocks=4, projected=projected, available=60, seconds=1.0, smallest=20,
     )  # fmt: skip
 
 
@@ -304,17 +304,17 @@ def test_sizes_of_one_interval_share_a_plan_and_hits_and_misses_are_counted() ->
 
 def test_a_plan_is_made_again_when_it_no_longer_holds_or_a_block_more_might_be_kept() -> None:
     cache = PlanCache(1)
-    cache.put(a_plan((7,)), smallest=20)
+    cache.put(a_plan((7,)))
     assert [cache.find((7,), available) is not None for available in (49, 50, 79, 80)] == [False, True, True, False]
     trusting = PlanCache(1, trusting=True)
-    trusting.put(a_plan((7,)), smallest=20)
+    trusting.put(a_plan((7,)))
     assert all(trusting.find((7,), available) for available in (1, 49, 500))
 
 
 def test_a_plan_that_recomputes_nothing_or_does_not_hold_is_right_on_its_side() -> None:
     cache = PlanCache(1)
-    cache.put(a_plan((1,), recomputed=frozenset()), smallest=0)
-    cache.put(a_plan((2,), projected=90), smallest=20)
+    cache.put(a_plan((1,), recomputed=frozenset()))
+    cache.put(a_plan((2,), projected=90))
     assert [cache.find((1,), available) is not None for available in (49, 50, 10**12)] == [False, True, True]
     assert [cache.find((2,), available) is not None for available in (-5, 89, 90)] == [True, True, False]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.methods.mimose.estimator import Estimate, FitCheck, Quadratics, at_most, fit_quadratic
+from spillway.methods.mimose.estimator import Estimate, FitCheck, Laws, Quadratics, at_most, fit_quadratic
 from spillway.methods.mimose.exact import exact_polynomial, monomials
 from spillway.methods.mimose.samples import InputSize
 
@@ -240,9 +240,9 @@ def test_a_bound_comes_down_until_it_is_shown_to_be_too_low() -> None:
 
 
 def test_blocks_of_one_kind_share_the_search_for_their_law() -> None:
-    laws: dict[tuple[tuple[InputSize, int], ...], object] = {}
+    laws: Laws = {}
     for _ in range(12):
-        one = Estimate(batched=False, laws=laws)  # type: ignore[arg-type]
+        one = Estimate(batched=False, laws=laws)
         for x in LENGTHS:
             one.observe((x,), bert(x))
         one.law()

@@ -86,7 +86,7 @@ class Mimose:
         """
         if self.phase is Phase.SHELTERED or not self._planning.ready:
             unplanned = BlockPlan(
-                size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0
+                size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0, smallest=0,
             )  # fmt: skip
             return Decision(Phase.SHELTERED, unplanned, not self._planning.ready or self._shelter.collects(size))
         return Decision(Phase.RESPONSIVE, self.plan(size, available), False)
@@ -101,8 +101,7 @@ class Mimose:
         plan = self.cache.find(rounded, available)
         if plan is None:
             plan = self._planning.plan(rounded, available)
-            smallest = min((self._planning.nbytes(block, rounded) for block in plan.recomputed), default=0)
-            self.cache.put(plan, smallest)
+            self.cache.put(plan)
         return plan
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:

@@ -31,6 +31,8 @@ class BlockPlan:
     """Bytes that it may need."""
     seconds: Seconds
     """Expected to be spent on recomputing."""
+    smallest: Bytes
+    """What the smallest of the recomputed blocks saves; 0 if none is recomputed."""
 
     @property
     def shortfall(self) -> Bytes:
@@ -92,20 +94,20 @@ class PlanCache:
         self.hits += 1
         return entry[0]
 
-    def put(self, plan: BlockPlan, smallest: Bytes) -> None:
-        """Remember a plan. `smallest` are the bytes that the smallest of its recomputed blocks saves."""
+    def put(self, plan: BlockPlan) -> None:
+        """Remember a plan."""
         if len(self._plans) >= MOST:
             self._plans.clear()
         self.made += 1
-        self._plans[plan.size] = plan, *_good_for(plan, smallest)
+        self._plans[plan.size] = plan, *_good_for(plan)
 
     def forget(self) -> None:
         """Drop all plans: estimates have changed."""
         self._plans.clear()
 
 
-def _good_for(plan: BlockPlan, smallest: Bytes) -> tuple[float, float]:
+def _good_for(plan: BlockPlan) -> tuple[float, float]:
     """From and below how many available bytes there is no better plan, as far as is easily told."""
     if not plan.holds:
         return -inf, plan.projected
-    return plan.projected, plan.available + max(smallest, 1) if plan.recomputed else inf
+    return plan.projected, plan.available + max(plan.smallest, 1) if plan.recomputed else inf

@@ -133,8 +133,9 @@ class Quadratics:
 
 Samples: TypeAlias = tuple[tuple[InputSize, Bytes], ...]
 """Sizes and what was measured there."""
-Laws: TypeAlias = dict[Samples, BytesAt | None]
-"""What was found for the same samples before: blocks of one kind have one law, and it is looked for once."""
+Laws: TypeAlias = dict[tuple[bool, Samples], BytesAt | None]
+"""What was found for the same samples before, with windows or without: blocks of one kind have one law, which is
+looked for once."""
 
 
 @final
@@ -225,9 +226,10 @@ class Estimate:
         self._stale = False
 
     def _looked_up(self, samples: Samples) -> BytesAt | None:
-        if samples not in self._laws:
-            self._laws[samples] = exact_polynomial(dict(samples), batched=self.batched, windows=self._windows)
-        return self._laws[samples]
+        key = self._windows, samples
+        if key not in self._laws:
+            self._laws[key] = exact_polynomial(dict(samples), batched=self.batched, windows=self._windows)
+        return self._laws[key]
 
     def _without_law(self, size: InputSize) -> Bytes:
         known = self.measured.get(size)

@@ -15,7 +15,6 @@ from spillway.methods.mimose.estimator import (
     Laws,
     Quadratic,
     Quadratics,
-    Samples,
     fit_quadratic,
     seconds_at,
 )
@@ -118,11 +117,13 @@ class PublishedPlanning(AbstractPlanning):
             projected=max(whole - sum(nbytes[block] for block in chosen), 0),
             available=available,
             seconds=sum(seconds_at(learned.times[block], size) for block in chosen),
+            smallest=min((nbytes[block] for block in chosen), default=0),
         )
 
     def _learn(self) -> _Learned:
         if self._learned is None:
-            batched, laws = self.options.batched, dict[Samples, BytesAt | None]()
+            batched = self.options.batched
+            laws: Laws = {}
             samples = [self._blocks[block] for block in range(len(self._blocks))]
             self._learned = _Learned(
                 fits=[fit_quadratic([(one.size, one.nbytes) for one in block], batched=batched) for block in samples],
@@ -229,11 +230,13 @@ class SimulatedPlanning(AbstractPlanning):
             step.forward_peak if by_part and step.forward_peak is not None else step.peak,
             step.backward_peak if by_part and step.backward_peak is not None else step.peak,
         )
-        if not self._turn.measured:
+        keeps = len(step.recomputed) < len(self._saved)
+        if not self._turn.measured or not (keeps or step.size in self._turn.measured):
+            # Fits to a few sheltered steps know less than the bounds themselves.
             return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
         expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
         over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
-        if over:
+        if over and keeps:
             self._margin = max(self._margin, over)
             self._corrected.add(step.size)
         if not by_part:
@@ -283,6 +286,7 @@ class SimulatedPlanning(AbstractPlanning):
             projected=projected,
             available=available,
             seconds=seconds_of(forecast, chosen),
+            smallest=min((forecast.saved[block] for block in chosen), default=0),
         )
 
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
