@@ -1,0 +1,160 @@
+"""Mimose: which blocks are recomputed, decided for every input size.
+
+Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU", arXiv:2209.02478. The phases
+(section 4.1) and the data filter (Fig. 12) stand in `phases.py`, the estimator (4.3) in `estimator.py` and `exact.py`,
+Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured, and so the shuttling collector
+(4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes what it measured.
+
+Differs from the paper in: every field of `Options`, which gives the paper's choice, Spillway's, and the reason.
+`Mimose.as_published` has the paper's. In both:
+
+- Blocks are known by the order of their forwards, not by a number in their names.
+- With fewer measured sizes than a quadratic has coefficients, the polynomial is of lower degree.
+- A budget that no selection meets ends Algorithm 1 and is reported (`BlockPlan.shortfall`); the listing loops.
+- What a block saves is what recomputing it frees, the public code's variant for pictures, which any output suits.
+
+Not implemented: sub-blocks chosen by dynamic programming, and attention tried in place of a whole block (public code).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self, final
+
+from spillway.methods.mimose.cache import BlockPlan, PlanCache
+from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
+from spillway.methods.mimose.options import Options
+from spillway.methods.mimose.peaks import Forecast, Peak, simulate
+from spillway.methods.mimose.phases import ModuleCall, Phase, Shelter, valid_calls
+from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
+from spillway.methods.mimose.samples import BlockSample, InputSize, StepSample
+from spillway.methods.mimose.scheduler import Reading, Selection, select
+from spillway.units import Bytes
+
+FEWEST: Final = 4
+"""Steps of the sheltered phase even where it ends early: the first does not count for the whole model, and a quadratic
+takes three sizes."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the engine does in a step."""
+
+    phase: Phase
+    plan: BlockPlan
+    collects: bool
+    """Whether blocks are measured although they are recomputed."""
+
+
+@final
+class Mimose:
+    """Decides before each step, learns after it. One object belongs to one training.
+
+    Arguments:
+        options: `Options()`, Spillway's choices, if not given.
+    """
+
+    def __init__(self, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.cache = PlanCache(
+            self.options.interval, batched=self.options.batched, trusting=not self.options.checks_peak
+        )  # fmt: skip
+        self._shelter = Shelter(self.options.iterations, collects_known_sizes=self.options.collects_known_sizes)
+        kind = SimulatedPlanning if self.options.checks_peak else PublishedPlanning
+        self._planning: SimulatedPlanning | PublishedPlanning = kind(self.options)
+
+    @classmethod
+    def as_published(cls, options: Options | None = None) -> Self:
+        """The paper's choices, with the arguments of `Options.as_published` where they are given."""
+        return cls(options or Options.as_published())
+
+    @property
+    def phase(self) -> Phase:
+        """Of the step that comes next."""
+        return self._shelter.phase
+
+    def begin(self, size: InputSize, available: Bytes) -> Decision:
+        """What to do in a step whose input has this size.
+
+        Args:
+            size: Of the input.
+            available: The budget less what is resident when the forward begins.
+
+        In the sheltered phase, and until every block and the whole model were measured, every block is recomputed.
+        """
+        if self.phase is Phase.SHELTERED or not self._planning.ready:
+            unplanned = BlockPlan(
+                size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0, smallest=0,
+            )  # fmt: skip
+            return Decision(Phase.SHELTERED, unplanned, not self._planning.ready or self._shelter.collects(size))
+        return Decision(Phase.RESPONSIVE, self.plan(size, available), False)
+
+    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """The plan of this size, or of `Options.static_size`: a remembered one, or a new one that is remembered.
+
+        Raises ValueError before every block and the whole model were measured.
+        """
+        rounded = self.cache.rounded(self.options.static_size or size)
+        available -= self.options.reserve
+        plan = self.cache.find(rounded, available)
+        if plan is None:
+            plan = self._planning.plan(rounded, available)
+            self.cache.put(plan)
+        return plan
+
+    def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        """Take what a step measured.
+
+        Args:
+            step: Its peak.
+            blocks: Of a step that collects every block. Others may bring what they counted anyway, of blocks that were
+                kept.
+        """
+        sheltered = self.phase is Phase.SHELTERED or not self._planning.ready
+        if sheltered or self.options.corrects:
+            whole = self._shelter.counts_for_whole_model
+            if self._planning.observe(step, blocks, whole=whole):
+                self.cache.forget()
+        if sheltered:
+            self._shelter.end_step(step.size, measured=bool(blocks))
+            if self.options.ends_early and self._shelter.steps >= FEWEST and self._planning.settled:
+                self._shelter.end()
+
+    def nbytes(self, block: int, size: InputSize) -> Bytes:
+        """What a block is expected to save at this size. Raises ValueError if it was not measured."""
+        return self._planning.nbytes(block, size)
+
+    def checks(self) -> tuple[list[FitCheck], FitCheck] | None:
+        """How well the published fits pass their samples, of every block and of the whole model; None where bytes are
+        not fitted to the paper's quadratics. The public code warns of those that do not pass, and goes on."""
+        return self._planning.checks() if isinstance(self._planning, PublishedPlanning) else None
+
+    def forecast(self, size: InputSize) -> Forecast | None:
+        """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`)."""
+        return self._planning.forecast(size) if isinstance(self._planning, SimulatedPlanning) else None
+
+
+__all__ = [
+    "BlockPlan",
+    "BlockSample",
+    "Decision",
+    "FitCheck",
+    "Forecast",
+    "InputSize",
+    "Mimose",
+    "ModuleCall",
+    "Options",
+    "Peak",
+    "Phase",
+    "PlanCache",
+    "Quadratic",
+    "Reading",
+    "Selection",
+    "StepSample",
+    "fit_quadratic",
+    "select",
+    "simulate",
+    "valid_calls",
+]

@@ -1,0 +1,263 @@
+"""Bytes that are exactly a polynomial of the input size, and how to know.
+
+What autograd saves in a block is a sum of products of lengths, each perhaps padded to whole windows. So the bytes
+are integers on a polynomial with rational coefficients, and one sample more than it has terms shows whether it is
+the right one: a wrong one is off by bytes, not by noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import gcd, lcm
+from typing import Final, TypeAlias, final
+
+import numpy
+
+from spillway.costs.laws import DEGREE as HIGHEST
+from spillway.costs.laws import QUANTA, Law, argument, exact_laws, rivals
+from spillway.methods.mimose.samples import InputSize
+from spillway.units import Bytes
+
+BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
+"""Bytes at a size; None where the samples do not settle them."""
+
+DEGREE: Final = 2
+"""Of the polynomials in the paper, section 4.3."""
+
+
+def monomials(size: Sequence[int], degree: int, *, batched: bool) -> tuple[int, ...]:
+    """The features of a size: for lengths e and d and degree 2 these are 1, e, d, e^2, ed, d^2.
+
+    Args:
+        size: One number per dimension.
+        degree: The highest, all lengths of a product together.
+        batched: Whether the first number is the number of samples, by which every feature is multiplied.
+    """
+    factor, lengths = (size[0], size[1:]) if batched else (1, size)
+    found = [factor]
+    if degree >= 1:
+        found += [factor * length for length in lengths]
+    if degree >= 2:
+        found += [factor * one * other for place, one in enumerate(lengths) for other in lengths[place:]]
+    return tuple(found)
+
+
+def features_of(dimensions: int, degree: int, *, batched: bool) -> int:
+    """How many features a size of so many dimensions has."""
+    return len(monomials((1,) * dimensions, degree, batched=batched))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Parabola:
+    """A law of one length of degree 2 or less, as most are: short, because plans ask for each block's."""
+
+    square: int
+    linear: int
+    constant: int
+    denominator: int
+
+    def __call__(self, size: InputSize) -> Bytes:
+        length = size[0]
+        value = -(-((self.square * length + self.linear) * length + self.constant) // self.denominator)
+        return value if value > 0 else 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A law of one length, in whole numbers: numerators over one denominator."""
+
+    numerators: tuple[int, ...]
+    """Of the powers of the argument, the highest first."""
+    denominator: int
+    quantum: int
+    up: bool
+    power: int
+
+    def __call__(self, size: InputSize) -> Bytes:
+        length = size[0]
+        place = length if self.quantum == 1 else argument(length, self.quantum, up=self.up)
+        value = 0
+        for numerator in self.numerators:
+            value = value * place + numerator
+        factor: int = length**self.power
+        return max(-(-value * factor // self.denominator), 0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Rivals:
+    """Laws that the sampled sizes cannot tell apart, as all of them lie on one grid: off it the largest counts."""
+
+    laws: tuple[_Line | _Parabola, ...]
+    offset: int
+    grid: int
+
+    def __call__(self, size: InputSize) -> Bytes:
+        if (size[0] - self.offset) % self.grid == 0:
+            return self.laws[0](size)
+        return max(law(size) for law in self.laws)
+
+
+OneLength: TypeAlias = _Parabola | _Line | _Rivals
+"""Laws of one length, which always have an answer."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Surface:
+    """A polynomial of several lengths, in whole numbers."""
+
+    numerators: tuple[int, ...]
+    denominator: int
+    degree: int
+    batched: bool
+    quantum: int
+    up: bool
+    unsettled: tuple[tuple[int, ...], ...]
+    """Combinations of features that were 0 at every sample: where one is not, the samples say nothing."""
+
+    def __call__(self, size: InputSize) -> Bytes | None:
+        features = _windowed(size, self.degree, self.quantum, batched=self.batched, up=self.up)
+        if any(_dot(combination, features) for combination in self.unsettled):
+            return None
+        return max(-(-_dot(self.numerators, features) // self.denominator), 0)
+
+
+def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool, windows: bool = True) -> BytesAt | None:
+    """The polynomial of the size, or of how many whole windows of it there are, that passes all samples to the byte.
+
+    None if there is none, or if so few samples prove nothing: it takes one more than terms, two more with windows.
+
+    Args:
+        samples: Bytes by size.
+        batched: Whether the first number of a size is the number of samples.
+        windows: Whether to look for windows.
+    """
+    if len(samples) < 2:
+        return None
+    one_length = len(next(iter(samples))) == 1 and not batched
+    return _line(samples, windows) if one_length else next(_surfaces(samples, batched, windows), None)
+
+
+def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> OneLength | None:
+    sizes = [size[0] for size in sorted(samples)]
+    counted = [samples[(size,)] for size in sizes]
+    law = next(exact_laws(sizes, counted, [1, *(_likely(sizes, counted) if windows else ())]), None)
+    if law is None:
+        return None
+    first = _in_whole_numbers(law)
+    others = dict.fromkeys(map(_in_whole_numbers, rivals(sizes, counted)))
+    others.pop(first, None)
+    grid = gcd(*(size - sizes[0] for size in sizes))
+    return _Rivals((first, *others), sizes[0], grid) if others and grid else first
+
+
+def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
+    """Windows of which a polynomial comes near in floating point: the others need not be looked at in fractions."""
+    lengths, wanted = numpy.array(sizes, dtype=float), numpy.array(counted, dtype=float)
+    divided = lengths / numpy.array(QUANTA, dtype=float)[:, None]
+    places = numpy.concatenate([numpy.ceil(divided), numpy.floor(divided)])
+    powers = (places / numpy.maximum(places.max(axis=1, keepdims=True), 1))[..., None] ** numpy.arange(HIGHEST + 1)
+    basis = numpy.linalg.qr(powers)[0]
+    targets = wanted[:, None] / lengths[:, None] ** numpy.arange(3)  # what is left beside a power of the size
+    targets /= numpy.maximum(numpy.abs(targets).max(axis=0), 1e-300)
+    misses = numpy.abs(targets - basis @ (basis.transpose(0, 2, 1) @ targets)).max(axis=1).min(axis=1)
+    near = misses.reshape(2, len(QUANTA)).min(axis=0) < 1e-7
+    return [quantum for quantum, likely in zip(QUANTA, near, strict=True) if likely]
+
+
+def _in_whole_numbers(law: Law) -> _Line | _Parabola:
+    numerators, denominator = _whole(law.coefficients)
+    if law.quantum == 1 and len(numerators) <= 3:
+        constant, linear, square = (*numerators, 0, 0, 0)[:3]
+        return _Parabola(square, linear, constant, denominator)
+    return _Line(numerators[::-1], denominator, law.quantum, law.up, law.power)
+
+
+def _windowed(size: InputSize, degree: int, quantum: int, *, batched: bool, up: bool) -> tuple[int, ...]:
+    if quantum == 1:
+        return monomials(size, degree, batched=batched)
+    first = 1 if batched else 0
+    windows = [argument(length, quantum, up=up) for length in size[first:]]
+    return monomials((*size[:first], *windows), degree, batched=batched)
+
+
+def _surfaces(samples: Mapping[InputSize, Bytes], batched: bool, windows: bool) -> Iterator[_Surface]:
+    """Lowest degree and smallest windows first."""
+    sizes, counted = list(samples), list(samples.values())
+    for quantum in (1, *QUANTA) if windows else (1,):
+        for up in (True, False) if quantum > 1 else (True,):
+            for degree in range(DEGREE + 1) if quantum == 1 else (DEGREE,):
+                rows = [_windowed(size, degree, quantum, batched=batched, up=up) for size in sizes]
+                if _near(rows, counted):
+                    solved = _solved(rows, counted, spare=1 if quantum == 1 else 2)
+                    if solved is not None:
+                        yield _surface(*solved, degree=degree, batched=batched, quantum=quantum, up=up)
+
+
+def _near(rows: Sequence[tuple[int, ...]], counted: Sequence[Bytes]) -> bool:
+    """Whether it is worth solving in fractions: floating point comes close."""
+    matrix, wanted = numpy.array(rows, dtype=float), numpy.array(counted, dtype=float)
+    scale = numpy.maximum(numpy.abs(matrix).max(axis=0), 1)
+    found = numpy.linalg.lstsq(matrix / scale, wanted, rcond=None)[0]
+    misses = numpy.abs(matrix / scale @ found - wanted)
+    return bool((misses <= 1 + 1e-7 * wanted.max()).all())
+
+
+def _solved(
+    rows: Sequence[tuple[int, ...]], counted: Sequence[Bytes], spare: int
+) -> tuple[list[Fraction], list[list[Fraction]]] | None:
+    """Coefficients and the combinations that stay unsettled, by elimination; None if a row disagrees."""
+    width = len(rows[0])
+    table = [[Fraction(number) for number in (*row, number_)] for row, number_ in zip(rows, counted, strict=True)]
+    pivots: list[int] = []
+    for column in range(width):
+        rank = len(pivots)
+        pivot = next((row for row in range(rank, len(table)) if table[row][column]), None)
+        if pivot is None:
+            continue
+        table[rank], table[pivot] = table[pivot], table[rank]
+        leading = table[rank][column]
+        table[rank] = [number / leading for number in table[rank]]
+        for row, line in enumerate(table):
+            if row != rank and line[column]:
+                factor = line[column]
+                table[row] = [mine - factor * theirs for mine, theirs in zip(line, table[rank], strict=True)]
+        pivots.append(column)
+    if any(line[width] for line in table[len(pivots) :]) or len(set(rows)) < len(pivots) + spare:
+        return None
+    coefficients = [Fraction(0)] * width
+    for row, column in enumerate(pivots):
+        coefficients[column] = table[row][width]
+    return coefficients, [_combination(table, pivots, column) for column in range(width) if column not in pivots]
+
+
+def _combination(table: Sequence[Sequence[Fraction]], pivots: Sequence[int], free: int) -> list[Fraction]:
+    """The feature `free` less what the pivots make of it: 0 at every sample."""
+    found = [Fraction(0)] * (len(table[0]) - 1)
+    found[free] = Fraction(1)
+    for row, column in enumerate(pivots):
+        found[column] = -table[row][free]
+    return found
+
+
+def _surface(
+    coefficients: list[Fraction], unsettled: list[list[Fraction]], *, degree: int, batched: bool, quantum: int, up: bool
+) -> _Surface:
+    numerators, denominator = _whole(coefficients)
+    return _Surface(
+        numerators, denominator, degree, batched, quantum, up, tuple(_whole(one)[0] for one in unsettled)
+    )  # fmt: skip
+
+
+def _whole(numbers: Sequence[Fraction]) -> tuple[tuple[int, ...], int]:
+    denominator = lcm(*(number.denominator for number in numbers))
+    return tuple(int(number * denominator) for number in numbers), denominator
+
+
+def _dot(one: Sequence[int], other: Sequence[int]) -> int:
+    return sum(mine * theirs for mine, theirs in zip(one, other, strict=True))

@@ -1,0 +1,326 @@
+"""From samples to a plan: the paper's way, and one whose plans hold in every moment of the step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import final
+
+from spillway.methods.mimose.cache import BlockPlan
+from spillway.methods.mimose.estimator import (
+    Estimate,
+    FitCheck,
+    Laws,
+    Quadratic,
+    Quadratics,
+    fit_quadratic,
+    seconds_at,
+)
+from spillway.methods.mimose.exact import BytesAt, OneLength
+from spillway.methods.mimose.options import Options
+from spillway.methods.mimose.peaks import Forecast, highest, holding, limits, outside, seconds_of, simulate
+from spillway.methods.mimose.samples import BlockSample, InputSize, StepSample
+from spillway.methods.mimose.scheduler import select
+from spillway.units import Bytes, Seconds
+
+
+class AbstractPlanning(ABC):
+    """Learns from samples and makes plans."""
+
+    @abstractmethod
+    def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
+        """Take what a step measured; `whole` says whether it is a sample of the whole model. Returns whether plans that
+        were made before are out of date."""
+
+    @abstractmethod
+    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """A plan for this size. Raises ValueError before there is a sample of every block and of the whole model."""
+
+    @abstractmethod
+    def nbytes(self, block: int, size: InputSize) -> Bytes:
+        """What a block is expected to save at this size."""
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether there are samples enough for a plan."""
+
+    @property
+    @abstractmethod
+    def settled(self) -> bool:
+        """Whether more samples of blocks would say nothing new."""
+
+
+@final
+class PublishedPlanning(AbstractPlanning):
+    """The paper's: a quadratic per block and one for the whole model, and Algorithm 1 on what that one is over.
+
+    With `Options.exact_bytes` laws take the place of the blocks' quadratics where there are any.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._blocks: dict[int, list[BlockSample]] = {}
+        self._whole: list[tuple[InputSize, float]] = []
+        self._learned: _Learned | None = None
+
+    def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
+        """Append. Without recomputing, the step would have needed what that saved on top (public code)."""
+        for sample in blocks:
+            self._blocks.setdefault(sample.block, []).append(sample)
+        saved = {sample.block: sample.nbytes for sample in blocks}
+        if whole and step.recomputed <= saved.keys():
+            self._whole.append((step.size, step.peak + sum(saved[block] for block in step.recomputed)))
+        self._learned = None
+        return True
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a sample of every block and of the whole model."""
+        return bool(self._whole) and sorted(self._blocks) == list(range(len(self._blocks)))
+
+    @property
+    def settled(self) -> bool:
+        """Whether the bytes of every block are on an exact law, if one is looked for."""
+        laws = self._learn().laws
+        return bool(laws) and None not in laws
+
+    def nbytes(self, block: int, size: InputSize) -> Bytes:
+        """By its quadratic, or its law."""
+        return self._learn().nbytes(block, size)
+
+    def whole(self, size: InputSize) -> Bytes:
+        """What a step of this size is expected to need if nothing is recomputed. Raises ValueError without a sample."""
+        fit = self._learn().whole or fit_quadratic(self._whole)
+        return max(round(fit.at(size)), 0)
+
+    def checks(self) -> tuple[list[FitCheck], FitCheck]:
+        """Of every block's quadratic, and of the whole model's."""
+        learned = self._learn()
+        samples = [[(one.size, float(one.nbytes)) for one in self._blocks[block]] for block in range(len(self._blocks))]
+        checks = [fit.check(measured) for fit, measured in zip(learned.fits, samples, strict=True)]
+        whole = learned.whole or fit_quadratic(self._whole)
+        return checks, whole.check(self._whole)
+
+    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """Algorithm 1 as `Options.reading` has it."""
+        learned, reading = self._learn(), self.options.reading
+        nbytes = [learned.nbytes(block, size) for block in range(len(learned.fits))]
+        whole = self.whole(size) if reading.excess == "whole-model" else sum(nbytes)
+        chosen = frozenset(select(nbytes, whole - available, reading).blocks)
+        return BlockPlan(
+            size=size,
+            recomputed=chosen,
+            blocks=len(nbytes),
+            projected=max(whole - sum(nbytes[block] for block in chosen), 0),
+            available=available,
+            seconds=sum(seconds_at(learned.times[block], size) for block in chosen),
+            smallest=min((nbytes[block] for block in chosen), default=0),
+        )
+
+    def _learn(self) -> _Learned:
+        if self._learned is None:
+            batched = self.options.batched
+            laws: Laws = {}
+            samples = [self._blocks[block] for block in range(len(self._blocks))]
+            self._learned = _Learned(
+                fits=[fit_quadratic([(one.size, one.nbytes) for one in block], batched=batched) for block in samples],
+                times=[fit_quadratic([(one.size, one.seconds) for one in block], batched=batched) for block in samples],
+                laws=[_law(block, laws, batched=batched) for block in samples] if self.options.exact_bytes else [],
+                whole=fit_quadratic(self._whole, batched=batched) if self._whole else None,
+            )
+        return self._learned
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Learned:
+    """What samples have led to."""
+
+    fits: list[Quadratic]
+    times: list[Quadratic]
+    laws: list[BytesAt | None]
+    """Of every block; empty if none is looked for."""
+    whole: Quadratic | None
+    """None before there is a sample of it."""
+
+    def nbytes(self, block: int, size: InputSize) -> Bytes:
+        law = self.laws[block] if self.laws else None
+        exact = law(size) if law is not None else None
+        return exact if exact is not None else max(round(self.fits[block].at(size)), 0)
+
+
+def _law(samples: Sequence[BlockSample], known: Laws, *, batched: bool) -> BytesAt | None:
+    estimate = Estimate(batched=batched, laws=known)
+    for sample in samples:
+        estimate.observe(sample.size, sample.nbytes)
+    return estimate.law()
+
+
+@final
+class SimulatedPlanning(AbstractPlanning):
+    """Spillway's: estimates that are exact or err upwards, and the cheaper of two plans that hold by `simulate`.
+
+    One is Algorithm 1's selection, the other `holding`'s. Blocks that only some steps call are planned as if every step
+    did.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._laws: Laws = {}
+        self._saved: list[Estimate] = []
+        self._working: list[Estimate] = []
+        self._gradients: list[Bytes] = []
+        self._times: list[dict[InputSize, Seconds]] = []
+        self._turn = self._estimate(windows=False)
+        self._rest = self._estimate(windows=False)
+        self._margin: Bytes = 0
+        self._corrected: set[InputSize] = set()
+        self._blocks: tuple[_Together, _Together, Quadratics] | None = None
+
+    def _estimate(self, *, windows: bool = True) -> Estimate:
+        lawless = not self.options.exact_bytes
+        return Estimate(batched=self.options.batched, laws=self._laws, lawless=lawless, windows=windows)
+
+    # ------------------------------------------------------------------ learning
+
+    def observe(self, step: StepSample, blocks: Sequence[BlockSample], *, whole: bool) -> bool:
+        """Take samples of blocks first, so that what the step needed beside them is known better."""
+        changed = [self._take(sample) for sample in blocks]
+        if whole and self._saved and all(one.measured for one in self._saved):
+            changed.append(self._learn_rest(step))
+        return any(changed)
+
+    def _take(self, sample: BlockSample) -> bool:
+        while len(self._saved) <= sample.block:
+            self._saved.append(self._estimate())
+            self._working.append(self._estimate())
+            self._gradients.append(0)
+            self._times.append({})
+        times, shorter = self._times[sample.block], False
+        if sample.seconds < times.get(sample.size, inf):
+            times[sample.size] = sample.seconds  # the shortest: whatever else a machine does only adds
+            shorter = True
+        changed = [
+            self._saved[sample.block].observe(sample.size, sample.nbytes),
+            self._working[sample.block].observe(sample.size, sample.working),
+            self._gradients[sample.block] != sample.gradients,
+        ]
+        self._gradients[sample.block] = sample.gradients
+        if shorter or any(changed):
+            self._blocks = None
+        return any(changed)
+
+    def _learn_rest(self, step: StepSample) -> bool:
+        """Learn what the step needed beside its blocks.
+
+        NOTE: A peak bounds that from above, and of several bounds of one size the lowest counts. A peak above what was
+        to be expected of that plan and size shows that a bound was too low, or that blocks need more than their samples
+        say: the bound is raised by as much, and lower ones no longer count. Where the peak is not known by part of the
+        step, both bounds are. The most by which a peak was too high also becomes a margin at every other size, for
+        plans that keep a block; the floor under all recomputed blocks is known from the sheltered steps.
+        """
+        forecast = self._forecast(step.size, turn=0, rest=0)
+        by_part = step.forward_peak is not None and step.backward_peak is not None
+        turn, rest = outside(
+            forecast,
+            step.recomputed,
+            step.forward_peak if by_part and step.forward_peak is not None else step.peak,
+            step.backward_peak if by_part and step.backward_peak is not None else step.peak,
+        )
+        keeps = len(step.recomputed) < len(self._saved)
+        if not self._turn.measured or not (keeps or step.size in self._turn.measured):
+            # Fits to a few sheltered steps know less than the bounds themselves.
+            return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
+        expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
+        over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
+        if over and keeps:
+            self._margin = max(self._margin, over)
+            self._corrected.add(step.size)
+        if not by_part:
+            turn = expected.turn + over if over else min(turn, expected.turn)
+            rest = expected.rest + over if over else min(rest, expected.rest)
+        changed = self._turn.bound(step.size, turn, proven=turn > expected.turn)
+        return self._rest.bound(step.size, rest, proven=rest > expected.rest) or changed or over > 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a sample of every block and of the whole model."""
+        return bool(self._saved) and all(one.measured for one in self._saved) and bool(self._turn.measured)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the bytes of every block are on an exact law."""
+        return self.ready and all(one.law() is not None for one in self._saved)
+
+    # ------------------------------------------------------------------ planning
+
+    def nbytes(self, block: int, size: InputSize) -> Bytes:
+        """Exact, remembered, or erring upwards."""
+        return self._saved[block].at(size)
+
+    def forecast(self, size: InputSize) -> Forecast:
+        """What a step of this size is expected to need. Raises ValueError without samples."""
+        return self._forecast(size, turn=self._turn.at(size), rest=self._rest.at(size))
+
+    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """Nothing is recomputed where nothing has to be; everything if even that does not hold."""
+        forecast = self.forecast(size)
+        limit = limits(forecast)
+        margin = 0 if size in self._corrected else self._margin
+        projected = highest(forecast, (), limit) + margin
+        chosen = frozenset[int]()
+        if projected > available:
+            chosen = holding(forecast, available - margin, limit)
+            greedy = frozenset(select(forecast.saved, projected - available, self.options.reading).blocks)
+            cheaper = seconds_of(forecast, greedy) < seconds_of(forecast, chosen)
+            if cheaper and highest(forecast, greedy, limit) <= available - margin:
+                chosen = greedy
+            projected = highest(forecast, chosen, limit) + (margin if len(chosen) < len(forecast.saved) else 0)
+        return BlockPlan(
+            size=size,
+            recomputed=chosen,
+            blocks=len(forecast.saved),
+            projected=projected,
+            available=available,
+            seconds=seconds_of(forecast, chosen),
+            smallest=min((forecast.saved[block] for block in chosen), default=0),
+        )
+
+    def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
+        if self._blocks is None:
+            fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
+            self._blocks = _Together(self._saved), _Together(self._working), Quadratics(fits)
+        saved, working, seconds = self._blocks
+        return Forecast(
+            saved=saved.at(size),
+            seconds=seconds.at(size),
+            turn=turn,
+            rest=rest,
+            working=working.at(size),
+            gradients=self._gradients,
+        )
+
+
+@final
+class _Together:
+    """Estimates of all blocks, asked at once: a law that several share is asked once."""
+
+    def __init__(self, estimates: Sequence[Estimate]) -> None:
+        laws = [estimate.law() for estimate in estimates]
+        asked: dict[int, int] = {}
+        self._ask: list[Callable[[InputSize], Bytes]] = []
+        self._answers: list[int] = []
+        for law, estimate in zip(laws, estimates, strict=True):
+            number = asked.setdefault(id(law or estimate), len(self._ask))
+            if number == len(self._ask):
+                # Laws of several lengths may not know; then the estimate does.
+                self._ask.append(law if isinstance(law, OneLength) else estimate.at)
+            self._answers.append(number)
+
+    def at(self, size: InputSize) -> list[Bytes]:
+        """Of each block."""
+        answers = [ask(size) for ask in self._ask]
+        return [answers[number] for number in self._answers]

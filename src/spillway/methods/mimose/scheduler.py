@@ -1,0 +1,156 @@
+"""Algorithm 1: which blocks are recomputed, greedily by bytes (section 4.4).
+
+The paper's listing, its text and the public code disagree. `Reading` has a choice for each point; its defaults are what
+the paper means where listing and text are put side by side, and `Reading.literal` and `Reading.code` are the other two.
+Whether a selection holds in every moment of the step is `peaks.py`'s question, not this one's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, Self, final
+
+from spillway.units import Bytes
+
+BUCKET: Final = 0.10
+"""A bucket reaches this share down from its largest block: "±10 % in our implementation"."""
+
+Covering = Literal["smallest", "largest"]
+NothingCovers = Literal["largest-bucket", "largest-block", "smallest-bucket"]
+Excess = Literal["whole-model", "sum-of-blocks"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How Algorithm 1 is read where it can be read in several ways."""
+
+    excess: Excess = "whole-model"
+    """Line 15. "whole-model": bytes that the whole model would need, by an estimate of its own, less what is available
+    when the forward begins (public code). "sum-of-blocks": the listing's sum of estimates less the budget, which leaves
+    out parameters, gradients, optimizer state and all that no block saves."""
+    covering: Covering = "smallest"
+    """Lines 17 and 21, if a block covers the excess: the bucket that it is taken from. The text takes what is "nearest
+    to the excess", so the smallest that covers, as the code does. The listing's `bucket_candidates.top()` is the
+    largest."""
+    tests_each: bool = True
+    """Within that bucket: the earliest block that covers (code). Otherwise the earliest, covering or not: the listing
+    compares the bucket's largest alone."""
+    nothing_covers: NothingCovers = "largest-bucket"
+    """Line 19, if no block covers. "largest-bucket": its earliest block, as the listing's `buckets.top().top()`;
+    "largest-block": the largest to the byte, as its comment says. "smallest-bucket": its earliest block, which the
+    public code takes: the list ran out in its search. It goes unseen where all blocks are alike."""
+    at_least: bool = True
+    """Lines 8 and 17: whether 90 % of the largest is still its bucket, and what equals the excess covers it (>=, code),
+    or not (>, listing)."""
+    bucket: float = BUCKET
+    """The share of line 8, one-sided: a bucket spans from (1 - share) of its largest up to it."""
+
+    @classmethod
+    def literal(cls) -> Self:
+        """The listing to the letter."""
+        return cls(excess="sum-of-blocks", covering="largest", tests_each=False, at_least=False)
+
+    @classmethod
+    def code(cls) -> Self:
+        """What the public code does."""
+        return cls(nothing_covers="smallest-bucket")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The blocks that Algorithm 1 has chosen."""
+
+    blocks: tuple[int, ...]
+    """By number, in the order in which they were chosen."""
+    uncovered: Bytes
+    """What is left of the excess although every block is chosen, 0 if it is covered. The listing loops for ever."""
+
+
+def select(
+    nbytes: Sequence[Bytes], excess: Bytes, reading: Reading = Reading(), order: Sequence[int] | None = None
+) -> Selection:
+    """Choose blocks until their bytes cover the excess, or none is left.
+
+    Args:
+        nbytes: Of each block.
+        excess: Bytes to save. At 0 or below nothing is chosen.
+        reading: How the algorithm is read.
+        order: When each block's forward ran; the numbers of the blocks if not given.
+    """
+    if excess <= 0:
+        return Selection(blocks=(), uncovered=0)
+    forwards = sorted(range(len(nbytes)), key=order.__getitem__) if order is not None else range(len(nbytes))
+    by_bytes = sorted(forwards, key=nbytes.__getitem__, reverse=True)  # in order of the forward where bytes are equal
+    buckets = buckets_of(nbytes, by_bytes, reading, order)
+    chosen: dict[int, None] = {}
+    largest = 0
+    while excess > 0 and buckets:
+        while by_bytes[largest] in chosen:
+            largest += 1
+        at, within = _next(buckets, nbytes, excess, nbytes[by_bytes[largest]], reading)
+        block = buckets[at].pop(within)
+        if not buckets[at]:
+            del buckets[at]
+        chosen[block] = None
+        excess -= nbytes[block]
+    return Selection(blocks=tuple(chosen), uncovered=max(excess, 0))
+
+
+def buckets_of(
+    nbytes: Sequence[Bytes], by_bytes: Sequence[int], reading: Reading, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Lines 4 to 14: blocks of similar bytes together, largest buckets first, each in order of the forward.
+
+    Args:
+        nbytes: Of each block.
+        by_bytes: The blocks, largest first.
+        reading: How line 8 is read.
+        order: When each block's forward ran; the numbers of the blocks if not given.
+    """
+    buckets: list[list[int]] = []
+    least = 0.0
+    for block in by_bytes:
+        size = nbytes[block]
+        if buckets and (size > least or (reading.at_least and size == least)):
+            buckets[-1].append(block)
+        else:
+            buckets.append([block])
+            least = size - size * reading.bucket
+    for bucket in buckets:
+        bucket.sort(key=order.__getitem__ if order is not None else None)
+    return buckets
+
+
+def _next(
+    buckets: Sequence[Sequence[int]], nbytes: Sequence[Bytes], excess: Bytes, largest: Bytes, reading: Reading
+) -> tuple[int, int]:
+    """Lines 17 to 22: the bucket and the place in it. `largest` are the bytes of the largest block that is left."""
+    needed = excess if reading.at_least else excess + 1
+    if largest >= needed:
+        order = range(len(buckets)) if reading.covering == "largest" else range(len(buckets) - 1, -1, -1)
+        covering = ((at, within) for at in order for within, block in enumerate(buckets[at]) if nbytes[block] >= needed)
+        at, within = next(covering)
+        return at, within if reading.tests_each else 0
+    if reading.nothing_covers == "smallest-bucket":
+        return len(buckets) - 1, 0
+    if reading.nothing_covers == "largest-bucket":
+        return 0, 0
+    return 0, max(range(len(buckets[0])), key=lambda within: nbytes[buckets[0][within]])
+
+
+def order_by_last_number(names: Sequence[str]) -> list[int]:
+    """The order of the public code: the integer after the last `-` of a module's id, such as "0-2-11".
+
+    It does not tell an encoder's blocks from a decoder's; Spillway goes by the order in which forwards ran.
+
+    Raises:
+        ValueError: A name does not end in a number.
+    """
+    found = [re.search(r"(\d+)$", name) for name in names]
+    if None in found:
+        raise ValueError(f"{names[found.index(None)]!r} does not end in a number.")
+    return [int(match[1]) for match in found if match is not None]
