@@ -80,7 +80,10 @@ class FrozenTensor:
             tensor = self.fetch()
         if self.needs_grad:
             tensor.requires_grad_()
-        return tensor.clone() if self.written else tensor
+        if not self.written:
+            return tensor
+        with torch.enable_grad():  # a backward has it off
+            return tensor.clone()
 
 
 def empty_witness(tensor: Tensor) -> Tensor:

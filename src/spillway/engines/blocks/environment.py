@@ -39,7 +39,7 @@ class PythonStream:
     def get(self) -> Any:
         raw = (
             ctypes.string_at(id(self._source) + _HEAD, _random.Random.__basicsize__ - _HEAD),
-            self._source.gauss_next,
+            cast(Any, self._source).gauss_next,
         )
         if raw != self._raw:
             self._state = self._source.getstate()
