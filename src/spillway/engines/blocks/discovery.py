@@ -155,7 +155,5 @@ def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
         )
     chosen = {name: modules[name] for name in names}
     if len(set(chosen.values())) < len(names):
-        raise ModelError(
-            "Two of the names in blocks= are of one module; name it once, its calls are told apart by number."
-        )
+        raise ModelError("Two names in blocks= are of one module; name it once, its calls are told apart by number.")
     return chosen

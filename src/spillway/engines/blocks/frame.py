@@ -125,7 +125,7 @@ class Frame:
             value = self.outer[0](tensor)
         else:
             value = tensor.detach() if tensor.requires_grad and not pinned else tensor
-        holder = Holder(self, value, pinned=pinned, watched=self.outer is None)
+        holder = Holder(self, tensor, value, pinned=pinned, watched=self.outer is None)
         unsettled = len(self.holders) if not tensor.requires_grad and tensor._version == 0 else self._last[1]
         self._last = (tensor.requires_grad, unsettled, len(self.children))
         self.holders.append(weakref.ref(holder))

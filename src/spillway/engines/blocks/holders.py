@@ -32,8 +32,9 @@ class Holder:
         "witness",
     )
 
-    def __init__(self, frame: Frame, value: Any, *, pinned: bool, watched: bool) -> None:
+    def __init__(self, frame: Frame, tensor: Tensor, value: Any, *, pinned: bool, watched: bool) -> None:
         self.frame = frame
+        self.shape, self.dtype = tensor.shape, tensor.dtype
         self.value = value
         """None while it is away. Where the user has hooks of his own, what they made of the tensor."""
         self.pinned = pinned
@@ -44,30 +45,27 @@ class Holder:
         self.witness: Tensor | None = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours."""
         self.version: int = value._version if watched else 0
-        self.shape: torch.Size | None = None
-        self.dtype: torch.dtype | None = None
 
     def let_go(self) -> None:
         """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
         if self.value is None or self.pinned:
             return
         if self.witness is not None and self.witness is self.value:
-            self.shape, self.dtype = self.value.shape, self.value.dtype
             self.witness = empty_witness(self.value)
         self.value = None
 
-    def give_back(self, value: Any, tensor: Tensor) -> None:
-        """Hold bytes again, from a second run of the block.
-
-        Raises:
-            ValueError: The tensor is not like the one that was saved; its text is a clause.
-        """
-        if self.shape is not None and (tensor.shape != self.shape or tensor.dtype != self.dtype):
-            raise ValueError(
-                f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
-                f"{tuple(self.shape)} before"
-            )
+    def give_back(self, value: Any) -> None:
+        """Hold bytes again."""
         self.value, self.recomputed = value, True
+
+    def differs(self, tensor: Tensor) -> str:
+        """In what a tensor is not like the one that was saved, a clause; empty if nothing tells them apart."""
+        if tensor.shape == self.shape and tensor.dtype == self.dtype:
+            return ""
+        return (
+            f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
+            f"{tuple(self.shape)} before"
+        )
 
     def check(self) -> None:
         """As autograd does for what it saves itself.
@@ -79,7 +77,7 @@ class Holder:
             return
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(self.shape or self.witness.shape)}, saved in {self.frame.name}, is at version "
+            f"of shape {list(self.shape)}, saved in {self.frame.name}, is at version "
             f"{self.witness._version}; expected version {self.version} instead."
         )
 

@@ -75,8 +75,7 @@ def bring_saved(holders: Iterable[Holder]) -> None:
             home = holder.home.home
             if home not in loaded:
                 loaded[home] = home.load()
-            tensor = holder.home.over(loaded[home])
-            holder.give_back(tensor, tensor)
+            holder.give_back(holder.home.over(loaded[home]))
 
 
 def send_arguments(arguments: Iterable[FrozenTensor], fixed: set[int], tier: DiskTier) -> None:

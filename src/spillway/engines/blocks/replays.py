@@ -39,11 +39,12 @@ class Replay:
         self._saved += 1
         kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         holder = frame.holders[number]() if number < len(frame.holders) else None
-        if holder is not None and holder.value is None:
-            try:
-                holder.give_back(kept if frame.outer is None else frame.outer[0](tensor), kept)
-            except ValueError as error:
-                self._fail(f"saved tensor {number} is {error}")
+        if holder is not None:
+            differs = holder.differs(tensor)
+            if differs:
+                self._fail(f"saved tensor {number} is {differs}")
+            if holder.value is None:
+                holder.give_back(kept if frame.outer is None else frame.outer[0](tensor))
         if self._stops and self._saved == len(frame.holders):
             raise StopRecompute(self)
         return kept
