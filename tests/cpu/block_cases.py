@@ -5,7 +5,6 @@ Every case builds a model, the names of its blocks and a function that gives the
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -304,6 +303,41 @@ def nested(*blocks: str) -> Build:
     return lambda: Case(Chain(Outer(), Outer()), names, mean_square)
 
 
+class Differentiating(nn.Module):
+    """Calls a block twice, and needs the gradient of the first call at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.linear = Residual(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        start = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.inner(start).square().sum(), start)
+        y = self.inner(x)
+        (other,) = torch.autograd.grad(y.square().sum(), y)
+        return y + torch.tanh(self.linear(slope)) + other
+
+
+class Giving(nn.Module):
+    """Fails when it is called; the block around it goes on without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = Functional(give_up), Residual()
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return self.inner(x)
+        except ValueError:
+            return self.other(x)
+
+
+def give_up(block: Functional, x: Tensor) -> Tensor:
+    if block.one(x).sum().item() != 0:
+        raise ValueError
+    return x
+
+
 def end_in_rrelu(block: Functional, x: Tensor) -> Tensor:
     return F.rrelu(block.one(x) + x, training=True)
 
@@ -399,6 +433,11 @@ def tied() -> Case:
     return case
 
 
+def chain_of_nested(block: Callable[[], nn.Module]) -> Case:
+    names = [f"blocks.{number}{inner}" for number in range(2) for inner in ("", ".inner")]
+    return Case(Chain(block(), block()), names, mean_square)
+
+
 CASES: dict[str, Build] = {
     "dropout": lambda: chain(Residual),
     "python-random": of(branch_by_python),
@@ -408,6 +447,7 @@ CASES: dict[str, Build] = {
     "batch-norm": lambda: chain(Normalised),
     "batch-norm-cumulative": lambda: chain(lambda: Normalised(momentum=None)),
     "spectral-norm": lambda: chain(lambda: Spectral(parametrizations.spectral_norm)),
+    "old-spectral-norm": lambda: chain(lambda: Spectral(nn.utils.spectral_norm)),
     "averages-and-counters": lambda: chain(Averaging),
     "writes-to-its-input": of(write_to_input),
     "caller-writes-to-the-input": lambda: Case(
@@ -425,6 +465,8 @@ CASES: dict[str, Build] = {
     "shared-batch-norm": lambda: Case(Shared(Normalised()), ["block"], mean_square),
     "nested-all": nested("", ".first", ".second"),
     "nested-inner": nested(".first", ".second"),
+    "nested-differentiates": lambda: chain_of_nested(Differentiating),
+    "nested-fails": lambda: chain_of_nested(Giving),
     "rrelu": of(end_in_rrelu),
     "catches-exceptions": of(catch_everything),
     "differentiates-inside": of(differentiate_inside),
@@ -440,5 +482,3 @@ CASES: dict[str, Build] = {
     "module-hooks": with_module_hooks,
     "tied-weights": tied,
 }
-with contextlib.suppress(AttributeError):
-    CASES["old-spectral-norm"] = lambda: chain(lambda: Spectral(nn.utils.spectral_norm))

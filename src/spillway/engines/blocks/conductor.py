@@ -66,9 +66,9 @@ class Conductor:
         finally:
             self._local.replays.pop()
 
-    def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site) -> Any:
+    def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
-        passing = Passing()
+        passing = Passing(holds=holds)
         with self.replaying(passing), saved_tensors_hooks(passing.fill, lambda value: value):
             return site.forward(*args, **kwargs)
 

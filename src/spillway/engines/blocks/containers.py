@@ -126,24 +126,15 @@ def thaw(value: Any) -> Any:
     return _Walk(FrozenTensor, FrozenTensor.thaw).rebuilt(value)
 
 
-def frozen_tensors(value: Any) -> list[FrozenTensor]:
-    """In the order in which `freeze` met them."""
-    return _found(value, FrozenTensor)
-
-
 def tensors(value: Any) -> list[Tensor]:
     """Every tensor that the structure holds."""
-    return _found(value, Tensor)
+    found: list[Tensor] = []
 
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
 
-def _found(value: Any, kind: type) -> list[Any]:
-    found: list[Any] = []
-
-    def note(item: Any) -> Any:
-        found.append(item)
-        return item
-
-    _Walk(kind, note).rebuilt(value)
+    _Walk(Tensor, note).rebuilt(value)
     return found
 
 

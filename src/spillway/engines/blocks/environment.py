@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol, TypeAlias, cast, final
 
 import numpy as np
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """A random stream that a user may register."""
@@ -221,9 +223,6 @@ def _set_flags(now: list[Any], wanted: list[Any]) -> None:
 
 def _device_context() -> Any:
     """The `with torch.device(...)` around the forward, if there is one."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._device import DeviceContext
-
     found = [mode for mode in cast(Any, _get_current_function_mode_stack)() if isinstance(mode, DeviceContext)]
     return found[-1] if found else None
 

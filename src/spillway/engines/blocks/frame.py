@@ -39,7 +39,6 @@ from spillway.engines.blocks.containers import (
     FrozenTensor,
     address,
     freeze,
-    frozen_tensors,
     tensors,
     thaw,
 )
@@ -79,8 +78,10 @@ class Frame:
         """Hooks of the user's for saved tensors, around the block."""
         self.ended = False
         self.differentiates = False
-        """A backward ran inside the block."""
+        """A backward ran inside the block, so that its second run has to hold what it saves."""
         self.stops_early = False
+        self._found: list[FrozenTensor] = []
+        """The tensors among the arguments."""
         self._outputs: set[int] = set()
         self._last: tuple[bool, int, int] = (False, -_SETTLE - 1, 0)
         if parent is not None:
@@ -94,7 +95,7 @@ class Frame:
         self.environment = self.conductor.environment.capture()
         self.snapshot = self.site.state.snapshot()
         try:
-            self.frozen = freeze((args, kwargs), self._freezer())
+            self._freeze(args, kwargs, copied=self._to_copy)
         except CannotCopyError as error:
             self.figures.kept_because = str(error)
         began = time.perf_counter()
@@ -104,20 +105,23 @@ class Frame:
         self._end(output)
         return output
 
-    def _freezer(self) -> Callable[[Tensor], FrozenTensor]:
-        """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
-        number = -1
-        unknown = self.action.recomputes and self.call not in self.site.judged
+    def _freeze(self, args: Any, kwargs: Any, copied: Callable[[int, Tensor], bool]) -> None:
+        found: list[FrozenTensor] = []
         copies: dict[int, torch.UntypedStorage] = {}
 
         def make(tensor: Tensor) -> FrozenTensor:
-            nonlocal number
-            number += 1
-            parameter = isinstance(tensor, torch.nn.Parameter)
-            copied = (unknown and not parameter) or (self.call, number) in self.site.written
-            return FrozenTensor(tensor, copies if copied else None)
+            found.append(FrozenTensor(tensor, copies if copied(len(found), tensor) else None))
+            return found[-1]
 
-        return make
+        self.frozen, self._found = freeze((args, kwargs), make), found
+
+    def _to_copy(self, number: int, tensor: Tensor) -> bool:
+        """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
+        unknown = self.action.recomputes and self.call not in self.site.judged
+        return (unknown and not isinstance(tensor, torch.nn.Parameter)) or self._is_written(number, tensor)
+
+    def _is_written(self, number: int, _: Tensor) -> bool:
+        return (self.call, number) in self.site.written
 
     def _pack(self, tensor: Tensor) -> Holder:
         pinned = tensor.is_leaf and tensor.requires_grad
@@ -216,8 +220,10 @@ class Frame:
         holder.check()
         if self.ended:
             self._judge()
-        else:
-            self.differentiates = True
+        around: Frame | None = self
+        while around is not None:
+            around.differentiates = around.differentiates or not around.ended
+            around = around.parent
         if holder.value is None:
             with self.conductor.lock:
                 self._restore(holder)
@@ -296,14 +302,11 @@ class Frame:
 
     def rerun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as part of the second run of the parent (rule 6)."""
-        self.armed = self.action.recomputes and not self.differentiates and not self.figures.kept_because
+        watched = self.differentiates or (self.parent is not None and self.parent.differentiates)
+        again = self.ended and not self.figures.kept_because
+        self.armed = self.action.recomputes and again and not watched
         if self.armed:
-            copies: dict[int, torch.UntypedStorage] = {}
-            numbers = {number for call, number in self.site.written if call == self.call}
-            count = iter(range(1 << 30))
-            self.frozen = freeze(
-                (args, kwargs), lambda tensor: FrozenTensor(tensor, copies if next(count) in numbers else None)
-            )
+            self._freeze(args, kwargs, copied=self._is_written)
             replay: Replay | Passing = Passing()
         else:
             replay = Replay(self, child=True)
@@ -359,7 +362,7 @@ class Frame:
         return [self, *(frame for child in self._children() for frame in child._family())]
 
     def _arguments(self) -> list[FrozenTensor]:
-        return frozen_tensors(self.frozen) if self.frozen is not None else []
+        return self._found if self.frozen is not None else []
 
     def _shared_with_others(self) -> set[int]:
         return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}

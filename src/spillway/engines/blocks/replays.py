@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from spillway.engines.blocks.sites import Site
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """Without its graph, which a node that saves its own result would hold for ever."""
+    return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
 @final
 class StopRecompute(BaseException):
     """All that the first run saved has been saved again. No `except Exception` of a model may stop this."""
@@ -37,7 +42,7 @@ class Replay:
         """The hook that packs."""
         number, frame = self._saved, self._frame
         self._saved += 1
-        kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+        kept = detached(tensor)
         holder = frame.holders[number]() if number < len(frame.holders) else None
         if holder is not None:
             differs = holder.differs(tensor)
@@ -56,7 +61,9 @@ class Replay:
         if number >= len(children) or self._frame.child_sites[number] is not site:
             self._fail(f"{site.name} is called inside, where the first run called another block or none")
         child = children[number]()
-        return self._frame.conductor.pass_through(args, kwargs, site) if child is None else child.rerun(args, kwargs)
+        if child is not None:
+            return child.rerun(args, kwargs)
+        return self._frame.conductor.pass_through(args, kwargs, site, holds=self._frame.differentiates)
 
     def verify(self) -> None:
         """After the run.
@@ -80,10 +87,18 @@ class Replay:
 
 @final
 class Passing:
-    """A run from which nothing is wanted: nothing is saved, and blocks inside are no frames."""
+    """A run from which nothing is wanted: blocks inside are no frames.
 
-    def fill(self, tensor: Tensor) -> None:
+    Args:
+        holds: What is saved is held as long as the run lasts, for a backward in it.
+    """
+
+    def __init__(self, *, holds: bool = False) -> None:
+        self._holds = holds
+
+    def fill(self, tensor: Tensor) -> Tensor | None:
         """The hook that packs."""
+        return detached(tensor) if self._holds else None
 
     def verify(self) -> None:
         """Anything goes."""
