@@ -346,7 +346,7 @@ def catch_everything(block: Functional, x: Tensor) -> Tensor:
     try:
         return block.two(torch.sin(block.one(x)) * torch.cos(x))
     except Exception:  # what a stop in the middle must not run into
-        return x * 0
+        return torch.sin(block.two(x.exp()))
 
 
 def differentiate_inside(block: Functional, x: Tensor) -> Tensor:

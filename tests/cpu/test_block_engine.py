@@ -134,11 +134,14 @@ def test_a_call_that_is_still_running_is_not_revoked() -> None:
 
 @pytest.mark.parametrize("action", ALL)
 def test_nothing_outlives_the_step_nor_waits_for_the_collector(action: Action, tmp_path: Path) -> None:
+    def function(block: Functional, x: Tensor) -> Tensor:
+        return block.two(torch.tanh(block.one(x)).exp())  # both save their own results
+
     gc.collect()
     gc.disable()
     try:
         before = living(Frame), living(Holder)
-        model, engine = engine_of(sines, action, count=2, spill_directory=tmp_path)
+        model, engine = engine_of(function, action, count=2, spill_directory=tmp_path)
         for _ in range(2):
             model(batch()).sum().backward()
         model(batch())  # a graph that nobody runs backward
@@ -174,6 +177,56 @@ def test_a_retained_graph_does_not_retain_what_was_brought_back(action: Action) 
     assert all(value is None or value.untyped_storage().nbytes() == FLOATS for value in values)
     kept = sum(value is not None for value in values)
     assert kept == (0 if action.recomputes else 2), "only arguments, which others hold"
+
+
+def test_what_a_retained_graph_has_handed_out_is_dropped_at_once() -> None:
+    model, _ = engine_of(sines, Action.RECOMPUTE, count=2)
+    hidden = model.blocks[0](model.embed(batch()))
+    held: list[int] = []
+
+    def look(_: Tensor) -> None:
+        values = [thing.value for thing in gc.get_objects() if type(thing) is Holder and not thing.pinned]
+        held.append(sum(value is not None for value in values))
+
+    hidden.register_hook(look)  # the backward has left block 1
+    model.blocks[1](hidden).sum().backward(retain_graph=True)
+    assert held == [0]
+
+
+class Doubled(nn.Module):
+    """A block of two, which tells what is alive of what the first of them saved, before the second and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[weakref.ref[Any]] = []
+        self.seen: list[bool] = []
+        self.one, self.two = Functional(self.inner), Functional(sines)
+
+    def inner(self, block: Functional, x: Tensor) -> Tensor:
+        y = torch.cos(block.one(x))
+        self.held.append(weakref.ref(y.untyped_storage()))
+        return block.two(torch.sin(y))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        self.seen.append(self.held[-1]() is not None)
+        return self.two(x)
+
+
+@pytest.mark.parametrize("inner", [Action.KEEP, Action.RECOMPUTE])
+def test_an_outer_block_gives_up_what_inner_ones_hold(inner: Action) -> None:
+    model = Chain(Doubled())
+    block: Any = model.blocks[0]
+    with BlockEngine(model, ["blocks.0", "blocks.0.one", "blocks.0.two"]) as engine:
+        plain = gradients(model, model(batch()).square().sum())
+        engine.actions = lambda name, call: Action.RECOMPUTE if name == "blocks.0" else inner
+        block.seen.clear()
+        loss = model(batch()).square().sum()
+        assert block.held[-1]() is None
+        assert same(plain, gradients(model, loss))
+        # In the first run and in the second of the outer block: one that recomputes by itself holds nothing in either.
+        assert block.seen == [inner is Action.KEEP] * 2
+        assert [report.recomputes for report in engine.calls] == [1, int(inner.recomputes), int(inner.recomputes)]
 
 
 def test_a_second_run_stops_when_all_that_was_saved_has_been_saved_again() -> None:
@@ -279,6 +332,21 @@ def test_a_second_run_that_differs_is_refused(action: Action) -> None:
 
     model, _ = engine_of(function, action)
     with pytest.raises(RecomputeError, match=r"The second run of call 0 of blocks\.0 was not the same as the first"):
+        model(batch()).sum().backward()
+
+
+def test_a_second_run_that_saves_less_is_refused() -> None:
+    runs: list[int] = []
+
+    def function(block: Functional, x: Tensor) -> Tensor:
+        runs.append(1)
+        y = block.one(x)
+        for _ in range(8 - len(runs)):
+            y = torch.sin(y)
+        return y
+
+    model, _ = engine_of(function, Action.RECOMPUTE)
+    with pytest.raises(RecomputeError, match="autograd saved 8 tensors, and 9 in the first run"):
         model(batch()).sum().backward()
 
 
