@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from spillway.costs import DEVICES, HERE, Device, measured
+from spillway.costs import DEVICES, HERE, Device, measured, watching
 from spillway.costs.finding import device_of
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tiers.speed import Speed
+from spillway.methods import LRU, Delta
 from spillway.units import KiB, MiB
 
 FOUND = replace(DEVICES["a100"], name=HERE, source="measured: by a test")
@@ -133,11 +136,44 @@ def test_what_is_measured_here_is_a_device_with_everything(monkeypatch: pytest.M
     monkeypatch.setattr(measured, "PATIENCE", 0.0)
     monkeypatch.setattr(measured, "_LARGE", 64 * KiB)
     monkeypatch.setattr(measured, "_SIDE", 32)
+    monkeypatch.setattr(watching, "_ROUNDS", 1)
     for name in ("tier_speed", "disk_speed"):
         speed = getattr(measured, name)
         monkeypatch.setattr(measured, name, lambda directory, speed=speed: speed(directory, MiB))
     device = measured.measure(tmp_path)
     assert (device.name, device.duplex) == (HERE, False)
+    assert device.copy_seconds > 0
     assert f"1 thread; link: the spill file in {tmp_path}" in device.source
     assert device.memory > 64 * MiB
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_watching_costs_is_told_apart_from_copies_and_recomputing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    alone = {"plain": 1.0, "ops": 100, "bytes_out": MiB, "bytes_in": MiB}
+    steps = {
+        "watched": watching._Step(seconds=1.5, stalled=0.0, recomputing=0.0, copies=0, handled=0, looks=0, **alone),
+        "pressed": watching._Step(seconds=3.0, stalled=0.6, recomputing=0.1, copies=4, handled=8, looks=0, **alone),
+        "looking": watching._Step(seconds=3.2, stalled=0.6, recomputing=0.1, copies=4, handled=8, looks=10, **alone),
+    }
+    order = iter(steps.values())
+    monkeypatch.setattr(watching._Trainer, "peak", lambda self: 2 * MiB)
+    monkeypatch.setattr(watching._Trainer, "steps", lambda self: iter([next(order)] * 3))
+    found = watching.measure_watching(tmp_path, Speed(out=10 * MiB, back=5 * MiB))
+    assert found.op == pytest.approx(0.5 / 100)
+    assert found.storage == pytest.approx((3.0 - 1.0 - 0.6 - 0.1 - 0.5) / 8)
+    assert found.look == pytest.approx(0.2 / 10)
+    assert found.copy == pytest.approx((0.6 - 0.1 - 0.2) / 4)
+
+
+def test_a_small_model_is_watched_and_pressed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(watching, "_ROUNDS", 1)
+    peak = watching._Trainer(LRU(), UNLIMITED, tmp_path).peak()
+    (watched,) = watching._Trainer(LRU(), peak - 1, tmp_path).steps()
+    (pressed,) = watching._Trainer(LRU(), peak // 2, tmp_path).steps()
+    (looking,) = watching._Trainer(Delta(), peak // 2, tmp_path).steps()
+    assert watched.ops == pressed.ops > 500
+    assert watched.handled < 10 < pressed.handled
+    assert min(pressed.copies, pressed.bytes_out, pressed.bytes_in, pressed.stalled) > 0
+    assert (pressed.looks, looking.looks > 10) == (0, True)

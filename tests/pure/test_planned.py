@@ -111,6 +111,16 @@ def test_a_plan_that_recomputes_replays_its_own_ops() -> None:
     assert ran.peak_bytes <= plan.projected < DEEP.plain_peak()
 
 
+def test_what_a_replay_makes_for_itself_does_not_bring_back_what_the_plan_has_away() -> None:
+    # Value 4 comes back an op after value 5, whose replay makes a value 4 of its own.
+    gaps = idle(4, Recompute(ops=(3,))), idle(5, Recompute(ops=(3, 4), temporaries=LAYER))
+    plan = told(DEEP, *gaps)
+    ran = simulate(DEEP, allowed=plan.projected, method=never_relieved(plan, DEEP), device=DEVICE)
+    back = [event.op for event in ran.timeline.events if event.change is Change.RECOMPUTE]
+    assert (ran.recomputed_ops, len(set(back))) == (3, 2)
+    assert ran.peak_bytes <= plan.projected
+
+
 def test_long_chains_of_a_plan_come_back_whatever_the_cap() -> None:
     """Every second layer of a deep chain is recomputed from the one before it, which comes back right before."""
     step = layers(300)

@@ -10,7 +10,7 @@ from benchmarks.linear import linear_step
 from spillway.costs import Device, device_named
 from spillway.errors import BudgetInfeasible, NoPlanFound, UnknownMethodError, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
-from spillway.ir.account import account
+from spillway.ir.account import account, comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.recipes import replayed
 from spillway.methods import METHODS, AbstractPlanner, Checkmate, Problem, SqrtN, Swap, ZeroOffload, resolve
@@ -190,6 +190,24 @@ def test_checkmate_recomputes_as_little_as_there_is_to_recompute(layers: int, un
     assert solution.seconds == pytest.approx((2 * layers + 1 + again) * 1e-3)
     assert solution.gap == pytest.approx(0, abs=1e-3)
     assert lower_bound(given, 60, 20) <= solution.bound * (1 + 1e-6)
+
+
+def lingering(layers: int) -> Step:
+    """Linear layers whose activations outlive their last reader by an op, as what autograd keeps does."""
+    step = linear_step(layers)
+    activations = [replace(s, alive_until=min(s.alive_until + 1, len(step.ops))) for s in step.storages]
+    return replace(step, storages=tuple(activations))
+
+
+def test_checkmate_lets_go_early_only_where_the_budget_needs_it() -> None:
+    step = lingering(16)
+    lives = lives_of(step)
+    for share in (0.75, 0.5):
+        allowed = int(step.plain_peak() * share)
+        plan = Checkmate(time_limit=20, most_nodes=100).plan(problem(step, allowed))
+        verify(plan, step, allowed)
+        for early in (gap for gap in plan.gaps if not comes_back(gap, lives[gap.value], len(step.ops))):
+            assert account(step, [gap for gap in plan.gaps if gap != early], lives).peak > allowed
 
 
 def test_checkmate_leaves_a_step_alone_that_fits() -> None:

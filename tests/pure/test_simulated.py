@@ -67,13 +67,15 @@ def test_a_copy_takes_what_the_device_says_and_compute_waits_for_it() -> None:
 
 
 def test_watching_and_handling_take_what_the_device_says_unless_the_step_fits() -> None:
-    device = replace(DEVICE, watch_seconds=1e-4, handling_seconds=1e-3)
+    device = replace(DEVICE, watch_seconds=1e-4, handling_seconds=1e-3, look_seconds=1.0)
     ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=device, steps=1)
     assert (ran.moves, ran.drops, ran.recomputed_ops) == (1, 0, 0)
     assert ran.python_seconds == pytest.approx(32e-4 + 2e-3)  # 32 ops; one storage left and came back
     assert ran.seconds == pytest.approx(ran.plain_seconds + ran.stall_seconds + ran.python_seconds)
     dropped = simulate(DEEP, allowed=PEAK - LAYER, method=DROPS, device=device, steps=2)
     assert dropped.python_seconds == pytest.approx(32e-4 + 2e-3)  # one left, one op ran again; the last step counts
+    looking = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
+    assert looking.python_seconds > 20  # once after every op that creates, but for the last
     fits = simulate(DEEP, allowed=PEAK, method=KeepAll(), device=device)
     assert (fits.python_seconds, fits.overhead) == (0.0, pytest.approx(1.0))
 

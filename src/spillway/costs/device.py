@@ -48,13 +48,15 @@ class Device:
     """What compute waits for each op while Spillway watches it; 0 where Python runs ahead of the device."""
     handling_seconds: Seconds = 0.0
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
+    look_seconds: Seconds = 0.0
+    """What compute waits whenever a method that begins copies early is asked for them, or for room; 0 likewise."""
 
     def __post_init__(self) -> None:
         rates = (
             self.flops_per_second, self.bytes_per_second, self.out_per_second, self.in_per_second,
             self.disk_out_per_second, self.disk_in_per_second,
         )  # fmt: skip
-        times = (self.op_seconds, self.copy_seconds, self.watch_seconds, self.handling_seconds)
+        times = self.op_seconds, self.copy_seconds, self.watch_seconds, self.handling_seconds, self.look_seconds
         if not all(0 < rate < math.inf for rate in rates) or min(times) < 0:
             raise UsageError(f"Device {self.name!r} needs rates above 0 and times of 0 or more; got {self!r}.")
 

@@ -110,15 +110,15 @@ def _remembered(path: Path, key: Mapping[str, Any]) -> Device | None:
 
 def _cpu(directory: Path) -> Device:
     link, disk = _best([tier_speed(directory) for _ in range(_TRIES)]), disk_speed(directory)
-    watching = measure_watching(directory)
+    watching = measure_watching(directory, link)
     threads = torch.get_num_threads()
     return Device(
         name=HERE, flops_per_second=_matmul_rate("cpu"), bytes_per_second=_memory_rate("cpu"),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         out_per_second=link.out, in_per_second=link.back,
         disk_out_per_second=disk.out, disk_in_per_second=disk.back,
-        op_seconds=_launch("cpu"), copy_seconds=_page_copy(directory),
-        watch_seconds=watching.op, handling_seconds=watching.storage,
+        op_seconds=_launch("cpu"), copy_seconds=max(_page_copy(directory), watching.copy),
+        watch_seconds=watching.op, handling_seconds=watching.storage, look_seconds=watching.look,
         duplex=False,  # both ways are the same memory, and the same disk
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "
         f"spill file in {directory} through the page cache",

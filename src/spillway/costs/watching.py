@@ -17,7 +17,9 @@ import torch
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.methods.lru import LRU
+from spillway.engines.tiers.speed import Speed
+from spillway.methods import LRU, Delta
+from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
 
 _LAYERS: Final = 16
@@ -35,18 +37,30 @@ class Watching(NamedTuple):
     """For every op."""
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
+    look: Seconds
+    """Whenever a policy that foresees is asked: as DELTA takes it."""
+    copy: Seconds
+    """What a copy takes beside its bytes, among ops and not among copies."""
 
 
-def measure_watching(directory: Path) -> Watching:
-    """Measure it, in some seconds; what has to leave goes to `directory`.
+def measure_watching(directory: Path, link: Speed) -> Watching:
+    """Measure it, in some seconds; what has to leave goes to `directory`, which is as fast as `link` says.
 
     Raises SpillError as a session does.
     """
-    peak = _Trainer(UNLIMITED, directory).peak()
-    watched = _median(_Trainer(peak - 1, directory).steps())
-    pressed = _median(_Trainer(peak // 2, directory).steps())
-    op = max(watched.python / watched.ops, 0.0)
-    return Watching(op=op, storage=max((pressed.python - op * pressed.ops) / max(pressed.handled, 1), 0.0))
+    peak = _Trainer(LRU(), UNLIMITED, directory).peak()
+    watched = _median(_Trainer(LRU(), peak - 1, directory).steps())
+    pressed = _median(_Trainer(LRU(), peak // 2, directory).steps())
+    looking = _median(_Trainer(Delta(), peak // 2, directory).steps())
+    op = _share(watched.python, watched.ops)
+    storage = _share(pressed.python - op * pressed.ops, pressed.handled)
+    look = _share(looking.python - op * looking.ops - storage * looking.handled, looking.looks)
+    copying = pressed.bytes_out / link.out + pressed.bytes_in / link.back
+    return Watching(op=op, storage=storage, look=look, copy=_share(pressed.stalled - copying, pressed.copies))
+
+
+def _share(seconds: Seconds, count: int) -> Seconds:
+    return max(seconds / max(count, 1), 0.0)
 
 
 class _Step(NamedTuple):
@@ -54,29 +68,34 @@ class _Step(NamedTuple):
 
     plain: Seconds
     seconds: Seconds
-    waited: Seconds
-    """For copies, and for ops that ran again."""
+    stalled: Seconds
+    recomputing: Seconds
     ops: int
+    copies: int
+    """Out and in."""
     handled: int
     """Storages that left, storages that came back, and ops that ran again."""
+    looks: int
+    bytes_out: Bytes
+    bytes_in: Bytes
 
     @property
     def python(self) -> Seconds:
         """What is left."""
-        return self.seconds - self.plain - self.waited
+        return self.seconds - self.plain - self.stalled - self.recomputing
 
 
 def _median(steps: Iterable[_Step]) -> _Step:
     """Of every figure by itself: plain steps are disturbed at other moments than those beside them."""
-    plain, seconds, waited, ops, handled = (statistics.median(figures) for figures in zip(*steps, strict=True))
-    return _Step(plain, seconds, waited, round(ops), round(handled))
+    return _Step(*(statistics.median_low(figures) for figures in zip(*steps, strict=True)))
 
 
 @final
 class _Trainer:
     """Two copies of the model: one under the budget, one without."""
 
-    def __init__(self, allowed: Bytes, directory: Path) -> None:
+    def __init__(self, policy: AbstractPolicy, allowed: Bytes, directory: Path) -> None:
+        self._policy = policy
         self._allowed = allowed
         self._directory = directory
         with torch.random.fork_rng(devices=[]):
@@ -88,7 +107,7 @@ class _Trainer:
     def peak(self) -> Bytes:
         """Of a step that keeps everything."""
         with torch.enable_grad():
-            engine = TensorEngine(LRU(), self._allowed, self._directory)
+            engine = TensorEngine(self._policy, self._allowed, self._directory)
             try:
                 for _ in range(_WARM):
                     self._managed(engine)
@@ -99,7 +118,7 @@ class _Trainer:
     def steps(self) -> Iterator[_Step]:
         """Those that count."""
         with torch.enable_grad():
-            engine = TensorEngine(LRU(), self._allowed, self._directory)
+            engine = TensorEngine(self._policy, self._allowed, self._directory)
             try:
                 for number in range(_WARM + _ROUNDS):
                     step = self._beside(engine)
@@ -115,9 +134,10 @@ class _Trainer:
         self._managed(engine)
         ended, counters = time.perf_counter(), engine.controller.counters
         return _Step(
-            plain=between - began, seconds=ended - between, ops=engine.ops,
-            waited=counters.stall_seconds + counters.recomputed_seconds,
+            plain=between - began, seconds=ended - between, stalled=counters.stall_seconds,
+            recomputing=counters.recomputed_seconds, ops=engine.ops, copies=counters.moves + counters.reloads,
             handled=counters.drops + counters.moves + counters.reloads + counters.recomputed_ops,
+            looks=counters.looks, bytes_out=counters.bytes_out, bytes_in=counters.bytes_in,
         )  # fmt: skip
 
     def _managed(self, engine: TensorEngine) -> None:

@@ -60,6 +60,7 @@ class Copies:
         if self._foreseeing:  # making room for a copy is no occasion for another
             return
         self._foreseeing = True
+        controller.counters.looks += 1
         try:
             self.land()
             controller.empty_graveyard()

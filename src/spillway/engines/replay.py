@@ -146,7 +146,7 @@ class Replay:
     def _run_one(self, recipe: Recipe) -> None:
         controller = self._controller
         for read in recipe.reads:
-            if read.absent == DROPPED:
+            if read.absent == DROPPED and read not in self._temporaries:  # a plan's replay may have its own
                 controller.restore(read)
         bindings = [self._temporaries.get(read, read.storage) for read in recipe.reads]
         distinct = dict.fromkeys(bindings)

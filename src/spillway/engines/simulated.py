@@ -80,7 +80,7 @@ class Simulation:
     stall_seconds: Seconds
     """Time that compute waited for copies."""
     python_seconds: Seconds
-    """Compute waited for Spillway itself: the device's `watch_seconds` and `handling_seconds`."""
+    """Compute waited for Spillway itself: the device's `watch_seconds`, `handling_seconds` and `look_seconds`."""
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
     dropped_bytes: Bytes
@@ -141,8 +141,9 @@ def simulate(
         overlaps=overlaps,
     )
     watched = step.plain_peak() > allowed  # else the engine steps aside
-    attention = Attention(device.watch_seconds, device.handling_seconds) if watched else Attention(0.0, 0.0)
-    run = _Run(step, machine, Controller(machine, policy, allowed, chain_cap), frozenset(escaped), attention)
+    attention = Attention(device.watch_seconds, device.handling_seconds, device.look_seconds)
+    controller = Controller(machine, policy, allowed, chain_cap)
+    run = _Run(step, machine, controller, frozenset(escaped), attention if watched else Attention(0.0, 0.0, 0.0))
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
@@ -207,6 +208,8 @@ class Attention(NamedTuple):
     """For every op."""
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
+    look: Seconds
+    """Whenever a policy that foresees is asked, for room or for copies that may begin."""
 
 
 @final
@@ -222,8 +225,8 @@ class _Run:
         self._controller = controller
         self._escaped = escaped
         self._attention = attention
-        self._attended = 0
-        self._attended_seconds: Seconds = 0.0
+        self._handled: Seconds = 0.0
+        self._python: Seconds = 0.0
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
         self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
@@ -259,7 +262,7 @@ class _Run:
     def _begin(self) -> None:
         controller, machine = self._controller, self._machine
         machine.begin_step()
-        self._attended, self._attended_seconds = 0, 0.0
+        self._handled = self._python = 0.0
         self._began = machine.now()
         self._chronicle = Chronicle(controller, self._storages.values())
         self._renew_sources()
@@ -305,7 +308,7 @@ class _Run:
             peak_bytes=controller.peak, reserved_bytes=self._machine.allocator.peak_reserved,
             bytes_out=counters.bytes_out, bytes_in=counters.bytes_in, recomputed_ops=counters.recomputed_ops,
             recomputed_seconds=counters.recomputed_seconds, stall_seconds=counters.stall_seconds,
-            python_seconds=self._attended_seconds, hidden_seconds=hidden,
+            python_seconds=self._python, hidden_seconds=hidden,
             dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
             bytes_in_beside=counters.early_in, end_bytes=controller.resident,
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
@@ -340,12 +343,13 @@ class _Run:
             self._let_go(number)
 
     def _attend(self) -> None:
-        """Compute waits for Python."""
-        counters = self._controller.counters
+        """Compute waits for Python: for the op, and for what was handled since the last."""
+        counters, attention = self._controller.counters, self._attention
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
-        seconds = self._attention.op + self._attention.storage * (events - self._attended)
+        handled = attention.storage * events + attention.look * counters.looks
+        seconds = attention.op + handled - self._handled
         self._machine.work(seconds)
-        self._attended, self._attended_seconds = events, self._attended_seconds + seconds
+        self._handled, self._python = handled, self._python + seconds
 
     def _named(self, numbers: tuple[StorageId, ...]) -> list[Storage]:
         storages = self._storages

@@ -33,7 +33,7 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
 from spillway.methods.base import AbstractPlanner, Problem
-from spillway.methods.checkmate.gaps import gaps_of
+from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import Graph, graph_of
 from spillway.methods.checkmate.milp import INFEASIBLE, OPTIMAL, Answer, Program, load_solver
 from spillway.units import Bytes, Seconds, format_seconds
@@ -190,6 +190,8 @@ class _Search:
         if peak > self.allowed:
             self.nearest = min(peak, self.nearest if self.nearest is not None else peak)
             return peak - self.allowed
+        gaps = without_idle_ends(self.graph, gaps, self.allowed)
+        peak = account(self.graph.step, gaps, self.graph.lives).peak
         seconds = self._seconds(gaps)
         if self.best is None or seconds < self.best[0]:
             self.best = seconds, gaps, peak, self.allowed - budget

@@ -10,17 +10,21 @@ What a plan cannot say as Checkmate does:
   counts replays one by one, and may free the input of one before the next.
 - What replays alone read is there until the first op of the stage has run; Checkmate frees it before.
 - A value that died in the plain step is created again by every recipe that wants it, where Checkmate would keep it.
+- Checkmate frees a datum after its last use. The program may hold it for some ops more, and until then an engine can
+  only move it. Such a gap is left out where the budget does not need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from spillway.ir import Gap, Recompute
+from spillway.ir.account import account, comes_back
 from spillway.ir.recipes import recipe
 from spillway.ir.step import StorageId, ValueId
 from spillway.methods.checkmate.graph import Datum, Graph
 from spillway.methods.checkmate.milp import Answer
+from spillway.units import Bytes
 
 Presence = list[tuple[int, int]]
 """Half-open intervals of ops during which a storage is there."""
@@ -42,6 +46,22 @@ def gaps_of(graph: Graph, answer: Answer) -> tuple[Gap, ...] | None:
                 return None
             gaps.append(Gap(value=finals[storage], start=start, end=end, home=home))
     return tuple(gaps)
+
+
+def without_idle_ends(graph: Graph, gaps: Sequence[Gap], allowed: Bytes) -> tuple[Gap, ...]:
+    """The gaps without those at whose end nothing comes back, but for the ones that the budget needs."""
+    step, lives = graph.step, graph.lives
+    needed = [gap for gap in gaps if comes_back(gap, lives[gap.value], len(step.ops))]
+    rest = [gap for gap in gaps if gap not in set(needed)]
+    while rest:
+        found = account(step, needed, lives)
+        if found.peak <= allowed:
+            break
+        here = [gap for gap in rest if gap.start <= found.fullest <= gap.end] or rest
+        most = max(here, key=lambda gap: step.storages[step.values[gap.value].storage].nbytes)
+        needed.append(most)
+        rest.remove(most)
+    return tuple(needed)
 
 
 def _presence(
