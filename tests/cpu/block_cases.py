@@ -314,7 +314,7 @@ class Differentiating(nn.Module):
         start = x.detach().requires_grad_()
         (slope,) = torch.autograd.grad(self.inner(start).square().sum(), start)
         y = self.inner(x)
-        (other,) = torch.autograd.grad(y.square().sum(), y)
+        (other,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
         return y + torch.tanh(self.linear(slope)) + other
 
 
