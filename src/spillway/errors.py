@@ -13,6 +13,7 @@ SpillwayError
  |   +- SpillFullError                 no room is left for another storage
  |   +- SpillBusyError                 the workers have enough to copy; what was to be copied early stays for now
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
+ +- RecomputeError                     a block cannot run a second time as it ran the first time
  +- DeviceFullError                    the device has no memory for an op although all that may leave has left
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- NoPlanFound                        a planner ran out of time before it had any plan
@@ -120,6 +121,10 @@ class SpillBusyError(SpillError):
 
 class SpillCorruptedError(SpillError):
     """Bytes came back that are not the bytes that went out."""
+
+
+class RecomputeError(SpillwayError):
+    """A block cannot run a second time as it ran the first time, or did not."""
 
 
 class DeviceFullError(SpillwayError):

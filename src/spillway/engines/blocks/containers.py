@@ -1,0 +1,218 @@
+"""What a block was called with, kept so that it can be called again: containers copied, tensors shared."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast, final
+
+import torch
+from torch import Tensor, nn
+
+MOST_OBJECTS: Final = 4096
+"""An argument from which more can be reached is no cache but half of the program."""
+_HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
+_storage_address: Final = cast("Callable[[Tensor], int]", vars(torch._C)["_storage_address"])
+_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...), torch.Size})
+_NEVER: Final = (nn.Module, type, enum.Enum, BaseException, torch.Generator)
+
+
+class CannotCopyError(Exception):
+    """An argument that cannot be told from the rest of the program; its text is a clause."""
+
+
+def address(tensor: Tensor) -> int:
+    """Address of the storage object: a key for the bytes, the same for all views of them."""
+    return _storage_address(tensor)
+
+
+@final
+class FrozenTensor:
+    """An argument as it was when the block was called.
+
+    It shares bytes and version counter with the argument, unless the block, or somebody after it, is known to write to
+    the argument, or nothing is known about that yet: then it holds a copy of the bytes.
+    """
+
+    __slots__ = ("alias", "copied", "fetch", "key", "nbytes", "needs_grad", "version", "witness", "written")
+
+    def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
+        self.needs_grad = tensor.requires_grad
+        whole = torch._C._has_storage(tensor)
+        self.key = address(tensor) if whole else None
+        """Tells the storage of the argument from others while the block runs."""
+        self.nbytes = tensor.untyped_storage().nbytes() if whole else 0
+        alias = tensor.detach()
+        self.copied = copies is not None
+        self.witness = empty_witness(alias) if copies is not None else alias
+        """Shares the version counter of the argument itself."""
+        self.alias: Tensor | None = alias if copies is None else _same_layout(alias, copies)
+        self.version = alias._version
+        self.written = False
+        """Whether the block wrote to the argument before it ended."""
+        self.fetch: Callable[[], Tensor] | None = None
+        """Brings the bytes back if they wait elsewhere."""
+
+    @property
+    def moved_on(self) -> bool:
+        """Whether the argument was written to since."""
+        return bool(self.witness._version != self.version)
+
+    def send_away(self, fetch: Callable[[], Tensor]) -> None:
+        """Hold no bytes: `fetch` brings them when they are wanted."""
+        if self.alias is not None and self.witness is self.alias:
+            self.witness = empty_witness(self.alias)
+        self.alias, self.fetch = None, fetch
+
+    def come_home(self) -> None:
+        """Hold the bytes again."""
+        if self.fetch is not None:
+            self.alias, self.fetch = self.fetch(), None
+
+    def thaw(self) -> Tensor:
+        """The argument, for another call: a leaf, or a copy of one where the block writes to it."""
+        if self.alias is not None:
+            tensor = self.alias.detach()
+        else:
+            assert self.fetch is not None
+            tensor = self.fetch()
+        if self.needs_grad:
+            tensor.requires_grad_()
+        if not self.written:
+            return tensor
+        with torch.enable_grad():  # a backward has it off
+            return tensor.clone()
+
+
+def empty_witness(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that shares the version counter of `tensor`."""
+    witness = tensor.detach()
+    witness.data = tensor.new_empty(0)
+    return witness
+
+
+def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A copy with the same strides over the same whole storage, so that kernels take the same path."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return tensor.clone()
+    key = address(tensor)
+    if key not in copies:
+        copies[key] = cast(Any, tensor.untyped_storage()).clone()
+    return over(copies[key], tensor)
+
+
+def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor of the dtype and geometry of `like` over another storage."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
+    """The same structure with a `FrozenTensor` for every tensor, and copies of all containers on the way.
+
+    Containers are lists, tuples, dicts, sets, dataclasses and instances of other classes that Python code defines, such
+    as the caches of transformers. Modules, functions, configurations and whatever has no `__dict__` are shared.
+
+    Raises:
+        CannotCopyError: More than `MOST_OBJECTS` objects can be reached.
+    """
+    return _Walk(Tensor, make).rebuilt(value)
+
+
+def thaw(value: Any) -> Any:
+    """What `freeze` was given, with containers that may be written to."""
+    return _Walk(FrozenTensor, FrozenTensor.thaw).rebuilt(value)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Every tensor that the structure holds."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _Walk(Tensor, note).rebuilt(value)
+    return found
+
+
+class _Walk:
+    """Rebuilds a structure with `leaf(x)` in place of every x of a kind; what is met twice is rebuilt once."""
+
+    def __init__(self, kind: type, leaf: Callable[[Any], Any]) -> None:
+        self._kind = kind
+        self._leaf = leaf
+        self._made: dict[int, Any] = {}
+        self._originals: list[Any] = []  # so that no id is used twice
+
+    def rebuilt(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)]
+        if isinstance(value, self._kind):
+            return self._keep(value, self._leaf(value))
+        if len(self._originals) > MOST_OBJECTS:
+            raise CannotCopyError(f"more than {MOST_OBJECTS} objects can be reached from its arguments")
+        if kind is list:
+            made: Any = self._keep(value, [])
+            made.extend(self.rebuilt(item) for item in value)
+            return made
+        if kind is dict:
+            made = self._keep(value, {})
+            made.update((key, self.rebuilt(item)) for key, item in value.items())
+            return made
+        if kind is tuple:
+            return self._keep(value, tuple(self.rebuilt(item) for item in value))
+        if isinstance(value, tuple):
+            return self._keep(value, self._tuple(value))
+        return self._instance(value) if _is_container(value) else value
+
+    def _keep(self, value: Any, made: Any) -> Any:
+        self._made[id(value)] = made
+        self._originals.append(value)
+        return made
+
+    def _tuple(self, value: Any) -> Any:
+        items = [self.rebuilt(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple.__new__(type(value), items)
+
+    def _instance(self, value: Any) -> Any:
+        try:
+            made = copy.copy(value)
+        except Exception as error:
+            raise CannotCopyError(f"a {type(value).__name__} among its arguments cannot be copied") from error
+        if made is value:
+            return value
+        self._keep(value, made)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                dict.__setitem__(made, key, self.rebuilt(item))
+        elif isinstance(value, list):
+            list.__setitem__(made, slice(None), [self.rebuilt(item) for item in value])
+        for name, item in _attributes(value):
+            object.__setattr__(made, name, self.rebuilt(item))
+        return made
+
+
+def _is_container(value: Any) -> bool:
+    kind = type(value)
+    if issubclass(kind, dict | list | set):
+        return True
+    if not kind.__flags__ & _HEAP_TYPE or isinstance(value, (*_NEVER, Tensor, FrozenTensor)):
+        return False
+    if isinstance(value, weakref.ref) or callable(value) or kind.__name__.endswith("Config"):
+        return False  # what can be called is a part of the program; nobody writes to a configuration
+    return hasattr(value, "__dict__") or any("__slots__" in vars(base) for base in kind.__mro__)
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from list(getattr(value, "__dict__", {}).items())
+    for base in type(value).__mro__:
+        names = vars(base).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)

@@ -1,0 +1,159 @@
+"""Which modules of a model are its blocks: one forward is watched, and what repeats in it is found."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from spillway.engines.blocks.containers import address
+from spillway.errors import ModelError
+from spillway.units import Bytes
+
+_CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+DESCEND_SHARE: Final = 0.8
+"""A module of whose bytes one family of siblings inside holds so much is not a block: they are."""
+
+
+@final
+class Watch:
+    """How often the modules of a model were called in a forward, and what autograd saved in each.
+
+    Attributes:
+        calls: Calls of each module.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._mine = set(model.modules())
+        self.calls: Counter[nn.Module] = Counter()
+        self._saved: dict[nn.Module, dict[int, Bytes]] = defaultdict(dict)
+        self._inside: list[nn.Module] = []
+        self._fixed = {address(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    def nbytes(self, module: nn.Module) -> Bytes:
+        """Bytes of the storages that autograd saved in the calls of a module, parameters left out, each once."""
+        return sum(self._saved[module].values())
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around one forward."""
+        before = register_module_forward_pre_hook(self._enter)
+        after = register_module_forward_hook(self._leave, always_call=True)
+        try:
+            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            before.remove()
+            after.remove()
+            self._inside.clear()
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if module in self._mine:
+            self.calls[module] += 1
+            self._inside.append(module)
+
+    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        if module in self._mine and module in self._inside:
+            while self._inside.pop() is not module:
+                pass
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided and address(tensor) not in self._fixed:
+            for module in self._inside:
+                self._saved[module][address(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
+    """Names of the blocks of a model, in the order of `named_modules`.
+
+    From the root downwards, a module that has children and is no container is a block if its class occurs at least
+    twice among the modules that were called, or if it was called more often than the model; unless siblings of one
+    class inside it hold `DESCEND_SHARE` of the bytes that autograd saved in it.
+
+    Args:
+        model: In the mode, training or not, in which it will run.
+        forward: Runs the model once, with gradients. What it returns has to hold the graph, or the bytes of storages
+            that died meanwhile are counted as one where they had one address.
+
+    Raises:
+        ModelError: The model has no blocks.
+    """
+    watch = Watch(model)
+    with watch.watching():
+        held = forward()
+    del held
+    found = _blocks(model, watch)
+    if not found:
+        raise ModelError(
+            f"{type(model).__name__} has no blocks: among the {len(watch.calls)} modules that its forward called no "
+            f"class with modules inside occurs twice; name the blocks with blocks=[...], or take the tensor engine "
+            f"(spillway.manage), which needs none."
+        )
+    return found
+
+
+def _blocks(model: nn.Module, watch: Watch) -> list[str]:
+    classes = Counter(type(module) for module in watch.calls if _has_children(module))
+    found: list[str] = []
+    seen: set[nn.Module] = set()
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if child in seen:
+                continue
+            seen.add(child)
+            if not _has_children(child):
+                continue
+            repeats = classes[type(child)] >= 2 or watch.calls[child] > max(watch.calls[model], 1)
+            if isinstance(child, _CONTAINERS) or not watch.calls[child] or not repeats or _family_inside(child, watch):
+                visit(full, child)
+            else:
+                found.append(full)
+
+    visit("", model)
+    return found
+
+
+def _family_inside(module: nn.Module, watch: Watch) -> bool:
+    """Whether siblings of one class inside hold most of what is saved in it."""
+    most = 0
+    for parent in module.modules():
+        families: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+        for child in parent.children():
+            if _has_children(child) and not isinstance(child, _CONTAINERS) and watch.calls[child]:
+                families[type(child)].append(child)
+        for family in families.values():
+            if len(family) >= 2:
+                most = max(most, sum(watch.nbytes(child) for child in family))
+    return most > 0 and most >= DESCEND_SHARE * watch.nbytes(module)
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """The blocks that a user names.
+
+    Raises:
+        ModelError: The model has no module of that name, or one stands there twice.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unknown = [name for name in names if name not in modules or not name]
+    if unknown:
+        raise ModelError(
+            f"{type(model).__name__} has no module named {unknown[0]!r} to be a block; `model.named_modules()` lists "
+            f"the {len(modules)} names that there are."
+        )
+    chosen = {name: modules[name] for name in names}
+    if len(set(chosen.values())) < len(names):
+        raise ModelError("Two names in blocks= are of one module; name it once, its calls are told apart by number.")
+    return chosen

@@ -1,0 +1,209 @@
+"""The block engine: an action for every call of a block, and what each call took."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.conductor import Conductor
+from spillway.engines.blocks.discovery import discover, named
+from spillway.engines.blocks.environment import Environment, Generator
+from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.replays import Passing
+from spillway.engines.blocks.sites import Figures, Site
+from spillway.engines.tiers.disk import DiskTier
+from spillway.errors import ModelError
+from spillway.units import Bytes, Seconds
+
+Unit: TypeAlias = tuple[str, int]
+"""The name of a block and the number of one of its calls in a forward of the model, from 0."""
+Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """What one call of a block took."""
+
+    block: str
+    call: int
+    action: Action
+    seconds: Seconds
+    """Of the forward, without what the engine did before and after it."""
+    saved_bytes: Bytes
+    """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
+    own_bytes: Bytes
+    """Those of them that are neither arguments nor results of the block."""
+    argument_bytes: Bytes
+    """Storages of the tensors that the block was called with."""
+    recomputes: int
+    recompute_seconds: Seconds
+    kept_because: str
+    """Why the block cannot run again, a clause; empty if it can."""
+
+
+@final
+class BlockEngine:
+    """Carries out an action for each call of each block of a model, under gradients; without them blocks run plainly.
+
+    Blocks are found in one forward, or named. A block may lie inside another. `close` gives the
+    model its forwards back.
+
+    Args:
+        model: On one device. Copies of it, by `deepcopy` or pickle, are plain.
+        blocks: Names of modules. If left out, `sample` has to be given.
+        sample: Runs the model once under gradients, to find the blocks; it draws random numbers and changes buffers
+            as any forward does. What it returns has to hold the graph.
+        actions: By (block, call) or as a function of both; what is not named is kept. May be set at any time, and
+            counts from the next call on.
+        generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
+            are attributes of modules are found.
+        spill_directory: Where offloaded bytes wait; made when the first do.
+
+    Raises:
+        ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str] | None = None,
+        *,
+        sample: Callable[[], object] | None = None,
+        actions: Actions | None = None,
+        generators: Iterable[Generator] = (),
+        spill_directory: str | PathLike[str] | None = None,
+    ) -> None:
+        _refuse_what_runs_twice(model)
+        if blocks is None and sample is None:
+            raise ModelError(
+                "Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=."
+            )
+        names = blocks if blocks is not None or sample is None else discover(model, sample)
+        chosen = named(model, names or ())
+        self.actions: Actions = actions if actions is not None else {}
+        self.blocks = tuple(chosen)
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        environment = Environment(devices, [*generators, *_generators_of(model)])
+        self._conductor = Conductor(environment, partial(DiskTier, spill_directory))
+        self._figures: list[Figures] = []
+        self._frames: dict[Unit, weakref.ref[Frame]] = {}
+        self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
+        self._model_forward = model.forward
+        self._hooks = [Hook(site.module, partial(self._call, site)) for site in self._sites]
+        self._hooks.append(Hook(model, self._begin_forward))
+        self.closed = False
+        for hook in self._hooks:
+            hook.install()
+
+    def __enter__(self) -> BlockEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def calls(self) -> list[CallReport]:
+        """What each call took since the model's forward last began, in the order in which the calls began."""
+        return [
+            CallReport(**{field.name: getattr(figures, field.name) for field in fields(CallReport)})
+            for figures in self._figures
+        ]
+
+    def revoke(self, block: str, call: int = 0) -> Bytes:
+        """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
+
+        At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
+        nothing left, or cannot run again; `CallReport.kept_because` then says why.
+        """
+        frame = self._frames.get((block, call), _nothing)()
+        if frame is None:
+            return 0
+        with self._conductor.lock:
+            return frame.revoke()
+
+    def close(self) -> None:
+        """Give the model its own forwards back. Graphs that are still there can be run backward."""
+        if self.closed:
+            return
+        self.closed = True
+        for hook in self._hooks:
+            hook.remove()
+        self._conductor.close()
+
+    def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._conductor.replay is None and self._conductor.frame is None:
+            for site in self._sites:
+                site.calls = 0
+            self._figures, self._frames = [], {}
+        return self._model_forward(*args, **kwargs)
+
+    def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
+        if self.closed or not torch.is_grad_enabled() or _hooks_are_off():
+            return site.forward(*args, **kwargs)
+        conductor = self._conductor
+        replay = conductor.replay
+        if isinstance(replay, Passing):
+            return site.forward(*args, **kwargs)
+        if replay is not None:
+            return replay.call(site, args, kwargs)
+        figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
+        site.calls += 1
+        frame = Frame(conductor, site, figures, conductor.frame)
+        self._figures.append(figures)
+        self._frames[figures.block, figures.call] = weakref.ref(frame)
+        return frame.run(args, kwargs)
+
+    def _action(self, block: str, call: int) -> Action:
+        if callable(self.actions):
+            return self.actions(block, call)
+        return self.actions.get((block, call), Action.KEEP)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _hooks_are_off() -> bool:
+    """Whether nothing is saved for a later backward here: traced by a compiler, or under a functional transform."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    )
+
+
+def _generators_of(model: nn.Module) -> list[Generator]:
+    """Random streams that modules hold as attributes."""
+    found: dict[int, Generator] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def _refuse_what_runs_twice(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            raise ModelError(
+                f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
+                f"call model.gradient_checkpointing_disable() first."
+            )
+        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ModelError(
+                f"{name or 'The model'} is compiled, and a compiled model passes its blocks by; take the blocks of the "
+                f"model as it was before torch.compile, or do not compile it."
+            )

@@ -1,0 +1,401 @@
+"""One call of a block, and everything it takes to run it again.
+
+NOTE [Frames]. While a block runs, every tensor that autograd saves inside it is packed into a `Holder`. When the block
+has ended its frame can let the bytes of all its holders go, then or at any later moment, and bring them back by running
+the block again. So "recompute" is "keep", revoked at the end of the block, and what a frame learns while the block
+runs decides whether that is allowed:
+
+ 1. Nothing is dropped while the block runs. Autograd may save a tensor before it is filled (`rrelu`), and only the end
+    shows what the block wrote to. The peak does not rise by that: the second run needs the same room.
+ 2. A block runs again with the arguments, buffers, attributes, random streams and settings that it was called with.
+    What it is known to write to was copied first; what nobody knows yet is copied in the first call that recomputes.
+ 3. If something was written to that was not copied, a kept block stays kept, and a recomputed one raises
+    `RecomputeError`: never silently a second run on other numbers.
+ 4. Frames hold no graph: arguments are held detached. A graph holds holders, holders hold frames; a frame that held
+    its graph would never be freed.
+ 5. A write to a saved tensor is found by its version counter, which a tensor without bytes shares with it.
+ 6. A block inside a block is a frame of its own, called a child. A frame that drops what it holds drops what its
+    children hold, arguments included, and its second run hands each of its children their part: their values, or, if
+    they recompute by themselves, their arguments.
+ 7. What was brought back dies with the node that it was for. Where the graph is retained it dies when it has been
+    handed out, and what was not wanted at the end of that backward.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from spillway.engines.blocks import homes
+from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.containers import (
+    CannotCopyError,
+    FrozenTensor,
+    address,
+    freeze,
+    tensors,
+    thaw,
+)
+from spillway.engines.blocks.holders import Holder, HolderRef
+from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
+from spillway.errors import EngineError, RecomputeError
+from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.engines.blocks.conductor import Conductor
+    from spillway.engines.blocks.sites import Figures, Site
+
+_SETTLE: Final = 3
+"""An op that fills a tensor after autograd saved it may save so many more before it does."""
+
+
+@final
+class Frame:
+    """One call of a block under gradients."""
+
+    def __init__(self, conductor: Conductor, site: Site, figures: Figures, parent: Frame | None) -> None:
+        self.conductor = conductor
+        self.site = site
+        self.figures = figures
+        self.call = figures.call
+        self.action = figures.action
+        self.parent = parent
+        self.name = f"call {figures.call} of {site.name}"
+        self.children: list[weakref.ref[Frame]] = []
+        self.child_sites: list[Site] = []
+        self.holders: list[HolderRef] = []
+        self.frozen: Any = None
+        """Arguments for another run: a pair of positional and named ones. None if the parent has to bring them."""
+        self.armed = False
+        """The parent's second run brought the arguments."""
+        self.outer = conductor.hooks_around()
+        """Hooks of the user's for saved tensors, around the block."""
+        self.ended = False
+        self.differentiates = False
+        """A backward ran inside the block, so that its second run has to hold what it saves."""
+        self.stops_early = False
+        self._found: list[FrozenTensor] = []
+        """The tensors among the arguments."""
+        self._outputs: set[int] = set()
+        self._last: tuple[bool, int, int] = (False, -_SETTLE - 1, 0)
+        if parent is not None:
+            parent.children.append(weakref.ref(self))
+            parent.child_sites.append(site)
+
+    # ------------------------------------------------------------------------------------------------ the first run
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the block for the first time."""
+        self.environment = self.conductor.environment.capture()
+        self.snapshot = self.site.state.snapshot()
+        try:
+            self._freeze(args, kwargs, copied=self._to_copy)
+        except CannotCopyError as error:
+            self.figures.kept_because = str(error)
+        began = time.perf_counter()
+        with saved_tensors_hooks(self._pack, _unpack), self.conductor.inside(self):
+            output = self.site.forward(*args, **kwargs)
+        self.figures.seconds = time.perf_counter() - began
+        self._end(output)
+        return output
+
+    def _freeze(self, args: Any, kwargs: Any, copied: Callable[[int, Tensor], bool]) -> None:
+        found: list[FrozenTensor] = []
+        copies: dict[int, torch.UntypedStorage] = {}
+
+        def make(tensor: Tensor) -> FrozenTensor:
+            found.append(FrozenTensor(tensor, copies if copied(len(found), tensor) else None))
+            return found[-1]
+
+        self.frozen, self._found = freeze((args, kwargs), make), found
+
+    def _to_copy(self, number: int, tensor: Tensor) -> bool:
+        """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
+        unknown = self.action.recomputes and self.call not in self.site.judged
+        return (unknown and not isinstance(tensor, torch.nn.Parameter)) or self._is_written(number, tensor)
+
+    def _is_written(self, number: int, _: Tensor) -> bool:
+        return (self.call, number) in self.site.written
+
+    def _pack(self, tensor: Tensor) -> Holder:
+        pinned = tensor.is_leaf and tensor.requires_grad
+        if self.outer is not None:
+            value = self.outer[0](tensor)
+        else:
+            value = tensor.detach() if tensor.requires_grad and not pinned else tensor
+        holder = Holder(self, tensor, value, pinned=pinned, watched=self.outer is None)
+        unsettled = len(self.holders) if not tensor.requires_grad and tensor._version == 0 else self._last[1]
+        self._last = (tensor.requires_grad, unsettled, len(self.children))
+        self.holders.append(weakref.ref(holder))
+        return holder
+
+    def _end(self, output: Any) -> None:
+        self.ended = True
+        fixed = self.site.state.fixed()
+        for holder in self._living():
+            holder.pinned = holder.pinned or holder.address() in fixed
+        for number, frozen in enumerate(self._arguments()):
+            if frozen.moved_on:
+                self.site.written.add((self.call, number))
+                frozen.written = True
+                if not frozen.copied:
+                    self.figures.kept_because = "it writes to an argument, which was not copied before"
+        written = self.site.state.learn(self.snapshot)
+        if written:
+            self.figures.kept_because = f"it writes to {written}, which it did not do before"
+        needs_grad, unsettled, children = self._last
+        last = len(self.holders) - 1
+        self.stops_early = needs_grad and last - unsettled > _SETTLE and children == len(self.children)
+        self._measure(output, fixed)
+        if self.action.recomputes:
+            self.revoke()
+            if self.action is Action.RECOMPUTE_OFFLOADED and not self.figures.kept_because:
+                homes.send_arguments(self._arguments(), fixed, self.conductor.tier(self))
+        elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
+            homes.send_saved(self._living(), self._shared_with_others(), self.conductor.tier(self))
+
+    def _measure(self, output: Any, fixed: set[int]) -> None:
+        arguments = {one.key: one.nbytes for one in self._arguments() if one.key is not None and one.key not in fixed}
+        try:
+            self._outputs = {address(tensor) for tensor in tensors(output)}
+        except CannotCopyError:
+            self._outputs = set()
+        saved = self._storages()
+        self.figures.saved_bytes = sum(saved.values())
+        self.figures.argument_bytes = sum(arguments.values())
+        self.figures.own_bytes = sum(
+            nbytes for key, nbytes in saved.items() if key not in self._outputs | arguments.keys()
+        )
+
+    # --------------------------------------------------------------------------------------------------- giving up
+
+    def revoke(self) -> Bytes:
+        """Let go of all that autograd saved inside, if the block can run again; how many bytes that frees.
+
+        Those of arguments and results are not counted: somebody else holds them.
+        """
+        if not self.ended or not self._may_go():
+            return 0
+        shared = self._shared_with_others()
+        freed = sum(
+            nbytes for frame in self._family() for key, nbytes in frame._storages().items() if key not in shared
+        )
+        self._let_go()
+        return freed
+
+    def _may_go(self) -> bool:
+        if self.frozen is None and self.parent is None:
+            return False
+        if not self.figures.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self._arguments()):
+            self.figures.kept_because = "an argument of it was written to after it had ended"
+        written = self.snapshot.written()
+        if not self.figures.kept_because and written:
+            self.figures.kept_because = f"{written} was written to after it had ended"
+        return not self.figures.kept_because
+
+    def _let_go(self) -> None:
+        for holder in self._living():
+            holder.let_go()
+            holder.home = None
+        for child in self._children():
+            child._judge()
+            child._let_go()
+            child.frozen = None
+
+    # ----------------------------------------------------------------------------------------------- bringing back
+
+    def unpack(self, holder: Holder) -> Tensor:
+        """The tensor of a holder, for autograd.
+
+        Raises:
+            RuntimeError: The tensor was written to since it was saved.
+            RecomputeError: The block cannot run again as it ran.
+        """
+        holder.check()
+        if self.ended:
+            self._judge()
+        around: Frame | None = self
+        while around is not None:
+            around.differentiates = around.differentiates or not around.ended
+            around = around.parent
+        if holder.value is None:
+            with self.conductor.lock:
+                self._restore(holder)
+        value = holder.value
+        if value is None:
+            raise EngineError(f"A tensor saved in {self.name} did not come back.")
+        if holder.recomputed and _retained():
+            holder.value = None  # rule 7
+        if torch._C._current_graph_task_id() == -1:
+            self.clear()  # somebody looks at the graph; no end of a backward will come
+        result: Tensor = value if self.outer is None else self.outer[1](value)
+        return result
+
+    def _judge(self) -> None:
+        """The backward is here: what was going to be written to the arguments has been written."""
+        if self.call in self.site.judged or self.frozen is None:
+            return
+        self.site.judged.add(self.call)
+        for number, frozen in enumerate(self._arguments()):
+            if frozen.moved_on:
+                self.site.written.add((self.call, number))
+
+    def _restore(self, holder: Holder) -> None:
+        if holder.home is not None:
+            homes.bring_saved(self._living())
+            self._clear_later()
+            return
+        if self.frozen is None and self.parent is not None:
+            self.parent._restore_children()
+        if holder.value is None:
+            self.recompute()
+
+    def come_home(self) -> None:
+        """Let nothing of this frame wait in the spill file any more."""
+        living = self._living()
+        homes.bring_saved(living)
+        for holder in living:
+            if holder.home is not None:
+                holder.home, holder.recomputed = None, False
+        for frozen in self._arguments():
+            frozen.come_home()
+
+    def _restore_children(self) -> None:
+        if self.frozen is None and self.parent is not None:
+            self.parent._restore_children()
+        if self.frozen is not None:  # else the second run further out has filled this frame, and those inside it
+            self.recompute()
+
+    def recompute(self) -> None:
+        """Run the block again, and give its living holders their bytes.
+
+        Raises:
+            RecomputeError: It cannot run as it ran, or did not.
+        """
+        self._check_unchanged()
+        began = time.perf_counter()
+        args, kwargs = thaw(self.frozen)
+        replay = Replay(self)
+        conductor = self.conductor
+        with (
+            conductor.replaying(replay),
+            conductor.environment(self.environment),
+            self.site.state.as_of(self.snapshot),
+            torch.enable_grad(),
+            saved_tensors_hooks(replay.fill, _same),
+        ):
+            try:
+                self.site.forward(*args, **kwargs)
+            except StopRecompute as stop:
+                if stop.replay is not replay:
+                    raise
+        replay.verify()
+        self.figures.recomputes += 1
+        self.figures.recompute_seconds += time.perf_counter() - began
+        self._clear_later()
+
+    def rerun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run as part of the second run of the parent (rule 6)."""
+        watched = self.differentiates or (self.parent is not None and self.parent.differentiates)
+        again = self.ended and not self.figures.kept_because
+        self.armed = self.action.recomputes and again and not watched
+        if self.armed:
+            self._freeze(args, kwargs, copied=self._is_written)
+            replay: Replay | Passing = Passing()
+        else:
+            replay = Replay(self, child=True)
+        with self.conductor.replaying(replay), saved_tensors_hooks(replay.fill, _same):
+            output = self.site.forward(*args, **kwargs)
+        if self.armed:
+            for frozen in self._arguments():
+                frozen.written = frozen.moved_on
+        replay.verify()
+        return output
+
+    def _check_unchanged(self) -> None:
+        if self.figures.kept_because or self.frozen is None:
+            raise EngineError(f"The arguments of {self.name} are gone.")
+        moved = next((i for i, one in enumerate(self._arguments()) if one.moved_on and not one.copied), None)
+        if moved is not None:
+            self.site.written.add((self.call, moved))
+            raise RecomputeError(
+                f"Argument {moved} of {self.name} was written to in place after the block had run, for the first time "
+                f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
+            )
+        written = self.snapshot.written()
+        if written:
+            raise RecomputeError(
+                f"{written} of {self.site.name} was written to between its forward and its backward, so "
+                f"the block cannot run again as it ran; keep this block, or write after the backward."
+            )
+
+    def clear(self) -> None:
+        """Forget what was brought back and not taken, of this frame and of those inside it."""
+        for holder in self._living():
+            if holder.recomputed:
+                holder.value, holder.recomputed = None, False
+        for child in self._children():
+            child.clear()
+            if child.armed:
+                child.frozen, child.armed = None, False
+
+    def _clear_later(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            mine = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _clear(mine))
+
+    # -------------------------------------------------------------------------------------------------- what there is
+
+    def _living(self) -> list[Holder]:
+        return [holder for holder in (ref() for ref in self.holders) if holder is not None]
+
+    def _children(self) -> list[Frame]:
+        return [child for child in (ref() for ref in self.children) if child is not None]
+
+    def _family(self) -> list[Frame]:
+        return [self, *(frame for child in self._children() for frame in child._family())]
+
+    def _arguments(self) -> list[FrozenTensor]:
+        return self._found if self.frozen is not None else []
+
+    def _shared_with_others(self) -> set[int]:
+        return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}
+
+    def _storages(self) -> dict[int, Bytes]:
+        """Bytes of the storages that the holders hold alive, by address."""
+        found: dict[int, Bytes] = {}
+        for holder in self._living():
+            key = None if holder.pinned else holder.address()
+            if key is not None:
+                found[key] = holder.value.untyped_storage().nbytes()
+        return found
+
+    def _above_recomputes(self) -> bool:
+        return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())
+
+
+def _unpack(holder: Holder) -> Tensor:
+    return holder.frame.unpack(holder)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _clear(frame: weakref.ref[Frame]) -> None:
+    living = frame()
+    if living is not None:
+        living.clear()
+
+
+def _retained() -> bool:
+    """Whether the backward that is running keeps the graph for another one."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

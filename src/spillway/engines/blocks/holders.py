@@ -1,0 +1,93 @@
+"""What stands in autograd's graph in place of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from spillway.engines.blocks.containers import address, empty_witness
+
+if TYPE_CHECKING:
+    from spillway.engines.blocks.frame import Frame
+    from spillway.engines.blocks.homes import Away
+
+
+@final
+class Holder:
+    """One saved tensor: its bytes, or the way back to them. It dies with the node of the graph that saved it."""
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "frame",
+        "home",
+        "pinned",
+        "recomputed",
+        "shape",
+        "value",
+        "version",
+        "witness",
+    )
+
+    def __init__(self, frame: Frame, tensor: Tensor, value: Any, *, pinned: bool, watched: bool) -> None:
+        self.frame = frame
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.value = value
+        """None while it is away. Where the user has hooks of his own, what they made of the tensor."""
+        self.pinned = pinned
+        """A parameter, a buffer, or a view of one: not ours to give up."""
+        self.recomputed = False
+        """The value was brought back, and can be brought back again."""
+        self.home: Away | None = None
+        self.witness: Tensor | None = value if watched else None
+        """Tells of writes, as autograd does where there are no hooks but ours."""
+        self.version: int = value._version if watched else 0
+
+    def let_go(self) -> None:
+        """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
+        if self.value is None or self.pinned:
+            return
+        if self.witness is not None and self.witness is self.value:
+            self.witness = empty_witness(self.value)
+        self.value = None
+
+    def give_back(self, value: Any) -> None:
+        """Hold bytes again."""
+        self.value, self.recomputed = value, True
+
+    def differs(self, tensor: Tensor) -> str:
+        """In what a tensor is not like the one that was saved, a clause; empty if nothing tells them apart."""
+        if tensor.shape == self.shape and tensor.dtype == self.dtype:
+            return ""
+        return (
+            f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
+            f"{tuple(self.shape)} before"
+        )
+
+    def check(self) -> None:
+        """As autograd does for what it saves itself.
+
+        Raises:
+            RuntimeError: The tensor was written to in place after it had been saved.
+        """
+        if self.witness is None or self.witness._version == self.version:
+            return
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(self.shape)}, saved in {self.frame.name}, is at version "
+            f"{self.witness._version}; expected version {self.version} instead."
+        )
+
+    def address(self) -> int | None:
+        """The storage that it holds alive; None if it holds none, or one that nobody can tell apart."""
+        return address(self.value) if isinstance(self.value, Tensor) and _has_storage(self.value) else None
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return bool(tensor.layout is torch.strided and torch._C._has_storage(tensor))
+
+
+HolderRef = weakref.ref[Holder]

@@ -1,0 +1,68 @@
+"""What stands in front of the forward of a block, in the module's own `__dict__`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, Final, final
+
+from torch import nn
+
+_NAME: Final = "forward"
+
+
+@final
+class Hook:
+    """Called in place of `module.forward`; a copy of the module, by whatever means, has a plain forward again.
+
+    A closure would fail to pickle, and a deep copy of it would run the weights of the original without a word.
+
+    Raises:
+        TypeError: The module has no forward of its own to stand in front of.
+    """
+
+    def __init__(self, module: nn.Module, instead: Callable[..., Any]) -> None:
+        self.module = module
+        self._patched = vars(module).get(_NAME)
+        """A forward that somebody else had put there."""
+        self.original: Callable[..., Any] = module.forward
+        self._instead = instead
+        self.__name__ = getattr(self.original, "__name__", _NAME)
+        self.__doc__ = self.original.__doc__
+        with contextlib.suppress(TypeError, ValueError):  # some callables have none
+            self.__signature__ = inspect.signature(self.original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._instead(*args, **kwargs)
+
+    def install(self) -> None:
+        """Stand there."""
+        vars(self.module)[_NAME] = self
+
+    def remove(self) -> None:
+        """Leave everything as it was found."""
+        if vars(self.module).get(_NAME) is not self:
+            return  # somebody stands in front of this one, and calls it; see `BlockEngine.close`
+        if self._patched is None:
+            del vars(self.module)[_NAME]
+        else:
+            vars(self.module)[_NAME] = self._patched
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # While a module is unpickled its `__dict__` is still empty: what `getattr` finds is the class's forward.
+        return (_itself, (self._patched,)) if self._patched is not None else (getattr, (self.module, _NAME))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._patched is not None:
+            return copy.deepcopy(self._patched, memo)
+        twin = memo.get(id(self.module))
+        if twin is None:  # the hook alone is copied, and the module with it
+            return copy.deepcopy(self.module, memo).forward
+        return types.MethodType(type(self.module).forward, twin)
+
+
+def _itself(value: Any) -> Any:
+    return value
