@@ -1,8 +1,8 @@
 """What a session on the CPU costs besides copies: for every op that it watches, and for every storage that it handles.
 
 A small model is trained under two budgets, each step beside a plain one: just below its peak, where next to nothing has
-to leave, and at half of that. Its ops are large enough to push the engine's own Python out of the processor's caches,
-as ops that are worth a budget do.
+to leave, and at half of that, there also by a method that looks ahead. Its ops are large enough to push the engine's
+own Python out of the processor's caches, as ops that are worth a budget do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -106,26 +107,23 @@ class _Trainer:
 
     def peak(self) -> Bytes:
         """Of a step that keeps everything."""
-        with torch.enable_grad():
-            engine = TensorEngine(self._policy, self._allowed, self._directory)
-            try:
-                for _ in range(_WARM):
-                    self._managed(engine)
-                return engine.controller.peak
-            finally:
-                engine.close()
+        with self._engine() as engine:
+            for _ in range(_WARM):
+                self._managed(engine)
+            return engine.controller.peak
 
     def steps(self) -> Iterator[_Step]:
         """Those that count."""
-        with torch.enable_grad():
-            engine = TensorEngine(self._policy, self._allowed, self._directory)
-            try:
-                for number in range(_WARM + _ROUNDS):
-                    step = self._beside(engine)
-                    if number >= _WARM:
-                        yield step
-            finally:
-                engine.close()
+        with self._engine() as engine:
+            for number in range(_WARM + _ROUNDS):
+                step = self._beside(engine)
+                if number >= _WARM:
+                    yield step
+
+    @contextmanager
+    def _engine(self) -> Iterator[TensorEngine]:
+        with torch.enable_grad(), closing(TensorEngine(self._policy, self._allowed, self._directory)) as engine:
+            yield engine
 
     def _beside(self, engine: TensorEngine) -> _Step:
         began = time.perf_counter()
