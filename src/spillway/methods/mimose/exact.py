@@ -23,6 +23,9 @@ from spillway.units import Bytes
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
 """Bytes at a size; None where the samples do not settle them."""
 
+LARGEST: Final = 2**62
+"""Whole numbers of 64 bits are below twice that."""
+
 DEGREE: Final = 2
 """Of the polynomials in the paper, section 4.3."""
 
@@ -51,7 +54,7 @@ def features_of(dimensions: int, degree: int, *, batched: bool) -> int:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Parabola:
+class Parabola:
     """A law of one length of degree 2 or less, as most are: short, because plans ask for each block's."""
 
     square: int
@@ -63,6 +66,29 @@ class _Parabola:
         length = size[0]
         value = -(-((self.square * length + self.linear) * length + self.constant) // self.denominator)
         return value if value > 0 else 0
+
+
+@final
+class Parabolas:
+    """Several of them, asked at once, exact in whole numbers of 64 bits."""
+
+    def __init__(self, laws: Sequence[Parabola]) -> None:
+        self._laws = laws
+        rows = [(law.square, law.linear, law.constant, law.denominator) for law in laws]
+        self._most = [max(map(abs, column)) for column in zip(*rows, strict=True)]
+        self._rows = numpy.array(rows if max(self._most) < LARGEST else [(0, 0, 0, 1)] * len(rows)).T
+
+    def at(self, size: InputSize) -> list[Bytes]:
+        """The bytes of each."""
+        length, (square, linear, constant, denominator) = size[0], self._most
+        if (square * length + linear) * length + max(constant, denominator) >= LARGEST:
+            return [law(size) for law in self._laws]
+        rows = self._rows
+        values = (rows[0] * length + rows[1]) * length + rows[2]
+        if denominator > 1:
+            values = -(-values // rows[3])
+        found: list[Bytes] = numpy.maximum(values, 0).tolist()
+        return found
 
 
 @final
@@ -92,7 +118,7 @@ class _Line:
 class _Rivals:
     """Laws that the sampled sizes cannot tell apart, as all of them lie on one grid: off it the largest counts."""
 
-    laws: tuple[_Line | _Parabola, ...]
+    laws: tuple[_Line | Parabola, ...]
     offset: int
     grid: int
 
@@ -102,7 +128,7 @@ class _Rivals:
         return max(law(size) for law in self.laws)
 
 
-OneLength: TypeAlias = _Parabola | _Line | _Rivals
+OneLength: TypeAlias = Parabola | _Line | _Rivals
 """Laws of one length, which always have an answer."""
 
 
@@ -170,11 +196,11 @@ def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
     return [quantum for quantum, likely in zip(QUANTA, near, strict=True) if likely]
 
 
-def _in_whole_numbers(law: Law) -> _Line | _Parabola:
+def _in_whole_numbers(law: Law) -> _Line | Parabola:
     numerators, denominator = _whole(law.coefficients)
     if law.quantum == 1 and len(numerators) <= 3:
         constant, linear, square = (*numerators, 0, 0, 0)[:3]
-        return _Parabola(square, linear, constant, denominator)
+        return Parabola(square, linear, constant, denominator)
     return _Line(numerators[::-1], denominator, law.quantum, law.up, law.power)
 
 
