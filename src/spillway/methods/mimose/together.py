@@ -14,7 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.methods.mimose.estimator import Estimate, growth
-from spillway.methods.mimose.exact import OneLength, Parabola, Parabolas
+from spillway.methods.mimose.exact import Answering, Parabola, Parabolas
 from spillway.methods.mimose.samples import InputSize
 from spillway.units import Bytes
 
@@ -82,7 +82,7 @@ def _kind(estimate: Estimate) -> object:
 
 def _alone(estimate: Estimate) -> Callable[[InputSize], Bytes]:
     law = estimate.law()
-    return law if isinstance(law, OneLength) else estimate.at  # laws of several lengths may not know; the estimate does
+    return law if isinstance(law, Answering) else estimate.at  # other laws may not know; the estimate does
 
 
 def _each(asks: Sequence[Callable[[InputSize], Bytes]], size: InputSize) -> list[Bytes]:
