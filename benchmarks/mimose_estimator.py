@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
-from benchmarks.mimose_lab import Taken, blocks_at, build
+from benchmarks.mimose_lab import Taken, blocks_at, build, counted_at
 from benchmarks.mimose_regressors import OURS, OWN, PUBLISHED, Fit, Predict, Samples, of_scikit
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
 from spillway.units import Seconds
@@ -78,12 +78,12 @@ PAPER: Final[Mapping[tuple[str, str, int], Told]] = {
 class Measured:
     """The blocks of one model, by size."""
 
-    learned: Mapping[int, Sequence[Taken]]
+    learned: Samples
     unseen: Mapping[int, Sequence[Taken]]
 
     def samples(self, count: int) -> Samples:
         """What is learned from, so many sizes of it."""
-        return {size: [one.nbytes for one in blocks] for size, blocks in list(self.learned.items())[:count]}
+        return dict(list(self.learned.items())[:count])
 
 
 def run(size: Size, tell: Tell) -> Result:
@@ -109,7 +109,7 @@ def _measured(task: Task, size: Size, tell: Tell) -> Measured:
         subject.loss(task.smallest)  # shows which buffers a block writes to; until then none of them can be given up
         tell(f"{task.name}: {len(learned) + len(unseen)} sizes")
         return Measured(
-            {one: blocks_at(subject, engine, one) for one in learned},
+            {one: counted_at(subject, engine, one) for one in learned},
             {one: blocks_at(subject, engine, one) for one in unseen},
         )
 
@@ -127,16 +127,17 @@ def _row(task: Task, name: str, fit: Fit, found: Measured, count: int, times: in
     samples = found.samples(count)
     fitted = [_timed(lambda: fit(samples)) for _ in range(times)]
     predict: Predict = fitted[-1][0]
-    questions = [(block, size) for size, blocks in found.unseen.items() for block in range(len(blocks))]
-    predicted = [_timed(lambda: [predict(*question) for question in questions]) for _ in range(times)]
-    errors = [abs(predict(block, size) / found.unseen[size][block].nbytes - 1) for block, size in questions]
+    asked = [(block, size) for size, blocks in found.unseen.items() for block in range(len(blocks))]
+    predicted = [_timed(lambda: [predict(*question) for question in asked]) for _ in range(times)]
+    answers: Mapping[tuple[int, int], float] = dict(zip(asked, predicted[-1][0], strict=True))
+    errors = [abs(nbytes / found.unseen[size][block].nbytes - 1) for (block, size), nbytes in answers.items()]
     told = PAPER.get((task.name, name, count))
     return {
-        "task": task.name, "regressor": name, "samples": count, "blocks": len(questions) // len(found.unseen),
-        "estimates": len(questions), "error": statistics.fmean(errors), "worst": max(errors),
-        "inexact": sum(error > 0 for error in errors), "allocator": _from_allocator(predict, found),
+        "task": task.name, "regressor": name, "samples": count, "blocks": len(asked) // len(found.unseen),
+        "estimates": len(asked), "error": statistics.fmean(errors), "worst": max(errors),
+        "inexact": sum(error > 0 for error in errors), "allocator": _from_allocator(answers, found),
         "fit": statistics.median(seconds for _, seconds in fitted),
-        "predict": statistics.median(seconds for _, seconds in predicted) / len(questions),
+        "predict": statistics.median(seconds for _, seconds in predicted) / len(asked),
         **({"paper_error": told.error, "paper_fit": told.fit, "paper_predict": told.predict} if told else {}),
     }  # fmt: skip
 
@@ -147,10 +148,10 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
     return done, time.process_time() - began
 
 
-def _from_allocator(predict: Predict, found: Measured) -> float:
+def _from_allocator(answers: Mapping[tuple[int, int], float], found: Measured) -> float:
     """The worst distance of all blocks together."""
     return max(
-        abs(sum(predict(block, size) for block in range(len(blocks))) / sum(one.freed for one in blocks) - 1)
+        abs(sum(answers[block, size] for block in range(len(blocks))) / sum(one.freed for one in blocks) - 1)
         for size, blocks in found.unseen.items()
     )
 
@@ -234,6 +235,6 @@ BENCHMARK: Final = Benchmark(
             Task(name="ResNet", options={"depths": (1, 1), "width": 8, "batch": 1}, smallest=33, largest=97,
                  at_most=0.2),
         ),
-        samples=6, more=9, unseen=3, times=1,
+        samples=10, more=12, unseen=3, times=1,
     ),
 )  # fmt: skip

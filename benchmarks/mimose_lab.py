@@ -180,6 +180,14 @@ class Taken:
     seconds: Seconds
 
 
+def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
+    """What each block saves in a forward, as the engine counts it."""
+    loss = subject.loss(size)
+    counted = [call.own_bytes for call in engine.calls]
+    del loss
+    return counted
+
+
 def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
     """A forward with every block kept, which are then given up one by one.
 

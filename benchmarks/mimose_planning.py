@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, SHUTTLED, WAYS
+from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, SHUTTLED, WAYS, stepper
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
 from benchmarks.timing import Clock, median_ratio
-from benchmarks.workers import Job, all_started
 from spillway.methods.mimose import BlockSample, Forecast, InputSize, Mimose, Options, StepSample, simulate
 from spillway.units import Bytes, MiB, Seconds
 
@@ -175,16 +174,15 @@ def _questions(mimose: Mimose, count: int) -> list[tuple[InputSize, Bytes]]:
 
 
 def _collecting(size: Size, tell: Tell) -> list[Row]:
-    """Steps of every way in turns; a step of each in a round, so that all see the same machine."""
+    """A step of every way in a round, so that all see the same machine."""
     taken: dict[str, list[Seconds]] = {way: [] for way in WAYS}
-    job = "benchmarks.mimose_collecting:stepper"
-    with all_started({way: Job(function=job, options={"way": way, **size.encoder}) for way in WAYS}) as workers:
-        for number in range(size.turns + 1):
-            tell(f"collecting, round {number} of {size.turns}")
-            for way, worker in workers.items():
-                seconds = worker.ask()
-                if number:  # the first begins everything
-                    taken[way].append(seconds)
+    steppers = {way: stepper(way=way, **size.encoder) for way in WAYS}
+    for number in range(size.turns + 1):
+        tell(f"collecting, round {number} of {size.turns}")
+        for way, step in steppers.items():
+            seconds = step()
+            if number:  # the first shows what blocks write to
+                taken[way].append(seconds)
     return [
         {
             "what": f"step, {way}", "kind": way, "seconds": statistics.median(taken[way]), "worst": max(taken[way]),

@@ -144,7 +144,8 @@ def test_windows_of_two_widths_are_exact_for_heights_and_widths_and_samples() ->
     def swin(samples: int, height: int, width: int) -> int:
         return samples * (1296 * up(height, 4) * up(width, 4) + 40964 * up(height, 28) * up(width, 28))
 
-    sizes = [(1 + side % 3, side, other) for side, other in zip(SIDES, (300, 190, 401, 222, 333, 187, 254), strict=True)]
+    others = (300, 190, 401, 222, 333, 187, 254)
+    sizes = [(1 + side % 3, side, other) for side, other in zip(SIDES, others, strict=True)]
     found = estimate({size: swin(*size) for size in sizes}, batched=True)
     assert [found.at(size) for size in ((2, 230, 500), (9, 100, 101))] == [swin(2, 230, 500), swin(9, 100, 101)]
 
