@@ -209,8 +209,9 @@ class Session:
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
         kind = self._engine.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        training = tuple(module.training for module in self._parts)
-        return signature, modes, training, tuple(parameter.requires_grad for parameter in self._parameters)
+        # Lists: a generator takes twice as long, and this is asked before every step, watched or not.
+        training = tuple([module.training for module in self._parts])
+        return signature, modes, training, tuple([parameter.requires_grad for parameter in self._parameters])
 
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
@@ -218,8 +219,7 @@ class Session:
     def _versions(self) -> list[int]:
         """One number per optimizer that moves when it updates what it was made for; one for all without optimizers."""
         groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
-        groups = groups or [[p for module in self._models for p in module.parameters()]]
-        return [sum(parameter._version for parameter in parameters) for parameters in groups]
+        return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
 
     def _known_to_fit(self, circumstances: tuple[Any, ...], batch: Any) -> _Fit | None:
         """The same step on the same sizes, if it ran before, kept everything, and would again from where memory stands
@@ -229,9 +229,10 @@ class Session:
         controller = self._engine.controller
         if fit is None or self._keep_timeline or controller.away:
             return None
-        gradients = ((Kind.GRADIENT, p.grad) for p in self._parameters if p.grad is not None)
-        inputs = ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
-        self._engine.label((*gradients, *inputs))  # what may have come without being watched
+        _, gradients, _, _ = _NAMED
+        created = [(gradients, grad) for grad in [p.grad for p in self._parameters] if grad is not None]
+        inputs = [(Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor)]
+        self._engine.label([*created, *inputs])  # what may have come without being watched
         return fit if fit.peak_from(controller.resident) <= controller.allowed else None
 
     def _presses_most(self, report: StepReport) -> bool:
@@ -287,7 +288,8 @@ class _Step:
         self._circumstances = session._circumstances(self._signature)
         self._fit = session._known_to_fit(self._circumstances, self._batch)
         self._aside = self._fit is not None
-        self._states, self._versions = session._state_entries(), session._versions()
+        if not self._aside:
+            self._states, self._versions = session._state_entries(), session._versions()
         self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
         self._began = time.perf_counter()
