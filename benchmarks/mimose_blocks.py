@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -129,14 +131,19 @@ class _Peaks:
         for length in learned:
             self._tell(f"length {length}, every block recomputed")
             trace, calls = self._traced(length, everything)
+            working = _working(trace, calls, gradients)
             samples = [
-                BlockSample(block=block, size=(length,), nbytes=call.own_bytes, seconds=call.seconds,
-                            gradients=gradients[block])
+                BlockSample(
+                    block=block, size=(length,), nbytes=call.own_bytes, seconds=call.seconds, working=working[block],
+                    gradients=gradients[block],
+                )
                 for block, call in enumerate(calls)
             ]  # fmt: skip
+            turn, back = ENDED + len(calls) - 1, REACHED + len(calls) - 1
             step = StepSample(
                 size=(length,), recomputed=frozenset(range(len(calls))), peak=trace.peak(),
-                forward_peak=trace.peak(until=0), backward_peak=trace.peak(since=0),
+                turn_peak=trace.peak(since=turn, until=back),
+                backward_peak=max(trace.peak(until=turn), trace.peak(since=back)),
             )  # fmt: skip
             planning.observe(step, samples, whole=True)
         return {length: planning.forecast((length,)) for length in self._sizes}
@@ -163,23 +170,45 @@ class _Peaks:
             return Trace(profiler), engine.calls
 
     def _step(self, engine: BlockEngine, length: int) -> None:
-        last = self._subject.model.get_submodule(engine.blocks[-1])
-        hook = last.register_forward_hook(_mark_its_backward)
-        try:
+        with ExitStack() as hooks:
+            for number, name in enumerate(engine.blocks):
+                block = self._subject.model.get_submodule(name)
+                for hook in (
+                    block.register_forward_pre_hook(partial(_mark, BEGINS + number)),
+                    block.register_forward_hook(partial(_mark_both, number)),
+                ):
+                    hooks.callback(hook.remove)
             self._subject.loss(length).backward()  # type: ignore[no-untyped-call]
-        finally:
-            hook.remove()
 
 
-def _mark_its_backward(_module: Any, _args: Any, output: Any) -> None:
-    """Mark 0 is where the gradient of the last block's result is there."""
+BEGINS, ENDED, REACHED = 1000, 2000, 3000
+"""Marks are these plus the number of a block: its forward begins or has ended, the backward reaches it."""
+
+
+def _mark_both(number: int, _module: Any, _args: Any, output: Any) -> None:
+    """The forward has ended, and the backward reaches the block when the gradient of its result is there."""
+    _mark(ENDED + number)
     result: Tensor = output[0] if isinstance(output, tuple) else output
-    result.register_hook(_mark)
+    result.register_hook(partial(_mark, REACHED + number))
 
 
-def _mark(_gradient: Tensor) -> None:
-    with record_function(f"{MARK}0"):
+def _mark(mark: int, *_: Any) -> None:
+    with record_function(f"{MARK}{mark}"):
         pass
+
+
+def _working(trace: Trace, calls: Sequence[CallReport], gradients: Sequence[Bytes]) -> list[Bytes]:
+    """What each block needs on top of what it saves, in a step that recomputes all; the least that any needs left out.
+
+    As a session measures it: what is left out is part of the rest of the step, and of every block the worse of its
+    forward and its backward counts.
+    """
+    totals: list[Bytes] = []
+    for block, call in enumerate(calls):
+        forward = trace.peak(since=BEGINS + block, until=ENDED + block)
+        backward = trace.peak(since=REACHED + block, until=REACHED + block - 1 if block else None)
+        totals.append(max(forward, backward - sum(gradients[block:])) - call.own_bytes)
+    return [nbytes - min(totals) for nbytes in totals]
 
 
 def _foretold(forecast: Forecast) -> list[Bytes]:
@@ -261,8 +290,9 @@ NOTES: Final = (
     "by their depths, a third and a half of their width, one picture.",
     "Fig. 11: the exact peak of a forward and a backward above what was there before, with one encoder of BERT "
     "recomputed and all others kept; 12 encoders, a third of the width, 4 rows of words. Foretold: by "
-    "`methods.mimose.peaks.simulate`, from steps of five other lengths with every encoder recomputed. To recompute the "
-    "last encoder saves next to nothing, because its bytes come back while those of all others are still there.",
+    "`methods.mimose.peaks.simulate`, from steps of five other lengths with every encoder recomputed, of which the "
+    "peak at every block was measured as a session does. To recompute the last encoder saves nothing, because its "
+    "bytes come back while those of all others are still there.",
 )
 
 

@@ -6,6 +6,7 @@ the allocator is exact. Nothing is downloaded.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -237,11 +238,12 @@ class Trace:
         begin, end = self._marks[mark]
         return [nbytes for at, nbytes in self._events if begin <= at <= end]
 
-    def peak(self, *, until: int | None = None, since: int | None = None) -> Bytes:
-        """Most bytes above those at the start, up to the begin of a mark, or from there on."""
+    def peak(self, *, since: int | None = None, until: int | None = None) -> Bytes:
+        """Most bytes above those at the start, from the begin of one mark to the begin of another."""
         held = list(accumulate((nbytes for _, nbytes in self._events), initial=0))
-        if until is not None:
-            held = held[: 1 + sum(at < self._marks[until][0] for at, _ in self._events)]
-        if since is not None:
-            held = held[sum(at < self._marks[since][0] for at, _ in self._events) :]
-        return max(held)
+        begin = 0 if since is None else self._before(since)
+        return max(held[begin:] if until is None else held[begin : self._before(until) + 1])
+
+    def _before(self, mark: int) -> int:
+        """How many changes there were before a mark."""
+        return bisect_left(self._events, (self._marks[mark][0], 0))

@@ -168,8 +168,11 @@ def test_a_trace_tells_the_peak_before_a_mark_and_after_it_and_what_happened_in_
             held.append(torch.empty(70, dtype=torch.uint8))
             held.pop(0)
         held.append(torch.empty(300, dtype=torch.uint8))
+        with record_function(f"{MARK}1"):
+            held.append(torch.empty(900, dtype=torch.uint8))
     trace = Trace(profiler)
-    assert (trace.peak(), trace.peak(until=0), trace.peak(since=0)) == (1500, 1500, 570)
+    assert (trace.peak(), trace.peak(until=0), trace.peak(since=0)) == (1500, 1500, 1270)
+    assert (trace.peak(since=0, until=1), trace.peak(since=1), trace.peak(until=1)) == (570, 1270, 1500)
     assert trace.changes(0) == [70, -500]
 
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.estimator import Estimate, Laws
 from spillway.methods.mimose.exact import LARGEST, Parabola, Parabolas
-from spillway.methods.mimose.samples import InputSize
 from spillway.methods.mimose.together import SEVERAL, Together
 from spillway.units import Bytes
 

@@ -26,6 +26,7 @@ from math import inf
 from operator import add
 from typing import Final, Literal, final
 
+from spillway.methods.by_block import Forecast
 from spillway.units import Bytes, Seconds
 
 ALIKE: Final = 1.10
@@ -37,38 +38,6 @@ Part = Literal["forward", "turn", "backward"]
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a step of one size is expected to need; bytes above what is there when its forward begins."""
-
-    saved: Sequence[Bytes]
-    """By each block, in order of the forward: what recomputing it frees."""
-    seconds: Sequence[Seconds]
-    """Of each block's forward."""
-    turn: Bytes
-    """Between the blocks' forward and their backward, beside what blocks save."""
-    rest: Bytes
-    """While blocks go backward, beside them."""
-    working: Sequence[Bytes]
-    """Of each block, on top of what it saves."""
-    gradients: Sequence[Bytes]
-    """Parameter gradients that each block's backward creates."""
-
-    @property
-    def everything(self) -> frozenset[int]:
-        """All blocks."""
-        return frozenset(range(len(self.saved)))
-
-    @property
-    def alike(self) -> bool:
-        """Whether all blocks save the same and take the same time (ALIKE): then the earliest are the best."""
-        saved, seconds = self.saved, self.seconds
-        if not saved:
-            return True
-        return min(saved) == max(saved) and max(seconds) <= min(seconds) * ALIKE
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The most bytes of a step, and when."""
@@ -77,6 +46,12 @@ class Peak:
     part: Part
     block: int
     """The block that runs then; the last one at the turn."""
+
+
+def alike(forecast: Forecast) -> bool:
+    """Whether all blocks save the same and take the same time (ALIKE): then the earliest are the best."""
+    saved, seconds = forecast.saved, forecast.seconds
+    return not saved or (min(saved) == max(saved) and max(seconds) <= min(seconds) * ALIKE)
 
 
 def simulate(forecast: Forecast, recomputed: Collection[int]) -> Peak:
@@ -144,7 +119,7 @@ def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> fro
         return forecast.everything
     saved = forecast.saved
     room = [available - needs for needs in islice(limit, 1, None)]
-    if forecast.alike:
+    if alike(forecast):
         return _earliest(saved, room)
     blocks = len(saved)
     kept: list[int] = []
@@ -222,10 +197,10 @@ def _orders(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> Sequence[int]
     """
     prices = [time / nbytes if nbytes else inf for time, nbytes in zip(seconds, saved, strict=True)]
     blocks = len(prices)
-    orders, rank, alike = [0] * blocks, -blocks, -1.0
+    orders, rank, dearest = [0] * blocks, -blocks, -1.0
     for block in sorted(range(blocks), key=prices.__getitem__):
-        if prices[block] > alike:
-            rank, alike = rank + blocks, prices[block] * ALIKE
+        if prices[block] > dearest:
+            rank, dearest = rank + blocks, prices[block] * ALIKE
         orders[block] = rank + block
     return orders
 

@@ -13,9 +13,9 @@ from typing import Any, Final, TypeAlias, final
 import numpy
 from numpy.typing import NDArray
 
+from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.estimator import Estimate, growth
 from spillway.methods.mimose.exact import Answering, Parabola, Parabolas
-from spillway.methods.mimose.samples import InputSize
 from spillway.units import Bytes
 
 SEVERAL: Final = 8
