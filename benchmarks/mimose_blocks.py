@@ -20,7 +20,7 @@ from spillway.methods.mimose import BlockSample, Forecast, Options, StepSample, 
 from spillway.methods.mimose.planning import SimulatedPlanning
 from spillway.units import Bytes, MiB, format_bytes
 
-TOO_HIGH: Final = 0.05
+TOO_HIGH: Final = 0.01
 """Target for the share by which peaks are foretold too high."""
 
 
