@@ -50,7 +50,7 @@ def png(panels: Sequence[Panel]) -> bytes:
     """Panels side by side, each with its own legend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(7 * len(panels), 4.2), layout="constrained")
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         for line in panel.lines:
             axes.plot(
@@ -62,7 +62,7 @@ def png(panels: Sequence[Panel]) -> bytes:
         axes.set_ylabel(panel.up, color=INK)
         axes.set_ylim(bottom=0)
         axes.grid(color=FAINT, linewidth=0.5)
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     written = BytesIO()
     figure.savefig(written, format="png", dpi=80, metadata={"Software": None})
     return written.getvalue()

@@ -237,12 +237,12 @@ def _drawn_peaks(measured: Mapping[int, list[Bytes]], foretold: Mapping[int, lis
     for number, (length, peaks) in enumerate(measured.items()):
         *alone, none = peaks
         lines += [
-            Line(label=f"{length} words, measured", y=[one / MiB for one in alone], colour=number, style="o"),
-            Line(label="", y=[one / MiB for one in foretold[length][:-1]], colour=number, style="-"),
-            Line(label="", y=[none / MiB] * len(alone), colour=number, style=":"),
+            Line(label=f"{length} words", y=[one / MiB for one in alone], colour=number, style="o"),
+            Line(label="foretold", y=[one / MiB for one in foretold[length][:-1]], colour=number, style="-"),
+            Line(label="none recomputed", y=[none / MiB] * len(alone), colour=number, style=":"),
         ]
     return Panel(
-        title="BERT, one encoder recomputed: measured, foretold (line), none recomputed (dotted)",
+        title=f"BERT, one of {len(alone)} encoders recomputed",
         x=range(len(alone)), across="the encoder that is recomputed", up="peak, MiB", lines=lines,
     )  # fmt: skip
 
