@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.record import Skipped
-from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.engine import BlockEngine
 from spillway.units import Bytes, Seconds
 from spillway.workloads import seed_everything
 
@@ -177,7 +178,10 @@ class Taken:
     nbytes: Bytes
     """Saved inside it, as the engine counts."""
     freed: Bytes
-    """What the allocator got back when they were given up."""
+    """What the allocator got back when they were given up, while the block's result was held: the paper's collector
+    leaves that out as well, because the next block mostly holds it too."""
+    result: Bytes
+    """What it got back when the result was let go: 0 if somebody else holds that."""
     seconds: Seconds
 
 
@@ -194,22 +198,33 @@ def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
 
     Raises RuntimeError if a block could not be given up.
     """
-    with tracing() as profiler:
-        loss = subject.loss(size)
-        calls = engine.calls
-        for number, call in enumerate(calls):
-            with record_function(f"{MARK}{number}"):
-                engine.revoke(call.block, call.call)
+    results: list[Any] = []
+    with ExitStack() as hooks:
+        for name in engine.blocks:
+            module = subject.model.get_submodule(name)
+            hook = module.register_forward_hook(lambda _module, _args, result: results.append(result))
+            hooks.callback(hook.remove)
+        with tracing() as profiler:
+            loss = subject.loss(size)
+            calls = engine.calls
+            for number, call in enumerate(calls):
+                with record_function(f"{MARK}{number}"):
+                    engine.revoke(call.block, call.call)
+            for number in range(len(calls)):
+                with record_function(f"{MARK}{len(calls) + number}"):
+                    results[number] = None
     del loss
     trace = Trace(profiler)
     kept = [call for call in engine.calls if call.kept_because]
     if kept:
         raise RuntimeError(f"{kept[0].block} was not given up, because {kept[0].kept_because}.")
-    return [_taken(call, -sum(trace.changes(number))) for number, call in enumerate(calls)]
-
-
-def _taken(call: CallReport, freed: Bytes) -> Taken:
-    return Taken(block=call.block, nbytes=call.own_bytes, freed=freed, seconds=call.seconds)
+    return [
+        Taken(
+            block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)),
+            result=-sum(trace.changes(len(calls) + number)), seconds=call.seconds,
+        )
+        for number, call in enumerate(calls)
+    ]  # fmt: skip
 
 
 MARK: Final = "spillway mark "
