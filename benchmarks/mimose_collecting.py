@@ -15,35 +15,46 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.mimose_lab import Subject, build
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.trace import AllocationTrace
 from spillway.units import Bytes, Seconds
 
 RECOMPUTED: Final = "every block recomputed, nothing counted"
 COUNTED: Final = "every block recomputed, as it is"
+TRACED: Final = "every block recomputed, traced as a session collects"
 CHECKPOINTED: Final = "torch.utils.checkpoint on every block"
 SHUTTLED: Final = "shuttling, two forwards"
 PLAIN: Final = "plain"
-WAYS: Final = (PLAIN, RECOMPUTED, COUNTED, CHECKPOINTED, SHUTTLED)
+WAYS: Final = (PLAIN, RECOMPUTED, COUNTED, TRACED, CHECKPOINTED, SHUTTLED)
 
 
 def stepper(*, way: str, layers: int, width: int, batch: int, length: int) -> Callable[[], Seconds]:
     """Every call is a forward and a backward of a model of its own, and tells their processor time."""
     subject = build("TC-Bert", {"layers": layers, "width": width, "batch": batch})
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    if way in (RECOMPUTED, COUNTED):
+    if way in (RECOMPUTED, COUNTED, TRACED):
         subject.engine(length, actions=lambda block, call: Action.RECOMPUTE)
-        around = nothing_counted if way == RECOMPUTED else nullcontext
+        around = {RECOMPUTED: nothing_counted, TRACED: traced}.get(way, nullcontext)
     elif way != PLAIN:
         _wrap_every_layer(subject, _shuttled if way == SHUTTLED else _checkpointed)
 
     def step() -> Seconds:
+        began = time.process_time()
         with around():
-            began = time.process_time()
             subject.loss(length).backward()  # type: ignore[no-untyped-call]
-            taken = time.process_time() - began
+        taken = time.process_time() - began
         subject.model.zero_grad()
         return taken
 
     return step
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    """With every allocation traced, and read in the end: what a session adds to a step that it learns from."""
+    trace = AllocationTrace()
+    trace.mark()
+    yield
+    trace.stop()
 
 
 @contextmanager
