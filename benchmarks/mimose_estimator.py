@@ -80,6 +80,8 @@ class Measured:
 
     learned: Samples
     unseen: Mapping[int, Sequence[Taken]]
+    with_results: Sequence[Taken]
+    """At the last of the unseen sizes, results that only their block holds let go with it."""
 
     def samples(self, count: int) -> Samples:
         """What is learned from, so many sizes of it."""
@@ -111,6 +113,7 @@ def _measured(task: Task, size: Size, tell: Tell) -> Measured:
         return Measured(
             {one: counted_at(subject, engine, one) for one in learned},
             {one: blocks_at(subject, engine, one) for one in unseen},
+            blocks_at(subject, engine, unseen[-1], with_results=True),
         )
 
 
@@ -158,16 +161,18 @@ def _from_allocator(answers: Mapping[tuple[int, int], float], found: Measured) -
 
 def _held_by_nobody_else(task: Task, found: Measured) -> list[str]:
     """Blocks that hold their own results alone."""
-    told = []
-    for size, blocks in list(found.unseen.items())[-1:]:
-        more, everything = sum(one.result for one in blocks), sum(one.freed for one in blocks)
-        names = ", ".join(one.block for one in blocks if one.result)
-        if more:
-            told.append(
-                f"{task.name} at {size}: nobody but {names} holds the result of that; it takes {format_bytes(more)} on "
-                f"top, {more / everything:.2%} of what all blocks save."
-            )
-    return told
+    size, blocks = list(found.unseen.items())[-1]
+    more = {
+        both.block: both.freed - one.freed
+        for one, both in zip(blocks, found.with_results, strict=True)
+        if both.freed > one.freed
+    }
+    share = sum(more.values()) / sum(one.freed for one in blocks)
+    return [
+        f"{task.name} at {size}: nobody but {block} holds its result, which takes {format_bytes(nbytes)} on top, "
+        f"{share:.2%} of what all blocks save."
+        for block, nbytes in more.items()
+    ]
 
 
 def _checks(task: Task, rows: Sequence[Row]) -> list[Check]:

@@ -178,10 +178,7 @@ class Taken:
     nbytes: Bytes
     """Saved inside it, as the engine counts."""
     freed: Bytes
-    """What the allocator got back when they were given up, while the block's result was held: the paper's collector
-    leaves that out as well, because the next block mostly holds it too."""
-    result: Bytes
-    """What it got back when the result was let go: 0 if somebody else holds that."""
+    """What the allocator got back when they were given up."""
     seconds: Seconds
 
 
@@ -193,14 +190,21 @@ def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
     return counted
 
 
-def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
+def blocks_at(subject: Subject, engine: BlockEngine, size: int, *, with_results: bool = False) -> list[Taken]:
     """A forward with every block kept, which are then given up one by one.
+
+    Args:
+        subject: The model.
+        engine: Its blocks.
+        size: Of the input.
+        with_results: Whether a block's result may go with it if nobody else holds that. Otherwise all results are held:
+            what a block hands on is not its own, and the paper's collector leaves it out as well.
 
     Raises RuntimeError if a block could not be given up.
     """
     results: list[Any] = []
     with ExitStack() as hooks:
-        for name in engine.blocks:
+        for name in () if with_results else engine.blocks:
             module = subject.model.get_submodule(name)
             hook = module.register_forward_hook(lambda _module, _args, result: results.append(result))
             hooks.callback(hook.remove)
@@ -210,21 +214,15 @@ def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
             for number, call in enumerate(calls):
                 with record_function(f"{MARK}{number}"):
                     engine.revoke(call.block, call.call)
-            for number in range(len(calls)):
-                with record_function(f"{MARK}{len(calls) + number}"):
-                    results[number] = None
     del loss
     trace = Trace(profiler)
     kept = [call for call in engine.calls if call.kept_because]
     if kept:
         raise RuntimeError(f"{kept[0].block} was not given up, because {kept[0].kept_because}.")
     return [
-        Taken(
-            block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)),
-            result=-sum(trace.changes(len(calls) + number)), seconds=call.seconds,
-        )
+        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)), seconds=call.seconds)
         for number, call in enumerate(calls)
-    ]  # fmt: skip
+    ]
 
 
 MARK: Final = "spillway mark "
