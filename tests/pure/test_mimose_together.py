@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.estimator import Estimate, Laws
 from spillway.methods.mimose.exact import LARGEST, Parabola, Parabolas
-from spillway.methods.mimose.together import SEVERAL, Together
+from spillway.methods.mimose.together import MANY, SEVERAL, Together
 from spillway.units import Bytes
 
 SIZES = (31, 47, 60, 88, 101, 150)
@@ -37,7 +37,7 @@ def on_a_law(square: int, linear: int, constant: int, over: int = 1) -> dict[Inp
 
 
 def test_many_blocks_on_laws_of_their_own_with_fractions_windows_and_some_that_share_one() -> None:
-    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(SEVERAL)]
+    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(MANY)]
     halves: list[dict[InputSize, Bytes]] = [{(x,): x * (x + 1) // 2 + block for x in SIZES} for block in range(3)]
     windows: dict[InputSize, Bytes] = {(x,): 500 * (-(-x // 7)) ** 2 for x in (30, 44, 60, 88, 101, 150, 171)}
     asked = estimates([*laws, windows, *halves, laws[3], windows])

@@ -252,9 +252,10 @@ def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: boo
     at most k squared times the bytes; the sample that this makes least of counts. For one length the growth between
     the smallest and the largest sample says more: at worst all of it is with the square.
     """
-    least = min(nbytes * growth(size, known, batched=batched) for known, nbytes in samples.items())
     if len(size) > 1 or batched:
-        return least
+        return min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
+    length = size[0]
+    least = min([nbytes * max(1.0, length / max(known[0], 1)) ** DEGREE for known, nbytes in samples.items()])
     low, high = min(samples), max(samples)
     if size <= high or low == high:
         return least
@@ -262,7 +263,7 @@ def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: boo
     return min(least, samples[high] + steepest * (size[0] ** 2 - high[0] ** 2))
 
 
-def growth(size: InputSize, known: InputSize, *, batched: bool) -> float:
+def _growth(size: InputSize, known: InputSize, *, batched: bool) -> float:
     """How many times the bytes of `known` those of `size` are at most."""
     shares = [length / max(other, 1) for length, other in zip(size, known, strict=True)]
     factor = max(shares.pop(0), 1.0) if batched else 1.0

@@ -14,12 +14,14 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import Estimate, growth
+from spillway.methods.mimose.estimator import Estimate
 from spillway.methods.mimose.exact import Answering, Parabola, Parabolas
 from spillway.units import Bytes
 
 SEVERAL: Final = 8
-"""Of so many on, arrays of numbers are faster than one after the other."""
+"""Of so many fits on, arrays of numbers are faster than one after the other."""
+MANY: Final = 32
+"""And of so many laws."""
 
 _Array: TypeAlias = NDArray[Any]
 _Ask: TypeAlias = Callable[[InputSize], list[Bytes]]
@@ -65,7 +67,7 @@ def _grouped(estimates: Sequence[Estimate]) -> Iterator[tuple[list[int], _Ask]]:
     for kind, group in kinds.items():
         members = [estimates[number] for number in group]
         laws = [law for law in (one.law() for one in members) if isinstance(law, Parabola)]
-        if kind is None or len(group) < SEVERAL:
+        if kind is None or len(group) < (MANY if laws else SEVERAL):
             yield group, partial(_each, [_alone(one) for one in members])
         else:
             yield group, Parabolas(laws).at if laws else _Fits(members).at
@@ -100,6 +102,7 @@ class _Fits:
         self._coefficients: _Array = numpy.array([one.fit.coefficients for one in estimates]).T
         self._above: _Array = numpy.array([one.above for one in estimates])
         self._low, self._high = min(self._sizes), max(self._sizes)
+        self._lengths: _Array = numpy.array([[max(size[0], 1)] for size in self._sizes], dtype=float)
 
     def at(self, size: InputSize) -> list[Bytes]:
         """As measured, or by the fits."""
@@ -117,8 +120,8 @@ class _Fits:
 
     def _at_most(self, size: InputSize) -> _Array:
         """`estimator.at_most` for all of them."""
-        factors = numpy.array([[growth(size, known, batched=False)] for known in self._sizes])
-        least: _Array = (self._nbytes * factors).min(axis=0)
+        growth = numpy.maximum(size[0] / self._lengths, 1.0)
+        least: _Array = (self._nbytes * (growth * growth)).min(axis=0)
         low, high = self._low, self._high
         if size <= high or low == high:
             return least
