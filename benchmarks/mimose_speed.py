@@ -139,8 +139,8 @@ COLUMNS: Final[Sequence[Column]] = (
 )
 NOTES: Final = (
     "Every competitor trains the same batches, one function of the standard library a sample, in a process of its "
-    "own, a step each in turn; the mean leaves out the first steps, in which Mimose recomputes every block and measures. "
-    "Half way: between the peak with every block recomputed and that with none, both measured.",
+    "own, a step each in turn; the mean leaves out the first steps, in which Mimose recomputes every block and "
+    "measures. Half way: between the peak with every block recomputed and that with none, both measured.",
     "Freed memory is left to the allocator. Peak: measured where a step was traced, and otherwise what was seen "
     "between blocks or expected; of the plain run it is that of a session which only measures.",
 )
