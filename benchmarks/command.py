@@ -16,8 +16,9 @@ from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
     "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
-    "random_programs", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
-    "mimose_planning", "mimose_estimator", "mimose_blocks", "mimose_detection",
+    "random_programs", "mimose_speed", "mimose_planning", "mimose_budget", "dtr_reference",
+    "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
+    "mimose_estimator", "mimose_blocks", "mimose_detection",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
