@@ -51,7 +51,7 @@ def stepper(*, way: str, layers: int, width: int, batch: int, length: int) -> Ca
 @contextmanager
 def traced() -> Iterator[None]:
     """With every allocation traced, and read in the end: what a session adds to a step that it learns from."""
-    trace = AllocationTrace()
+    trace = AllocationTrace({})
     trace.mark()
     yield
     trace.stop()

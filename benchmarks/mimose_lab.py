@@ -16,6 +16,7 @@ from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.record import Skipped
@@ -238,11 +239,11 @@ class Trace:
     """Everything that torch's allocator hands out and gets back, in order, and marks in between."""
 
     def __init__(self, profiler: profile) -> None:
-        events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        self._events = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        result: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+        self._events = _changes(result)
         self._marks = {
             int(event.name().removeprefix(MARK)): (event.start_ns(), event.start_ns() + event.duration_ns())
-            for event in events
+            for event in result.events()
             if event.name().startswith(MARK)
         }
 
@@ -260,3 +261,23 @@ class Trace:
     def _before(self, mark: int) -> int:
         """How many changes there were before a mark."""
         return bisect_left(self._events, (self._marks[mark][0], 0))
+
+
+def _changes(result: Any) -> list[tuple[int, Bytes]]:
+    """Time and bytes of what was allocated, and of its releases with a minus.
+
+    Releases of what was there before do not count: torch gives them the size of what it last saw at that address.
+    """
+    found, left = [], list(result.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+    sizes: dict[int, Bytes] = {}
+    changes = []
+    for at, nbytes, address in sorted(found, key=lambda one: one[0]):
+        if nbytes > 0:
+            sizes[address] = nbytes
+        changes.append((at, nbytes if nbytes > 0 else -sizes.pop(address, 0)))
+    return changes

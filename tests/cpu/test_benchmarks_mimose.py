@@ -188,6 +188,16 @@ def test_a_trace_tells_the_peak_before_a_mark_and_after_it_and_what_happened_in_
     assert trace.changes(0) == [70, -500]
 
 
+def test_a_trace_leaves_out_what_was_there_before_it_began() -> None:
+    with tracing():
+        before = [torch.empty(4000, dtype=torch.uint8)]
+    with tracing() as profiler:
+        held = torch.empty(100, dtype=torch.uint8)
+        before.clear()
+        more = torch.empty(30, dtype=torch.uint8)
+    assert Trace(profiler).peak() == 130 == held.nbytes + more.nbytes
+
+
 # The detection run
 
 
