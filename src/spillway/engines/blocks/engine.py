@@ -23,6 +23,7 @@ from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.sites import Figures, Site
+from spillway.engines.blocks.stores import DiskLanes, Store
 from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import ModelError
 from spillway.units import Bytes, Seconds
@@ -69,7 +70,11 @@ class BlockEngine:
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        spill_directory: Where offloaded bytes wait; made when the first do.
+        spill_directory: Where offloaded bytes wait; the file is made when the first do.
+        read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
+            will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
+        write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
+            default those of one block; 0 for none.
 
     Raises:
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
@@ -84,6 +89,8 @@ class BlockEngine:
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
         spill_directory: str | PathLike[str] | None = None,
+        read_ahead: Bytes | None = None,
+        write_behind: Bytes | None = None,
     ) -> None:
         _refuse_what_runs_twice(model)
         if blocks is None and sample is None:
@@ -96,7 +103,7 @@ class BlockEngine:
         self.blocks = tuple(chosen)
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         environment = Environment(devices, [*generators, *_generators_of(model)])
-        self._conductor = Conductor(environment, partial(DiskTier, spill_directory))
+        self._conductor = Conductor(environment, partial(_open_store, spill_directory, write_behind), read_ahead)
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
         self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
@@ -122,6 +129,29 @@ class BlockEngine:
             CallReport(**{field.name: getattr(figures, field.name) for field in fields(CallReport)})
             for figures in self._figures
         ]
+
+    @property
+    def read_ahead(self) -> Bytes | None:
+        """Bytes that a backward may have read before it wants them; None for those of one block."""
+        return self._conductor.ahead
+
+    @read_ahead.setter
+    def read_ahead(self, nbytes: Bytes | None) -> None:
+        self._conductor.ahead = nbytes
+
+    @property
+    def leaving_bytes(self) -> Bytes:
+        """Bytes of offloaded storages that are still resident, since their copies out are not done."""
+        return self._conductor.store.leaving_bytes if self._conductor.store is not None else 0
+
+    def settle(self) -> None:
+        """Wait until what is offloaded has left.
+
+        Raises:
+            SpillFullError: There was no room for it; it is where it was.
+        """
+        if self._conductor.store is not None:
+            self._conductor.store.settle()
 
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
@@ -149,6 +179,7 @@ class BlockEngine:
             for site in self._sites:
                 site.calls = 0
             self._figures, self._frames = [], {}
+            self._conductor.begin_step()
         return self._model_forward(*args, **kwargs)
 
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
@@ -171,6 +202,10 @@ class BlockEngine:
         if callable(self.actions):
             return self.actions(block, call)
         return self.actions.get((block, call), Action.KEEP)
+
+
+def _open_store(directory: str | PathLike[str] | None, write_behind: Bytes | None) -> Store:
+    return Store(DiskLanes(DiskTier(directory)), write_behind)
 
 
 def _nothing() -> None:

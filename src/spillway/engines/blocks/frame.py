@@ -44,6 +44,7 @@ from spillway.engines.blocks.containers import (
 )
 from spillway.engines.blocks.holders import Holder, HolderRef
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
+from spillway.engines.blocks.stores import Home
 from spillway.errors import EngineError, RecomputeError
 from spillway.units import Bytes
 
@@ -76,6 +77,8 @@ class Frame:
         """The parent's second run brought the arguments."""
         self.outer = conductor.hooks_around()
         """Hooks of the user's for saved tensors, around the block."""
+        self.sent = 0
+        """How many frames had sent something away when this one ended."""
         self.ended = False
         self.differentiates = False
         """A backward ran inside the block, so that its second run has to hold what it saves."""
@@ -136,7 +139,7 @@ class Frame:
         return holder
 
     def _end(self, output: Any) -> None:
-        self.ended = True
+        self.ended, self.sent = True, self.conductor.sent
         fixed = self.site.state.fixed()
         for holder in self._living():
             holder.pinned = holder.pinned or holder.address() in fixed
@@ -156,9 +159,11 @@ class Frame:
         if self.action.recomputes:
             self.revoke()
             if self.action is Action.RECOMPUTE_OFFLOADED and not self.figures.kept_because:
-                homes.send_arguments(self._arguments(), fixed, self.conductor.tier(self))
+                with self.conductor.sending(self) as store:
+                    homes.send_arguments(self._arguments(), fixed, store)
         elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
-            homes.send_saved(self._living(), self._shared_with_others(), self.conductor.tier(self))
+            with self.conductor.sending(self) as store:
+                homes.send_saved(self._living(), self._shared_with_others(), store)
 
     def _measure(self, output: Any, fixed: set[int]) -> None:
         arguments = {one.key: one.nbytes for one in self._arguments() if one.key is not None and one.key not in fixed}
@@ -249,6 +254,7 @@ class Frame:
     def _restore(self, holder: Holder) -> None:
         if holder.home is not None:
             homes.bring_saved(self._living())
+            self.conductor.read_ahead(self)
             self._clear_later()
             return
         if self.frozen is None and self.parent is not None:
@@ -265,6 +271,23 @@ class Frame:
                 holder.home, holder.recomputed = None, False
         for frozen in self._arguments():
             frozen.come_home()
+
+    def waiting(self) -> list[Home]:
+        """Of what the backward will want of this frame, what waits elsewhere or was read ahead."""
+        places = [holder.home for holder in self._living() if holder.value is None]
+        places += [frozen.away for frozen in self._arguments()]
+        return list(dict.fromkeys(place.home for place in places if place is not None))
+
+    def start_in(self, most: Bytes | None) -> Bytes:
+        """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
+        coming = 0
+        for home in self.waiting():
+            if home.absent and (most is None or coming + home.nbytes <= most):
+                home.start_in()
+            coming += home.nbytes * home.ahead
+        if coming:
+            self._clear_later()
+        return coming
 
     def _restore_children(self) -> None:
         if self.frozen is None and self.parent is not None:
@@ -283,6 +306,7 @@ class Frame:
         args, kwargs = thaw(self.frozen)
         replay = Replay(self)
         conductor = self.conductor
+        conductor.read_ahead(self)
         with (
             conductor.replaying(replay),
             conductor.environment(self.environment),
@@ -340,6 +364,8 @@ class Frame:
         for holder in self._living():
             if holder.recomputed:
                 holder.value, holder.recomputed = None, False
+        for home in self.waiting():
+            home.drop_arrival()
         for child in self._children():
             child.clear()
             if child.armed:
