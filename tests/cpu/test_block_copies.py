@@ -1,4 +1,4 @@
-"""Copies of the block engine beside the ops: what is read ahead, what is still leaving, and that nothing is left behind."""
+"""Copies of the block engine beside the ops: what is read ahead, what still leaves, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_failed_read_is_told_when_the_bytes_are_wanted(tmp_path: Path, monkeyp
     engine.settle()
     with monkeypatch.context() as patch:
         patch.setattr(SpillFile, "read", broken)
-        with pytest.raises(SpillError, match="Reading 5.00 KiB back from the spill file failed"):
+        with pytest.raises(SpillError, match=r"Reading 5\.00 KiB back from the spill file failed"):
             loss.backward()
 
 
