@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.replays import Passing, Replay
+from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
 from spillway.engines.blocks.stores import Store
 from spillway.units import Bytes
@@ -28,11 +29,15 @@ class Conductor:
     Args:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
+        by_module: Whether the user has named modules whose results are to be kept.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
     """
 
-    def __init__(self, environment: Environment, open_store: Callable[[], Store], ahead: Bytes | None) -> None:
+    def __init__(
+        self, environment: Environment, open_store: Callable[[], Store], ahead: Bytes | None, *, by_module: bool
+    ) -> None:
         self.environment = environment
+        self.by_module = by_module
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         self.ahead = ahead
@@ -70,6 +75,34 @@ class Conductor:
             yield
         finally:
             self._local.replays.pop()
+
+    @contextlib.contextmanager
+    def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
+        """A run of a frame under a selective action, if there is a mode for it."""
+        if mode is None:
+            yield
+            return
+        self._local.modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            self._local.modes.pop()
+
+    def call_selected(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module whose results are to be kept."""
+        modes = tuple(self._local.modes)
+        if not modes:
+            return forward(*args, **kwargs)
+        for mode in modes:
+            mode.enter()
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            for mode in modes:
+                mode.leave(output)
+        return output
 
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
@@ -131,3 +164,4 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.replays: list[Replay | Passing] = []
+        self.modes: list[AbstractSelecting] = []

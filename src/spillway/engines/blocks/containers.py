@@ -64,10 +64,15 @@ class FrozenTensor:
         return bool(self.witness._version != self.version)
 
     def send_away(self, away: Away) -> None:
-        """Hold no bytes."""
+        """Hold no bytes: they wait there."""
+        self.let_go()
+        self.away = away
+
+    def let_go(self) -> None:
+        """Hold no bytes, and go on watching the argument."""
         if self.alias is not None and self.witness is self.alias:
             self.witness = empty_witness(self.alias)
-        self.alias, self.away = None, away
+        self.alias = None
 
     def come_home(self) -> None:
         """Hold the bytes again."""

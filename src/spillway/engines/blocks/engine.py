@@ -22,6 +22,7 @@ from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing
+from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Store
 from spillway.engines.tiers.disk import DiskTier
@@ -48,7 +49,11 @@ class CallReport:
     """Those of them that are neither arguments nor results of the block."""
     argument_bytes: Bytes
     """Storages of the tensors that the block was called with."""
+    kept_bytes: Bytes
+    """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
     recomputes: int
+    skipped_ops: int
+    """Ops that did not run in second runs, since their results had been kept."""
     recompute_seconds: Seconds
     kept_because: str
     """Why the block cannot run again, a clause; empty if it can."""
@@ -70,6 +75,9 @@ class BlockEngine:
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
+        selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
+            function of name and module. If left out: the results of products with weights, convolutions and fused
+            attention, whatever calls them.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
@@ -88,6 +96,7 @@ class BlockEngine:
         sample: Callable[[], object] | None = None,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
+        selected: Selected | None = None,
         spill_directory: str | PathLike[str] | None = None,
         read_ahead: Bytes | None = None,
         write_behind: Bytes | None = None,
@@ -103,16 +112,20 @@ class BlockEngine:
         self.blocks = tuple(chosen)
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         environment = Environment(devices, [*generators, *_generators_of(model)])
-        self._conductor = Conductor(environment, partial(_open_store, spill_directory, write_behind), read_ahead)
+        open_store = partial(_open_store, spill_directory, write_behind)
+        self._conductor = Conductor(environment, open_store, read_ahead, by_module=selected is not None)
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
-        self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
-        self._model_forward = model.forward
-        self._hooks = [Hook(site.module, partial(self._call, site)) for site in self._sites]
-        self._hooks.append(Hook(model, self._begin_forward))
         self.closed = False
-        for hook in self._hooks:
-            hook.install()
+        self._hooks: list[Hook] = []
+        inside = selected_modules(chosen, selected) if selected is not None else ()
+        for module in inside:
+            self._install(module, partial(self._conductor.call_selected, module.forward))
+        self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
+        for site in self._sites:
+            self._install(site.module, partial(self._call, site))
+        self._model_forward = model.forward
+        self._install(model, self._begin_forward)
 
     def __enter__(self) -> BlockEngine:
         return self
@@ -170,9 +183,13 @@ class BlockEngine:
         if self.closed:
             return
         self.closed = True
-        for hook in self._hooks:
+        for hook in reversed(self._hooks):
             hook.remove()
         self._conductor.close()
+
+    def _install(self, module: nn.Module, instead: Callable[..., Any]) -> None:
+        self._hooks.append(Hook(module, instead))
+        self._hooks[-1].install()
 
     def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._conductor.replay is None and self._conductor.frame is None:

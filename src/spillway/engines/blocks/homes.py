@@ -64,12 +64,12 @@ def bring_saved(holders: Iterable[Holder]) -> None:
             holder.give_back(holder.home.over(loaded[home]))
 
 
-def send_arguments(arguments: Iterable[FrozenTensor], fixed: set[int], store: Store) -> None:
-    """Move what a block was called with and what needs a gradient; a mask that all blocks share stays."""
+def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -> None:
+    """Move frozen tensors away, but for those whose storages others hold alive as well."""
     homes: dict[int, Home] = {}
-    for frozen in arguments:
+    for frozen in every:
         tensor = frozen.alias
-        if tensor is None or not frozen.needs_grad or not _movable(tensor, store) or address(tensor) in fixed:
+        if tensor is None or not _movable(tensor, store) or address(tensor) in shared:
             continue
         if address(tensor) not in homes:
             homes[address(tensor)] = store.send(tensor.untyped_storage())

@@ -22,6 +22,7 @@ class Site:
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
+        rewritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -32,6 +33,7 @@ class Site:
         self.calls = 0
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
+        self.rewritten: set[tuple[int, int]] = set()
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class Figures:
     saved_bytes: Bytes = 0
     own_bytes: Bytes = 0
     argument_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
     recomputes: int = 0
+    skipped_ops: int = 0
     recompute_seconds: Seconds = 0.0
     kept_because: str = ""
