@@ -30,14 +30,22 @@ class Conductor:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
         by_module: Whether the user has named modules whose results are to be kept.
+        checks_values: Whether values that a second run brings back are compared with those of the first.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
     """
 
     def __init__(
-        self, environment: Environment, open_store: Callable[[], Store], ahead: Bytes | None, *, by_module: bool
+        self,
+        environment: Environment,
+        open_store: Callable[[], Store],
+        ahead: Bytes | None,
+        *,
+        by_module: bool,
+        checks_values: bool,
     ) -> None:
         self.environment = environment
         self.by_module = by_module
+        self.checks_values = checks_values
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         self.ahead = ahead

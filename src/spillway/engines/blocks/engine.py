@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Store
 from spillway.engines.tiers.disk import DiskTier
-from spillway.errors import ModelError
+from spillway.errors import ModelError, UsageError
 from spillway.units import Bytes, Seconds
 
 Unit: TypeAlias = tuple[str, int]
@@ -78,6 +78,8 @@ class BlockEngine:
         selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
             function of name and module. If left out: the results of products with weights, convolutions and fused
             attention, whatever calls them.
+        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
+            values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
@@ -85,6 +87,7 @@ class BlockEngine:
             default those of one block; 0 for none.
 
     Raises:
+        UsageError: `check` is neither.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -97,11 +100,14 @@ class BlockEngine:
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
         selected: Selected | None = None,
+        check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
         read_ahead: Bytes | None = None,
         write_behind: Bytes | None = None,
     ) -> None:
         _refuse_what_runs_twice(model)
+        if check not in ("shapes", "values"):
+            raise UsageError(f'check is "shapes" or "values", not {check!r}.')
         if blocks is None and sample is None:
             raise ModelError(
                 "Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=."
@@ -113,7 +119,9 @@ class BlockEngine:
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         environment = Environment(devices, [*generators, *_generators_of(model)])
         open_store = partial(_open_store, spill_directory, write_behind)
-        self._conductor = Conductor(environment, open_store, read_ahead, by_module=selected is not None)
+        self._conductor = Conductor(
+            environment, open_store, read_ahead, by_module=selected is not None, checks_values=check == "values"
+        )
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
         self.closed = False

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.engines.blocks import homes
+from spillway.engines.blocks import fingerprints, homes
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.containers import (
     CannotCopyError,
@@ -227,6 +227,8 @@ class Frame:
 
     def _let_go(self) -> None:
         self.selection = None
+        if self.conductor.checks_values:
+            fingerprints.remember(self._living())
         for holder in self._living():
             holder.let_go()
             holder.home = None
