@@ -21,11 +21,14 @@ from spillway.methods.base import (
     Recall,
     Restore,
 )
+from spillway.methods.by_block import AbstractBlockMethod
 from spillway.methods.checkmate import Checkmate
+from spillway.methods.checkpoint import Checkpoint
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
+from spillway.methods.mimose import Mimose
 from spillway.methods.planned import Planned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
@@ -47,7 +50,12 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingP
         ZeroOffload.name: ZeroOffload,
     }
 )
-"""Every method by the name that users write."""
+"""Policies and planners by the name that users write."""
+
+BLOCK_METHODS: Mapping[str, Callable[[], AbstractBlockMethod]] = MappingProxyType(
+    {"mimose": Mimose, "mimose-published": Mimose.as_published, Checkpoint.name: Checkpoint}
+)
+"""Methods of the block engine by the name that users write."""
 
 
 def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
@@ -59,7 +67,7 @@ def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
     if isinstance(method, AbstractPolicy):
         return method
     if not (isinstance(method, str) and method in METHODS):
-        policies = sorted(name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy))
+        policies = sorted([*BLOCK_METHODS, *(n for n, make in METHODS.items() if isinstance(make(), AbstractPolicy))])
         raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(policies)}.")
     found = method_named(method)
     if isinstance(found, AbstractPolicy):
@@ -78,14 +86,17 @@ def method_named(method: str) -> AbstractPolicy | AbstractPlanner:
 
 
 __all__ = [
+    "BLOCK_METHODS",
     "DTR",
     "LRU",
     "METHODS",
     "UVM",
+    "AbstractBlockMethod",
     "AbstractPlanner",
     "AbstractPolicy",
     "Candidate",
     "Checkmate",
+    "Checkpoint",
     "Copy",
     "Delta",
     "Drop",
@@ -93,6 +104,7 @@ __all__ = [
     "Fetch",
     "KeepAll",
     "MemoryView",
+    "Mimose",
     "Move",
     "Planned",
     "Problem",
