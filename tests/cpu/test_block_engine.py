@@ -473,14 +473,8 @@ def test_settings_of_the_forward_hold_in_the_second_run() -> None:
     assert not model.blocks[0].training
 
 
-def test_a_model_that_checkpoints_itself_or_is_compiled_is_refused() -> None:
+def test_a_model_that_checkpoints_itself_is_refused() -> None:
     model = Chain(Residual())
     model.gradient_checkpointing = True  # type: ignore[assignment]
     with pytest.raises(ModelError, match="checkpoints its layers itself"):
         BlockEngine(model, ["blocks.0"])
-    model = Chain(Residual())
-    model.blocks[0].compile(backend="eager")
-    with pytest.raises(ModelError, match=r"blocks\.0 is compiled"):
-        BlockEngine(model, ["blocks.0"])
-    with pytest.raises(ModelError, match="The model is compiled"):
-        BlockEngine(torch.compile(Chain(Residual()), backend="eager"), ["_orig_mod.blocks.0"])

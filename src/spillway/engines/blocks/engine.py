@@ -16,6 +16,14 @@ import torch
 from torch import nn
 
 from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.compiled import (
+    CompiledHook,
+    check_compiled,
+    check_still,
+    hook_for,
+    in_front_of,
+    is_compiled,
+)
 from spillway.engines.blocks.conductor import Conductor
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
@@ -119,6 +127,7 @@ class BlockEngine:
         self.model = model
         self.blocks = tuple(chosen)
         self._modules = chosen
+        check_compiled(model, chosen)
         open_store = partial(_open_store, spill_directory, write_behind)
         self._conductor = Conductor(
             environment_of(model, generators),
@@ -135,13 +144,12 @@ class BlockEngine:
         self.rehearses = False
         """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
         self.observer: Observer | None = None
-        self._hooks: list[Hook] = []
+        self._hooks: list[Hook | CompiledHook] = []
         inside = selected_modules(chosen, selected) if selected is not None else ()
         for module in inside:
             self._install(module, partial(self._conductor.call_selected, module.forward))
-        self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
-        for site in self._sites:
-            self._install(site.module, partial(self._call, site))
+        self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
+        self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
         self._model_forward = model.forward
         self._install(model, self._begin_forward)
 
@@ -219,13 +227,17 @@ class BlockEngine:
             hook.remove()
         self._conductor.close()
 
-    def _install(self, module: nn.Module, instead: Callable[..., Any]) -> None:
-        self._hooks.append(Hook(module, instead))
-        self._hooks[-1].install()
+    def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
+        hook = hook_for(module, instead)
+        self._hooks.append(hook)
+        hook.install()
+        return hook
 
     def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._conductor.replay is None and self._conductor.frame is None:
-            for site in self._sites:
+            for site, front in zip(self._sites, self._fronts, strict=True):
+                if not self.closed:
+                    check_still(front, site.name)
                 site.calls = 0
             self._figures, self._frames = [], {}
             self._conductor.begin_step()
@@ -306,15 +318,15 @@ def _generators_of(model: nn.Module) -> list[Generator]:
 
 
 def check_runs_once(model: nn.Module) -> None:
-    """Raises ModelError for a model that checkpoints its layers itself, or is compiled."""
+    """Raises ModelError for a model that checkpoints its layers itself, or is compiled as a whole."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ModelError(
                 f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
                 f"call model.gradient_checkpointing_disable() first."
             )
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ModelError(
-                f"{name or 'The model'} is compiled, and a compiled model passes its blocks by; take the blocks of the "
-                f"model as it was before torch.compile, or do not compile it."
-            )
+    if is_compiled(model):
+        raise ModelError(
+            "The model is compiled as a whole, and so passes its blocks by; compile the blocks instead "
+            "(block.compile()) before they are managed, or do not compile it."
+        )

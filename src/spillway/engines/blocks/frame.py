@@ -107,7 +107,7 @@ class Frame:
         except CannotCopyError as error:
             self.figures.kept_because = str(error)
         began = time.perf_counter()
-        if self.action.selects and not self._above_recomputes():
+        if self.action.selects and not self.site.compiled and not self._above_recomputes():
             self.selection = Selection(self.call, self.site.rewritten, by_module=self.conductor.by_module)
         mode = Keeping(self.selection) if self.selection is not None else None
         with saved_tensors_hooks(self._pack, _unpack), self.conductor.inside(self), self.conductor.selecting(mode):

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spillway.engines.blocks.compiled import is_compiled
 from spillway.engines.blocks.containers import CannotCopyError, FrozenTensor, address, tensors
 from spillway.errors import ModelError
 from spillway.units import Bytes
@@ -180,6 +181,10 @@ class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """How many ops were selected."""
         self._starts: list[int] = []
         """For each named module that is running, how many ops had been selected when it began."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what is compiled in a block runs compiled
 
     def enter(self) -> None:
         """A named module begins."""
@@ -341,6 +346,8 @@ def selected_modules(blocks: Mapping[str, nn.Module], selected: Selected) -> lis
     """
     found: dict[nn.Module, None] = {}
     for block, whole in blocks.items():
+        if is_compiled(whole):
+            continue
         for name, module in whole.named_modules():
             chosen = selected(f"{block}.{name}", module) if callable(selected) else isinstance(module, tuple(selected))
             if name and chosen:

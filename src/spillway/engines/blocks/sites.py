@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.compiled import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
 from spillway.units import Bytes, Seconds
 
@@ -19,6 +20,8 @@ class Site:
 
     Attributes:
         name: Its name in the model.
+        forward: What a call of it calls.
+        compiled: Whether it or a part of it is compiled.
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
@@ -30,6 +33,7 @@ class Site:
         self.module = module
         self.forward = forward
         self.state = ModuleState(module)
+        self.compiled = any(is_compiled(part) for part in module.modules())
         self.calls = 0
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
