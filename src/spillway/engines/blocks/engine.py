@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from os import PathLike
+from os import PathLike, sysconf
 from types import TracebackType
 from typing import Any, Literal, TypeAlias, final
 
@@ -29,14 +29,17 @@ from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.host_lanes import HostLanes
 from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Store
+from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.tiers.host import HostPool
 from spillway.errors import ModelError, UsageError
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes, Seconds, parse_budget
 
 Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""
@@ -90,6 +93,8 @@ class BlockEngine:
         check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
             values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
+        host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
+            bytes, as "6GiB" or as a share of the machine's memory.
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
         write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
@@ -111,6 +116,7 @@ class BlockEngine:
         selected: Selected | None = None,
         check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
+        host_budget: Bytes | str = "50%",
         read_ahead: Bytes | None = None,
         write_behind: Bytes | None = None,
     ) -> None:
@@ -128,7 +134,9 @@ class BlockEngine:
         self.blocks = tuple(chosen)
         self._modules = chosen
         check_compiled(model, chosen)
-        open_store = partial(_open_store, spill_directory, write_behind)
+        pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        open_store = partial(_open_store, device, spill_directory, pinned, write_behind)
         self._conductor = Conductor(
             environment_of(model, generators),
             open_store,
@@ -285,7 +293,12 @@ class BlockEngine:
         return self.actions.get((block, call), Action.KEEP)
 
 
-def _open_store(directory: str | PathLike[str] | None, write_behind: Bytes | None) -> Store:
+def _open_store(
+    device: torch.device, directory: str | PathLike[str] | None, pinned: Bytes, write_behind: Bytes | None
+) -> Store:
+    if device.type == "cuda":
+        driver = CudaDriver(device)
+        return Store(HostLanes(driver, HostPool(driver.pin, pinned)), write_behind)
     return Store(DiskLanes(DiskTier(directory)), write_behind)
 
 

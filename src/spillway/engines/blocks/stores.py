@@ -84,6 +84,9 @@ class Lanes(Protocol):
     def settle(self, parcel: Parcel) -> None:
         """Wait until no copy from or to the place is under way."""
 
+    def abandon(self, arrival: Any) -> None:
+        """A copy in is not wanted any more; called by any thread."""
+
     def begin_step(self) -> None:
         """Forget what was written down about copies of earlier steps."""
 
@@ -126,7 +129,7 @@ class Home:
 
     def drop_arrival(self) -> None:
         """What came before anybody asked for it is not wanted any more."""
-        self._parcel.arrival = None
+        self._store.drop_arrival(self._parcel)
 
 
 @final
@@ -146,7 +149,6 @@ class Store:
         self._lock = threading.Lock()
         self._leaving: deque[Parcel] = deque()
         self._dead: deque[Parcel] = deque()
-        self._closed = False
 
     @property
     def leaving_bytes(self) -> Bytes:
@@ -177,8 +179,13 @@ class Store:
     def send(self, storage: Storage) -> Home:
         """Begin to send a storage away, which nobody may write to until it is out."""
         parcel = Parcel(storage)
-        with self._lock:
-            self._lanes.start_out(parcel)
+        try:
+            self._start_out(parcel)
+        except SpillFullError:
+            if not self._dead:
+                raise
+            self._free_dead()
+            self._start_out(parcel)
         if parcel.source is not None:
             self._leaving.append(parcel)
         return Home(parcel, self)
@@ -201,9 +208,15 @@ class Store:
             except (SpillError, RuntimeError):  # no room in the queue, or no memory: later then
                 return
 
+    def drop_arrival(self, parcel: Parcel) -> None:
+        """Nobody wants what was read ahead."""
+        arrival, parcel.arrival = parcel.arrival, None
+        if arrival is not None:
+            self._lanes.abandon(arrival)
+
     def forget(self, parcel: Parcel) -> None:
         """Nobody wants the bytes any more (rule 3)."""
-        parcel.arrival = None
+        self.drop_arrival(parcel)
         self._dead.append(parcel)
         self._reap()
 
@@ -215,20 +228,26 @@ class Store:
     def settle(self) -> None:
         """Wait until everything has left that is leaving, and give back what nobody wants."""
         self.finish_out()
+        self._free_dead()
+
+    def close(self) -> None:
+        """Give the tier back. What is to come back has to have come."""
+        self._free_dead()
+        with self._lock:
+            self._leaving.clear()
+            self._lanes.close()
+
+    def _start_out(self, parcel: Parcel) -> None:
+        with self._lock:
+            self._lanes.start_out(parcel)
+
+    def _free_dead(self) -> None:
         for parcel in tuple(self._dead):
             self._lanes.settle(parcel)
         self._reap()
 
-    def close(self) -> None:
-        """Give the tier back. What is to come back has to have come."""
-        self._closed = True
-        with self._lock:
-            self._leaving.clear()
-            self._lanes.close()
-            self._dead.clear()
-
     def _reap(self) -> None:
-        if self._closed or not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=False):
             return
         try:
             for parcel in tuple(self._leaving):
@@ -247,7 +266,7 @@ class Store:
 
 @final
 class DiskLanes:
-    """The spill file, for models on the CPU."""
+    """The spill file, for tensors on the CPU."""
 
     def __init__(self, tier: DiskTier) -> None:
         self.tier = tier
@@ -309,6 +328,9 @@ class DiskLanes:
     def settle(self, parcel: Parcel) -> None:
         """The host waits."""
         self.tier.log.wait(_copies(parcel))
+
+    def abandon(self, arrival: Any) -> None:
+        """The worker keeps what it fills as long as it fills it (rule 2)."""
 
     def begin_step(self) -> None:
         """The log of copies begins anew."""
