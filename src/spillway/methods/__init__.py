@@ -58,17 +58,20 @@ BLOCK_METHODS: Mapping[str, Callable[[], AbstractBlockMethod]] = MappingProxyTyp
 """Methods of the block engine by the name that users write."""
 
 
-def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
-    """The policy behind a name; a policy object is taken as it is.
+def resolve(method: str | AbstractPolicy | AbstractBlockMethod) -> AbstractPolicy | AbstractBlockMethod:
+    """The policy, or the method of the block engine, behind a name; an object is taken as it is.
 
     Raises:
         UnknownMethodError: No method has that name, or it decides before the step and so needs a recorded one.
     """
-    if isinstance(method, AbstractPolicy):
+    if isinstance(method, AbstractPolicy | AbstractBlockMethod):
         return method
+    if isinstance(method, str) and method in BLOCK_METHODS:
+        return BLOCK_METHODS[method]()
     if not (isinstance(method, str) and method in METHODS):
-        policies = sorted([*BLOCK_METHODS, *(n for n, make in METHODS.items() if isinstance(make(), AbstractPolicy))])
-        raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(policies)}.")
+        policies = [name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy)]
+        names = ", ".join(sorted([*policies, *BLOCK_METHODS]))
+        raise UnknownMethodError(f"There is no method {method!r}; choose one of {names}.")
     found = method_named(method)
     if isinstance(found, AbstractPolicy):
         return found

@@ -78,7 +78,7 @@ def manage(
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = several(optimizer, torch.optim.Optimizer)
     check_models(models, optimizers)
-    decides = BLOCK_METHODS[method]() if isinstance(method, str) and method in BLOCK_METHODS else method
+    decides = resolve(method)
     if isinstance(decides, AbstractBlockMethod):
         if host_budget is not None:
             raise BudgetError(f"host_budget= is for what is moved to the host, and {decides.name!r} moves nothing.")
@@ -94,7 +94,7 @@ def manage(
             f"blocks=, size= and generators= are for methods of the block engine, {', '.join(BLOCK_METHODS)}; "
             f"{method!r} watches every op and needs none of them."
         )
-    engine = engine_for(device_of(models), resolve(decides), budget, host_budget, spill_directory, spill_io)
+    engine = engine_for(device_of(models), decides, budget, host_budget, spill_directory, spill_io)
     allowed = engine.controller.allowed
     try:
         first = header(allowed, engine, return_freed=return_freed)

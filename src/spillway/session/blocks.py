@@ -304,9 +304,10 @@ class _Step:
             if any(watch.highest > one.resident + one.decision.plan.projected for one in watch.passes):
                 self._family.traced.discard(self._key)  # it took more than was expected: measure it the next time
             return
-        for step, blocks in watch.samples():
+        for one, step, blocks in watch.samples():
             self._family.learn(self._dimensions, step, blocks)
-            self._family.traced.add(self._key)
+            if step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
+                self._family.traced.add(self._key)
 
     def _conclude(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch

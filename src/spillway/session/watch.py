@@ -247,7 +247,7 @@ class StepWatch:
         expected = [one.resident + one.decision.plan.projected for one in self.passes]
         return max([self.highest, *expected])
 
-    def samples(self) -> list[tuple[StepSample, list[BlockSample]]]:
+    def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
         ends = [one.at for one in self.passes[1:]]
         last = self._optimizer_at if self._optimizer_at is not None else len(self._marks)
@@ -255,7 +255,7 @@ class StepWatch:
         for one, end in zip(self.passes, [*ends, last], strict=True):
             measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end])
             if measured.went_backward:
-                found.append(measured.samples())
+                found.append((one, *measured.samples()))
         return found
 
 

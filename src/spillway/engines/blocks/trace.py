@@ -21,6 +21,9 @@ from spillway.units import Bytes
 
 _profiler: Final[Any] = torch._C._autograd
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
+_NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
+"""No eager op and no `record_function` has this scope. One that is open while the profiler ends, as `Optimizer.step` is
+when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
 _SILENT: Final = "99"
 _MEMORY: Final = "[memory]"
 
@@ -86,7 +89,7 @@ class AllocationTrace(AbstractTrace):
         activities = {ProfilerActivity.CPU}
         with _silence():
             _profiler._prepare_profiler(config, activities)
-            _profiler._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+            _profiler._enable_profiler(config, activities, {_NOBODYS})
 
     def _end(self) -> None:
         if not _profiler._profiler_enabled():
