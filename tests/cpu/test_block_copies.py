@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import SpillError, SpillFullError
 from tests.cpu.block_cases import Chain
@@ -145,6 +146,20 @@ def test_no_more_than_was_allowed_is_leaving_when_a_block_has_ended(
         loss = model.blocks[1](hidden).sum()
         assert all(home.absent for home in first.waiting())
     loss.backward()
+
+
+def test_where_the_workers_have_enough_to_do_bytes_leave_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = engine_of(sines, Action.OFFLOAD, spill_directory=tmp_path)
+    plain = gradients(model, model(batch()).square().sum())
+    with held(monkeypatch, "write"):
+        monkeypatch.setattr(disk, "MOST_JOBS", 2)
+        loss = model(batch()).square().sum()
+        assert engine.leaving_bytes == 2 * FLOATS, "the third was written by the thread that computes"
+        assert same(plain, gradients(model, loss))
+    engine.settle()
+    assert used(engine) == []
 
 
 def test_bytes_that_find_no_room_stay_and_the_next_block_says_so(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.host_lanes import HostLanes
-from spillway.engines.blocks.stores import Store
+from spillway.engines.blocks.stores import Parcel, Store
 from spillway.engines.tiers.host import HostPool
 from spillway.errors import SpillFullError
 from tests.cpu.block_cases import Case
@@ -52,11 +51,9 @@ def on_a_late_device(action: Action, lag: int, drivers: list[LateDriver]) -> Cal
     return around
 
 
-@pytest.mark.parametrize("lag", [0, 3, 1 << 30])
+@pytest.mark.parametrize("lag", [3, 1 << 30])
 @pytest.mark.parametrize("action", MOVING)
-@pytest.mark.parametrize(
-    "name", ["dropout", "rrelu", "views", "writes-to-its-input", "nested-all", "retain-graph", "part-by-part"]
-)
+@pytest.mark.parametrize("name", ["dropout", "views", "nested-all", "retain-graph"])
 def test_steps_end_as_plain_ones_do_however_late_copies_are(name: str, action: Action, lag: int) -> None:
     states, losses = trained(name, plainly)
     drivers: list[LateDriver] = []
@@ -107,7 +104,6 @@ def test_host_memory_that_nobody_needs_any_more_is_used_again() -> None:
     driver = late(engine, lag=1 << 30, host=1 << 15)
     for _ in range(4):
         model(batch())  # a graph that nobody runs backward
-        gc.collect()
     assert driver.pinned == 1 << 15
     assert driver.copies_out == 12
 
@@ -163,3 +159,13 @@ def test_tensors_elsewhere_stay_where_they_are() -> None:
     driver = LateDriver()
     driver.device = torch.device("cuda", 0)
     assert not HostLanes(driver, HostPool(driver.pin, 1 << 20)).takes(torch.zeros(8))
+
+
+def test_a_copy_in_begins_after_the_copy_out_that_fills_its_block() -> None:
+    driver = LateDriver(lag=1 << 30)
+    lanes = HostLanes(driver, HostPool(driver.pin, 1 << 20))
+    tensor = torch.arange(4096, dtype=torch.uint8)
+    parcel = Parcel(tensor.untyped_storage())
+    lanes.start_out(parcel)
+    found = lanes.finish_in(parcel, lanes.start_in(parcel))
+    assert found.tolist() == tensor.tolist()

@@ -136,7 +136,7 @@ def test_a_block_inside_a_recomputed_one_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["dropout", "batch-norm", "rrelu", "writes-to-its-input", "views", "autocast", "nested-all", "retain-graph"]
+    "name", ["dropout", "batch-norm", "rrelu", "writes-to-its-input", "views", "autocast", "nested-all"]
 )
 def test_what_runs_again_as_it_ran_is_let_pass(name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []

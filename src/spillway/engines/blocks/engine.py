@@ -88,8 +88,8 @@ class BlockEngine:
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
         selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
-            function of name and module. If left out: the results of products with weights, convolutions and fused
-            attention, whatever calls them.
+            function of name and module; what is made inside such a module is held until it ends. If left out: the
+            results of products with weights, convolutions and fused attention, whatever calls them.
         check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
             values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
