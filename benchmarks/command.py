@@ -16,7 +16,8 @@ from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
     "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
-    "random_programs", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
+    "random_programs", "mimose_speed", "mimose_budget", "dtr_reference",
+    "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
