@@ -154,12 +154,16 @@ class BlockEngine:
         self.observer: Observer | None = None
         self._hooks: list[Hook | CompiledHook] = []
         inside = selected_modules(chosen, selected) if selected is not None else ()
-        for module in inside:
-            self._install(module, partial(self._conductor.call_selected, module.forward))
-        self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
-        self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
-        self._model_forward = model.forward
-        self._install(model, self._begin_forward)
+        try:
+            for module in inside:
+                self._install(module, partial(self._conductor.call_selected, module.forward))
+            self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
+            self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
+            self._model_forward = model.forward
+            self._install(model, self._begin_forward)
+        except BaseException:
+            self._remove_hooks()
+            raise
 
     def __enter__(self) -> BlockEngine:
         return self
@@ -235,9 +239,12 @@ class BlockEngine:
         if self.closed:
             return
         self.closed = True
+        self._remove_hooks()
+        self._conductor.close()
+
+    def _remove_hooks(self) -> None:
         for hook in reversed(self._hooks):
             hook.remove()
-        self._conductor.close()
 
     def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
         hook = hook_for(module, instead)
