@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
-from spillway.ir.lives import Life
-from spillway.ir.plan import Recompute
+from spillway.ir.lives import Kept, Life
+from spillway.ir.plan import Gap, Recompute
 from spillway.ir.step import Step, ValueId
 from spillway.units import Bytes
 
@@ -52,6 +52,42 @@ def recipe(
     created = {v for op in order for v in step.ops[op].creates}
     kept = tuple(sorted(held - created))
     return Recompute(ops=order, held=kept, temporaries=temporaries(value, order, step))
+
+
+def together(
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], *, step: Step, lives: Sequence[Life]
+) -> list[Gap]:
+    """Gaps of what one part of the forward leaves to the backward, which end together: when the backward needs the
+    first of it. What has no way back stays.
+
+    Args:
+        dropped: The values that are to be gone.
+        elsewhere: Values that other gaps hold at that moment.
+        step: The step.
+        lives: Of its values.
+    """
+    # Without a value that stays, the others may come back in another way, or at another moment.
+    while True:
+        gaps = _ending_together(dropped, elsewhere, step, lives)
+        if len(gaps) == len(dropped):
+            return gaps
+        back = {gap.value for gap in gaps}
+        dropped = {value: kept for value, kept in dropped.items() if value in back}
+
+
+def _ending_together(
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], step: Step, lives: Sequence[Life]
+) -> list[Gap]:
+    moment = min((kept.needed for kept in dropped.values()), default=0)
+    gaps = []
+    for value, kept in dropped.items():
+        start = kept.last + 1
+        if start >= moment:
+            continue
+        home = recipe(value, start, moment, step=step, lives=lives, present=lambda leaf: leaf not in elsewhere)
+        if home is not None:
+            gaps.append(Gap(value=value, start=start, end=moment, home=home))
+    return gaps
 
 
 def _can_be_held(life: Life, start: int, end: int) -> bool:
