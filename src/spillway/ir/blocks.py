@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias, final
 
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
 from spillway.ir.plan import Gap
-from spillway.ir.recipes import together
+from spillway.ir.recipes import as_one, together
 from spillway.ir.step import Phase, Step, StorageId, ValueId
 from spillway.units import Bytes, Seconds
 
@@ -42,7 +42,7 @@ class BlockCall:
     """The forward ops that run in it, in order."""
     gaps: tuple[Gap, ...]
     """What is gone if it is recomputed: each value from its last use in the forward to the moment at which the backward
-    comes back to the block. Gaps of any calls of a step together make a plan."""
+    comes back to the block, by one replay. Gaps of any calls of a step together make a plan."""
     nbytes: Bytes
     """Bytes that recomputing it frees."""
     seconds: Seconds
@@ -82,7 +82,7 @@ def block_calls(
     everything = {value for kept in dropped.values() for value in kept}
     found = []
     for key, ops in called.items():
-        gaps = together(dropped[key], everything - dropped[key].keys(), step=step, lives=lives)
+        gaps = as_one(together(dropped[key], everything - dropped[key].keys(), step=step, lives=lives), step)
         storages = {step.values[gap.value].storage for gap in gaps}
         nbytes = sum(step.storages[storage].nbytes for storage in storages)
         if nbytes:
