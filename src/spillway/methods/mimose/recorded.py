@@ -84,12 +84,12 @@ def _parts(step: Step, calls: Sequence[BlockCall]) -> Iterator[_Part]:
         else:
             groups.append([call])
     begin = 0
-    for calls_of_it, following in zip(groups, [*groups[1:], None], strict=True):
-        back = max(call.returns for call in calls_of_it)
-        until = len(step.ops) if following is None else following[0].ops[0]
+    for number, group in enumerate(groups):
+        back = max(call.returns for call in group)
+        until = groups[number + 1][0].ops[0] if number + 1 < len(groups) else len(step.ops)
         after = (op.number for op in step.ops[back:until] if op.phase is not Phase.BACKWARD)
         end = next(after, until)
-        yield _Part(calls=calls_of_it, begin=begin, end=end)
+        yield _Part(calls=group, begin=begin, end=end)
         begin = next((op.number for op in step.ops[end:] if op.phase is Phase.FORWARD), len(step.ops))
 
 
@@ -98,44 +98,56 @@ def _measured(step: Step, part: _Part, levels: Sequence[Bytes], size: InputSize)
 
     The backward of a block are the ops from the one before which it is recomputed to the one before which the next is.
     What is used there beside its own bytes and the gradients so far, less the least of that in any block, is what the
-    block works with; the rest is the step's.
+    block works with, or what it needs more while it runs forward and is kept; the rest is the step's. The turn is
+    looked at where no block runs: while one does, its own bytes are there.
     """
     start = sum(
         storage.nbytes
         for storage in step.storages
         if (storage.present_at_start or storage.alive_from < part.begin) and storage.alive_until > part.begin
     )
-    back = sorted(range(len(part.calls)), key=lambda block: part.calls[block].returns)
-    first = part.calls[back[0]].returns
-    ends = [part.calls[block].returns for block in back[1:]] + [part.end]
-    beside, gradients, created, highest = {}, {}, 0, 0
-    for block, end in zip(back, ends, strict=True):
-        call = part.calls[block]
+    order = sorted(range(len(part.calls)), key=lambda block: part.calls[block].returns)
+    returns = [part.calls[block].returns for block in order]
+    beside: dict[int, Bytes] = {}
+    gradients: dict[int, Bytes] = {}
+    so_far: dict[int, Bytes] = {}
+    for block, begin, end in zip(order, returns, [*returns[1:], part.end], strict=True):
         gradients[block] = sum(
             storage.nbytes
             for storage in step.storages
-            if storage.kind is Kind.GRADIENT and call.returns <= storage.alive_from < end
+            if storage.kind is Kind.GRADIENT and begin <= storage.alive_from < end
         )
-        created += gradients[block]
-        used = max(levels[call.returns : end]) - start
-        highest = max(highest, used)
-        beside[block] = used - created - call.nbytes
+        so_far[block] = sum(gradients.values())
+        beside[block] = max(levels[begin:end]) - start - so_far[block] - part.calls[block].nbytes
     rest = max(min(beside.values()), 0)
-    turn = max(levels[part.begin : first], default=start) - start
+    blocks = tuple(
+        BlockSample(
+            block=block, size=size, nbytes=call.nbytes, seconds=call.seconds, gradients=gradients[block],
+            working=max(beside[block] - rest, _in_forward(step, call, levels) - start - call.nbytes - rest, 0),
+        )
+        for block, call in enumerate(part.calls)
+    )  # fmt: skip
+    running = {op for call in part.calls for op in call.ops}
+    turn = max((levels[op] for op in range(part.begin, returns[0]) if op not in running), default=start) - start
     return Measured(
         start=start,
         step=StepSample(
-            size=size, recomputed=frozenset(range(len(part.calls))), peak=max(turn, highest), forward_peak=turn,
-            backward_peak=highest,
+            size=size, recomputed=frozenset(range(len(blocks))), peak=max(levels[part.begin : part.end]) - start,
+            forward_peak=turn,
+            backward_peak=max(rest + so_far[one.block] + one.nbytes + one.working for one in blocks),
         ),
-        blocks=tuple(
-            BlockSample(
-                block=block, size=size, nbytes=call.nbytes, seconds=call.seconds,
-                working=max(beside[block] - rest, 0), gradients=gradients[block],
-            )
-            for block, call in enumerate(part.calls)
-        ),
+        blocks=blocks,
     )  # fmt: skip
+
+
+def _in_forward(step: Step, call: BlockCall, levels: Sequence[Bytes]) -> Bytes:
+    """The most bytes while the call runs forward, if it alone is kept."""
+
+    def kept(op: int) -> Bytes:
+        gone = {step.values[gap.value].storage for gap in call.gaps if gap.start <= op < gap.end}
+        return sum(step.storages[storage].nbytes for storage in gone)
+
+    return max(levels[op] + kept(op) for op in call.ops)
 
 
 def gaps_of(calls: Sequence[BlockCall], recomputed: Collection[int]) -> tuple[Gap, ...]:
