@@ -7,6 +7,9 @@ A container is a name that runs nothing itself and has only numbered names below
 
 Calls of one module are told apart by repetition: if the ops that belong to it are one sequence k times over, they are
 k calls, as of a layer that all depths share, or of micro-batches.
+
+A recipe runs ops, not modules: what a block makes from a tensor that came into being outside of any op, such as an
+empty cache, stays, where the engine would run the block's Python again.
 """
 
 from __future__ import annotations
@@ -58,8 +61,8 @@ def block_names(step: Step, lives: Sequence[Life] | None = None) -> list[str]:
     """Names of the modules that are blocks, in order of their first op; none where ops have no modules.
 
     From the root downwards, a name with names below it that is no container is a block if another one is alike, or if
-    it was called more often than the model; unless alike siblings inside it hold `DESCEND_SHARE` of the bytes that it
-    leaves to the backward.
+    it was called more often than the model; unless alike siblings inside it hold `DESCEND_SHARE` of its bytes: those
+    of what its ops read or make and the backward wants.
     """
     modules = _Modules(step, lives_of(step) if lives is None else lives)
     return list(modules.blocks(""))
@@ -105,19 +108,19 @@ class _Modules:
         self._step = step
         self._running: set[str] = set()
         self._below: dict[str, dict[str, None]] = defaultdict(dict)
-        self._kept: Counter[str] = Counter()
-        kept: Counter[int] = Counter()
-        for one in kept_for_backward(step, list(lives), step.saved or None):
-            kept[lives[one.value].created] += step.storages[step.values[one.value].storage].nbytes
+        kept = {step.values[one.value].storage for one in kept_for_backward(step, list(lives), step.saved or None)}
+        used: dict[str, set[StorageId]] = defaultdict(set)
         for op in step.ops:
             if op.phase is not Phase.FORWARD:
                 continue
             self._running.add(op.module)
+            storages = {step.values[number].storage for number in (*op.reads, *op.creates)} & kept
             for name in _upwards(op.module):
                 self.ops[name].append(op.number)
-                self._kept[name] += kept[op.number]
+                used[name] |= storages
                 if name:
                     self._below[_parent(name)][name] = None
+        self._kept = {name: sum(step.storages[one].nbytes for one in storages) for name, storages in used.items()}
         self._shapes = {name: frozenset(_relative(self._below, name)) for name in self.ops}
         self._alike = Counter(self._shapes[name] for name in self.ops if self._is_inner(name))
 
@@ -152,7 +155,7 @@ class _Modules:
         return mine == theirs or (_number(one) and _number(sibling) and (mine <= theirs or theirs <= mine))
 
     def _family_inside(self, name: str) -> bool:
-        """Whether alike siblings inside hold most of what the module leaves to the backward."""
+        """Whether alike siblings inside hold most of its bytes."""
         most = 0
         for parent in (name, *(f"{name}.{inner}" for inner in self._shapes[name])):
             inside = [child for child in self._below[parent] if self._is_inner(child)]
