@@ -16,15 +16,15 @@ from spillway.ir.blocks import block_calls, block_names
 from spillway.ir.lives import lives_of
 from spillway.recording import record_step
 from tests.cpu.block_cases import Chain, Residual, Shared
-from tests.cpu.test_block_discovery import BLOCKS, X, Stage, built, ids
+from tests.cpu.test_block_discovery import BLOCKS, Stage, X, built, ids
 
 LENGTH = 12
 
 
-def resnet(kind: str) -> nn.Module:
+def resnet() -> nn.Module:
     library = pytest.importorskip("transformers")
     config = library.ResNetConfig(
-        embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type=kind, num_labels=4
+        embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=4
     )  # fmt: skip
     return library.ResNetForImageClassification(config)  # type: ignore[no-any-return]
 
@@ -37,7 +37,7 @@ def recorded(model: nn.Module, loss: Callable[[], Tensor]) -> Step:
     return record_step(step, models=model)
 
 
-@pytest.mark.parametrize("name", ["albert", "bert", "t5"])
+@pytest.mark.parametrize("name", ["albert", "t5"])
 def test_names_tell_the_blocks_of_transformers(name: str) -> None:
     model, loss = built(name)
     step = recorded(model, lambda: loss(model, ids(LENGTH)))
@@ -49,9 +49,7 @@ def test_names_tell_the_blocks_of_transformers(name: str) -> None:
     verify(Plan(step=step.digest(), allowed=peak, projected=peak, gaps=gaps), step, peak)
 
 
-@pytest.mark.parametrize(
-    "model", [Chain(Residual(), Residual()), Chain(Stage(), Stage()), Shared(Residual())], ids=["chain", "stages", "shared"]
-)  # fmt: skip
+@pytest.mark.parametrize("model", [Chain(Residual(), Residual()), Chain(Stage(), Stage()), Shared(Residual())])
 def test_names_tell_what_modules_tell(model: nn.Module) -> None:
     def forward() -> Tensor:
         return model(X).square().mean()  # type: ignore[no-any-return]
@@ -59,9 +57,8 @@ def test_names_tell_what_modules_tell(model: nn.Module) -> None:
     assert block_names(recorded(model, forward)) == discover(model, forward)
 
 
-@pytest.mark.parametrize("kind", ["bottleneck", "basic"])
-def test_blocks_of_pictures_are_told_alike_although_the_first_of_a_stage_has_a_shortcut(kind: str) -> None:
-    model = resnet(kind)
+def test_blocks_of_pictures_are_told_alike_although_the_first_of_a_stage_has_a_shortcut() -> None:
+    model = resnet()
     pixels = torch.ones(2, 3, 32, 32)
 
     def forward() -> Tensor:

@@ -54,7 +54,7 @@ UNEVEN = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(units=UNEVEN, share=st.floats(0, 1), batches=st.integers(1, 2))
 def test_a_plan_verifies_within_its_budget_or_is_refused_with_one_that_works(
     name: str, units: list[int], share: float, batches: int
