@@ -16,7 +16,7 @@ from spillway.ir.account import account
 from spillway.ir.blocks import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
-from spillway.methods.checkpoint import Checkpoint
+from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.mimose import Forecast, Mimose, Options
 from spillway.methods.mimose import simulate as peak_of
 from spillway.methods.mimose.peaks import outside
@@ -29,7 +29,7 @@ NO_RESERVE = Options.as_published(reserve=0)
 PLANNERS: dict[str, AbstractPlanner] = {
     "mimose": MimosePlanner(),
     "mimose-published": MimosePlanner.as_published(NO_RESERVE),
-    "checkpoint": Checkpoint(),
+    "checkpoint": CheckpointPlanner(),
 }
 
 
@@ -127,9 +127,9 @@ def test_what_is_measured_makes_a_forecast_that_is_never_below_the_account() -> 
         saved=saved, seconds=[1.0] * 4, turn=0, rest=0, working=[block.working for block in found.blocks],
         gradients=[block.gradients for block in found.blocks],
     )  # fmt: skip
-    assert found.step.forward_peak is not None
+    assert found.step.turn_peak is not None
     assert found.step.backward_peak is not None
-    turn, rest = outside(forecast, range(4), found.step.forward_peak, found.step.backward_peak)
+    turn, rest = outside(forecast, range(4), found.step.turn_peak, found.step.backward_peak)
     forecast = Forecast(
         saved=saved, seconds=[1.0] * 4, turn=turn, rest=rest, working=forecast.working, gradients=forecast.gradients
     )  # fmt: skip
@@ -177,12 +177,12 @@ def test_blocks_are_given_up_until_the_step_fits() -> None:
 
 def test_every_block_recomputed_is_what_checkpointing_every_block_is() -> None:
     step = blocks_step(3)
-    found = plan(Checkpoint(), step, 10**9)
+    found = plan(CheckpointPlanner(), step, 10**9)
     assert recomputed(step, found) == [0, 1, 2]
-    done = simulate(step, allowed=found.projected, method=Checkpoint(), device=DEVICE)
+    done = simulate(step, allowed=found.projected, method=CheckpointPlanner(), device=DEVICE)
     assert (done.recomputed_ops, done.bytes_out) == (12, 0)
     with pytest.raises(BudgetInfeasible) as caught:
-        plan(Checkpoint(), step, found.projected - 1)
+        plan(CheckpointPlanner(), step, found.projected - 1)
     assert caught.value.smallest_budget == found.projected
 
 
@@ -196,5 +196,5 @@ def test_a_step_without_blocks_stays_as_it_is(name: str) -> None:
 
 
 def test_planners_have_the_names_that_they_will_be_chosen_by() -> None:
-    made = [MimosePlanner(), MimosePlanner.as_published(), Checkpoint()]
+    made = [MimosePlanner(), MimosePlanner.as_published(), CheckpointPlanner()]
     assert [planner.name for planner in made] == ["mimose", "mimose-published", "checkpoint"]

@@ -1,16 +1,17 @@
-"""Every block recomputed: what `torch.utils.checkpoint` around each block of a model does, on a recorded step.
+"""Every block is recomputed, at every size: what `torch.utils.checkpoint` around every block does. The baseline.
 
-The baseline at block level, and the least memory that block-level plans have: the left star of Mimose's Fig. 13, and
+`Checkpoint` runs on the block engine, `CheckpointPlanner` on a recorded step: the left star of Mimose's Fig. 13, and
 what its sheltered phase does. Chen et al., arXiv:1604.06174, with every block a segment.
 
-Differs from `torch.utils.checkpoint` in: what a block's second run brings back is what the backward reads; ops of the
-block from which nothing of that comes do not run again. A value of a block that some op reads outside of it, such as
-its result, stays.
+The planner differs from `torch.utils.checkpoint` in: what a block's second run brings back is what the backward reads;
+ops of the block from which nothing of that comes do not run again. A value of a block that some op reads outside of it,
+such as its result, stays.
 """
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from typing import Self, final
 
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan
@@ -18,10 +19,48 @@ from spillway.ir.account import account
 from spillway.ir.blocks import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.units import Bytes
 
 
 @final
-class Checkpoint(AbstractPlanner):
+class Checkpoint(AbstractBlockMethod):
+    """Recomputes every block and learns nothing."""
+
+    name = "checkpoint"
+
+    def fresh(self, *, batched: bool) -> Self:
+        """Another one."""
+        return type(self)()
+
+    @property
+    def sheltered(self) -> bool:
+        """Nothing is measured."""
+        return False
+
+    def begin(self, size: InputSize, available: Bytes) -> Decision:
+        """A plan that keeps nothing."""
+        return Decision(Phase.SHELTERED, BlockPlan.nothing_kept(size, available), False)
+
+    def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        """There is nothing to learn."""
+
+    def forecast(self, size: InputSize) -> Forecast | None:
+        """Nothing is expected."""
+        return None
+
+
+@final
+class CheckpointPlanner(AbstractPlanner):
     """Recomputes every block, whatever the budget; a step without blocks stays as it is."""
 
     name = "checkpoint"

@@ -22,9 +22,9 @@ from spillway.ir.account import Account, account
 from spillway.ir.blocks import BlockCall, block_calls
 from spillway.ir.lives import Life, lives_of
 from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.by_block import BlockSample, InputSize, StepSample
 from spillway.methods.mimose import Mimose
 from spillway.methods.mimose.options import Options
-from spillway.methods.mimose.samples import BlockSample, InputSize, StepSample
 from spillway.units import Bytes
 
 SIZE: InputSize = (1,)
@@ -133,7 +133,7 @@ def _measured(step: Step, part: _Part, levels: Sequence[Bytes], size: InputSize)
         start=start,
         step=StepSample(
             size=size, recomputed=frozenset(range(len(blocks))), peak=max(levels[part.begin : part.end]) - start,
-            forward_peak=turn,
+            turn_peak=turn,
             backward_peak=max(rest + so_far[one.block] + one.nbytes + one.working for one in blocks),
         ),
         blocks=blocks,
