@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from spillway.ir.blocks import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.checkpoint import CheckpointPlanner
-from spillway.methods.mimose import Forecast, Mimose, Options
+from spillway.methods.mimose import Forecast, Mimose, Options, Reading
 from spillway.methods.mimose import simulate as peak_of
 from spillway.methods.mimose.peaks import outside
 from spillway.methods.mimose.recorded import Measured, MimosePlanner, gaps_of, measured, revoked
@@ -117,6 +119,40 @@ def test_a_published_plan_that_passes_the_budget_is_refused() -> None:
     assert caught.value.smallest_budget >= floor
 
 
+def test_the_budget_that_a_refusal_names_is_the_smallest_whose_own_plan_holds() -> None:
+    # To the letter, Algorithm 1 leaves out all that no block saves: what it recomputes is never enough.
+    literal = MimosePlanner.as_published(Options.as_published(reserve=0, reading=Reading.literal()))
+    step = blocks_step(4, units=[2, 6, 1, 1])
+    with pytest.raises(BudgetInfeasible) as caught:
+        plan(literal, step, step.plain_peak() // 2)
+    assert caught.value.needed < caught.value.smallest_budget <= step.plain_peak()
+    verify(plan(literal, step, caught.value.smallest_budget), step, caught.value.smallest_budget)
+    with pytest.raises(BudgetInfeasible):
+        plan(literal, step, caught.value.smallest_budget - 1)
+
+
+def test_a_plan_that_was_too_hopeful_gives_up_blocks_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_low(*arguments: Any, **options: Any) -> list[Measured]:
+        return [
+            replace(
+                part,
+                step=replace(part.step, peak=0, turn_peak=0, backward_peak=0),
+                blocks=tuple(replace(block, working=0) for block in part.blocks),
+            )
+            for part in measured(*arguments, **options)
+        ]
+
+    step = blocks_step(5)
+    allowed = step.plain_peak() - 5 * UNIT
+    honest = recomputed(step, plan(MimosePlanner(), step, allowed))
+    monkeypatch.setattr("spillway.methods.mimose.recorded.measured", too_low)
+    found = plan(MimosePlanner(), step, allowed)
+    verify(found, step, allowed)
+    assert recomputed(step, found) == honest == [0, 1]
+    with pytest.raises(BudgetInfeasible):  # nobody looks at the published plan once more
+        plan(PLANNERS["mimose-published"], step, allowed)
+
+
 def test_what_is_measured_makes_a_forecast_that_is_never_below_the_account() -> None:
     step = blocks_step(4, units=[2, 1, 4, 2])
     lives, calls = lives_of(step), block_calls(step)
@@ -147,6 +183,11 @@ def test_micro_batches_are_measured_and_planned_one_by_one() -> None:
     assert both[0].start == alone.start
     # The gradients of the first are there when the second begins.
     assert both[1].start == alone.start + 4 * (UNIT // 4)
+    room = double.plain_peak() - 4 * UNIT
+    chosen = recomputed(double, plan(PLANNERS["mimose-published"], double, room))
+    first, second = [number for number in chosen if number < 4], [number - 4 for number in chosen if number >= 4]
+    assert 0 < len(first) <= len(second) < 4
+    assert set(first) <= set(second)
     room = double.plain_peak() - UNIT
     assert recomputed(double, plan(MimosePlanner(), double, room)) in ([4], [0, 4])
 
