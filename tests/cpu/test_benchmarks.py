@@ -488,3 +488,24 @@ def test_what_the_full_benchmarks_are_run_with_exists() -> None:
     asked += [(one.model, {**one.options, **one.without_dropout}) for one in race.BENCHMARK.full.contests]
     for name, options in asked:
         inspect.signature(models.MODELS.get(name) or WORKLOADS[name]).bind(**options)
+
+
+def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget() -> None:
+    result = quick("mimose_speed")
+    rows = rows_by(result, "competitor")
+    assert list(rows) == ["plain", "mimose", "static", "checkpoint"]
+    assert all(row["identical"] for row in rows.values())
+    budget = rows["mimose"]["budget_bytes"]
+    assert all(rows[name]["peak_bytes"] <= budget for name in ("mimose", "static", "checkpoint"))
+    assert rows["checkpoint"]["peak_bytes"] < budget < rows["plain"]["peak_bytes"]
+    assert rows["mimose"]["recomputed_share"] <= rows["static"]["recomputed_share"] < 1
+    assert [check.at_most for check in result.checks] == [0.85, 0.95, 0, 0]
+
+
+def test_mimose_budget_measures_the_peak_of_every_step() -> None:
+    result = quick("mimose_budget")
+    (row,) = result.rows
+    assert (row["over"], row["refused"], row["differing_losses"]) == (0, 0, 0)
+    assert 0.5 < row["used"] <= 1
+    assert 0 < row["recomputed_share"] < 1
+    assert row["sizes"] > row["plans"] >= 4
