@@ -17,7 +17,7 @@ from benchmarks.record import Benchmark, Skipped
 NAMES = (
     "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
     "random_programs", "mimose_speed", "mimose_planning", "mimose_budget", "dtr_reference",
-    "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
+    "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
     "mimose_estimator", "mimose_blocks", "mimose_detection",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""

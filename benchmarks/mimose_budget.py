@@ -187,7 +187,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Inputs, sub
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss).hex()
+    return float(loss.detach()).hex()
 
 
 def _row(

@@ -22,6 +22,7 @@ class Holder:
     __slots__ = (
         "__weakref__",
         "dtype",
+        "fingerprint",
         "frame",
         "home",
         "pinned",
@@ -45,6 +46,13 @@ class Holder:
         self.witness: Tensor | None = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours."""
         self.version: int = value._version if watched else 0
+        self.fingerprint: Tensor | None = None
+        """Of the value when it was given up, where values are compared."""
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it is ours to give up, and nobody has written to it since it was saved."""
+        return not self.pinned and self.witness is not None and self.witness._version == self.version
 
     def let_go(self) -> None:
         """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
@@ -62,10 +70,12 @@ class Holder:
         """In what a tensor is not like the one that was saved, a clause; empty if nothing tells them apart."""
         if tensor.shape == self.shape and tensor.dtype == self.dtype:
             return ""
-        return (
-            f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
-            f"{tuple(self.shape)} before"
-        )
+        return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {self.looks} before"
+
+    @property
+    def looks(self) -> str:
+        """Dtype and shape, for a sentence."""
+        return f"{str(self.dtype)[6:]} of shape {tuple(self.shape)}"
 
     def check(self) -> None:
         """As autograd does for what it saves itself.
