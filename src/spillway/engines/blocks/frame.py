@@ -80,6 +80,8 @@ class Frame:
         self.differentiates = False
         """A backward ran inside the block, so that its second run has to hold what it saves."""
         self.stops_early = False
+        self.running_again = False
+        """A second run is filling the holders; what it has brought back is not given up before somebody took it."""
         self._found: list[FrozenTensor] = []
         """The tensors among the arguments."""
         self._outputs: set[int] = set()
@@ -180,7 +182,7 @@ class Frame:
 
         Those of arguments and results are not counted: somebody else holds them.
         """
-        if not self.ended or not self._may_go():
+        if not self.ended or self._is_wanted() or not self._holds() or not self._may_go():
             return 0
         shared = self._shared_with_others()
         freed = sum(
@@ -188,6 +190,20 @@ class Frame:
         )
         self._let_go()
         return freed
+
+    def _is_wanted(self) -> bool:
+        """Whether a second run is bringing back what this frame, one inside it or one around it held."""
+        around: Frame | None = self.parent
+        while around is not None:
+            if around.running_again:
+                return True
+            around = around.parent
+        return any(frame.running_again for frame in self._family())
+
+    def _holds(self) -> bool:
+        return any(
+            holder.value is not None and not holder.pinned for frame in self._family() for holder in frame._living()
+        )
 
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
@@ -224,10 +240,11 @@ class Frame:
         while around is not None:
             around.differentiates = around.differentiates or not around.ended
             around = around.parent
-        if holder.value is None:
-            with self.conductor.lock:
-                self._restore(holder)
         value = holder.value
+        if value is None:
+            with self.conductor.lock:  # within it nobody revokes
+                self._restore(holder)
+                value = holder.value
         if value is None:
             raise EngineError(f"A tensor saved in {self.name} did not come back.")
         if holder.recomputed and _retained():
@@ -290,11 +307,14 @@ class Frame:
             torch.enable_grad(),
             saved_tensors_hooks(replay.fill, _same),
         ):
+            self.running_again = True
             try:
                 self.site.forward(*args, **kwargs)
             except StopRecompute as stop:
                 if stop.replay is not replay:
                     raise
+            finally:
+                self.running_again = False
         replay.verify()
         self.figures.recomputes += 1
         self.figures.recompute_seconds += time.perf_counter() - began
@@ -319,7 +339,7 @@ class Frame:
         return output
 
     def _check_unchanged(self) -> None:
-        if self.figures.kept_because or self.frozen is None:
+        if self.frozen is None:
             raise EngineError(f"The arguments of {self.name} are gone.")
         moved = next((i for i, one in enumerate(self._arguments()) if one.moved_on and not one.copied), None)
         if moved is not None:
