@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, final
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing, Replay
 from spillway.engines.blocks.sites import Site
 from spillway.engines.tiers.disk import DiskTier
@@ -33,6 +35,8 @@ class Conductor:
         self.environment = environment
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
+        self.removed: tuple[Hook, ...] = ()
+        """Hooks of an engine that was closed."""
         self._open_tier = open_tier
         self._tier: DiskTier | None = None
         self._away: weakref.WeakSet[Frame] = weakref.WeakSet()
@@ -66,6 +70,14 @@ class Conductor:
         finally:
             self._local.replays.pop()
 
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
+        with contextlib.ExitStack() as stack:
+            for hook in self.removed:
+                stack.enter_context(hook.back())
+            yield
+
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
@@ -77,6 +89,11 @@ class Conductor:
         top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         around = getattr(top[0], "__self__", None) if top is not None else None
         return around.outer if isinstance(around, Frame) else top
+
+    def is_checkpointed(self) -> bool:
+        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
     def tier(self, frame: Frame) -> DiskTier:
         """The spill file, in which something of this frame is going to wait."""

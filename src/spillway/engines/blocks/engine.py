@@ -145,6 +145,7 @@ class BlockEngine:
         self.closed = True
         for hook in self._hooks:
             hook.remove()
+        self._conductor.removed = tuple(self._hooks)
         self._conductor.close()
 
     def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,22 +156,31 @@ class BlockEngine:
         return self._model_forward(*args, **kwargs)
 
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
-        if self.closed or not torch.is_grad_enabled() or _hooks_are_off():
-            return site.forward(*args, **kwargs)
         conductor = self._conductor
         replay = conductor.replay
+        if (self.closed and replay is None) or not torch.is_grad_enabled() or _hooks_are_off():
+            return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
+            return site.forward(*args, **kwargs)
+        if conductor.is_checkpointed():
+            if replay is None and torch._C._current_graph_task_id() == -1:
+                self._count(site).kept_because = "torch.utils.checkpoint stands around it and runs it again itself"
             return site.forward(*args, **kwargs)
         if replay is not None:
             return replay.call(site, args, kwargs)
         if self.aside and conductor.frame is None:  # else it was set in the middle of a block around this one
             return site.forward(*args, **kwargs)
-        figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
-        site.calls += 1
+        figures = self._count(site)
         frame = Frame(conductor, site, figures, conductor.frame)
-        self._figures.append(figures)
         self._frames[figures.block, figures.call] = weakref.ref(frame)
         return frame.run(args, kwargs)
+
+    def _count(self, site: Site) -> Figures:
+        """Another call of a block."""
+        figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
+        site.calls += 1
+        self._figures.append(figures)
+        return figures
 
     def _action(self, block: str, call: int) -> Action:
         if callable(self.actions):

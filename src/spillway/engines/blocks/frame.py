@@ -150,7 +150,7 @@ class Frame:
                     self.figures.kept_because = "it writes to an argument, which was not copied before"
         written = self.site.state.learn(self.snapshot)
         if written:
-            self.figures.kept_because = f"it writes to {written}, which it did not do before"
+            self.figures.kept_because = f"it changes {written}, which was not copied before"
         needs_grad, unsettled, children = self._last
         last = len(self.holders) - 1
         self.stops_early = needs_grad and last - unsettled > _SETTLE and children == len(self.children)
@@ -301,6 +301,7 @@ class Frame:
         replay = Replay(self)
         conductor = self.conductor
         with (
+            conductor.hooked(),
             conductor.replaying(replay),
             conductor.environment(self.environment),
             self.site.state.as_of(self.snapshot),
