@@ -92,8 +92,8 @@ class BlockEngine:
             )
         names = blocks if blocks is not None or sample is None else discover(model, sample)
         chosen = named(model, names or ())
-        self.actions: Actions = actions if actions is not None else {}
         self.blocks = tuple(chosen)
+        self.actions = actions if actions is not None else {}
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         environment = Environment(devices, [*generators, *_generators_of(model)])
         self.aside = False
@@ -117,6 +117,25 @@ class BlockEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def actions(self) -> Actions:
+        """By (block, call), or as a function of both.
+
+        Raises:
+            ModelError: When set: one of them is for a block that is not there.
+        """
+        return self._actions
+
+    @actions.setter
+    def actions(self, actions: Actions) -> None:
+        unknown = [] if callable(actions) else [block for block, _ in actions if block not in self.blocks]
+        if unknown:
+            raise ModelError(
+                f"There is an action for {unknown[0]!r}, which is none of the {len(self.blocks)} blocks: "
+                f"`BlockEngine.blocks` names them, the first is {self.blocks[0]!r}."
+            )
+        self._actions = actions
 
     @property
     def calls(self) -> list[CallReport]:

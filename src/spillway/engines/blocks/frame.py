@@ -201,8 +201,10 @@ class Frame:
         return any(frame.running_again for frame in self._family())
 
     def _holds(self) -> bool:
-        return any(
-            holder.value is not None and not holder.pinned for frame in self._family() for holder in frame._living()
+        family = self._family()
+        holders = (holder for frame in family for holder in frame._living())
+        return any(frame.frozen is not None for frame in family[1:]) or any(
+            not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders
         )
 
     def _may_go(self) -> bool:
