@@ -22,7 +22,9 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import ModelError
+from spillway.units import Bytes, format_bytes
 from tests.cpu.families import FAMILIES
 from tests.cpu.family import Build, Built
 from tests.cpu.test_exactness import Trained, train
@@ -144,7 +146,9 @@ def run(size: Size, tell: Tell) -> Result:
         rows=rows,
         checks=[
             Check(what=f"runs of {len(outcomes)} that are not exact", measured=_count_wrong(outcomes), at_most=0),
-            Check(what="runs in which nothing was given up, without a reason", measured=_count_idle(outcomes), at_most=0),
+            Check(
+                what="runs in which nothing was given up, without a reason", measured=_count_idle(outcomes), at_most=0
+            ),
             Check(
                 what="architectures with blocks short of twenty",
                 measured=max(0, FEWEST_ARCHITECTURES - len(architectures)),
@@ -197,6 +201,7 @@ def _outcome(subject: Subject, way: Way) -> Outcome:
     outcome, draw, built = Outcome(), random.Random(subject.name), subject.build(0)
     with (
         tempfile.TemporaryDirectory() as spill,
+        _counting_bytes_out(outcome),
         BlockEngine(
             built.model, subject.blocks, actions=lambda block, call: way.choose(draw), spill_directory=spill
         ) as engine,
@@ -209,10 +214,21 @@ def _outcome(subject: Subject, way: Way) -> Outcome:
         except Exception as error:  # the table is to tell of it, and of all that come after
             outcome.wrong = f"{type(error).__name__}: {error}"
             return outcome
-        tier = engine._conductor._tier
-        outcome.counts["offloaded"] = 0 if tier is None else tier._bytes_moved
     outcome.wrong = different(subject.plain, trained) or ""
     return outcome
+
+
+@contextlib.contextmanager
+def _counting_bytes_out(outcome: Outcome) -> Iterator[None]:
+    """Every slot of a spill file is counted."""
+    reserve = DiskTier._reserve
+
+    def counted(tier: DiskTier, nbytes: Bytes) -> Slot:
+        outcome.counts["offloaded"] += nbytes
+        return reserve(tier, nbytes)
+
+    with mock.patch.object(DiskTier, "_reserve", counted):
+        yield
 
 
 @final
@@ -298,11 +314,11 @@ def _summary(outcomes: Outcomes) -> Iterator[str]:
     forward = total["revoked"] - total["revoked in the backward"]
     yield (
         f"{total['calls']} calls of blocks, {total['recomputes']} second runs; revoked: {forward} in a forward and "
-        f"{total['revoked in the backward']} in a backward."
+        f"{total['revoked in the backward']} in a backward; {format_bytes(total['offloaded'])} went to the spill file."
     )
     if kept:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in kept.most_common())
-        yield f"Kept although they were to run again, {sum(kept.values())} calls: {reasons}."
+        yield f"Calls that could not run again, {sum(kept.values())}: {reasons}."
     unfound = sorted({subject.name for subject, _, _ in outcomes if not subject.found})
     if unfound:
         yield f"Without blocks: {', '.join(unfound)}."

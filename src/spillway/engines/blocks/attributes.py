@@ -50,10 +50,11 @@ class _Stable(NamedTuple):
     def changed(self) -> list[tuple[str, Any]]:
         """Names of what is not as it was, with what it was."""
         held = self.held
-        if len(held) == len(self.known):
-            with contextlib.suppress(KeyError):
-                if all(map(operator.is_, self.read(held), self.values)):
-                    return []
+        try:
+            if len(held) == len(self.known) and all(map(operator.is_, self.read(held), self.values)):
+                return []
+        except KeyError:
+            pass  # one of them is gone
         found = [
             (name, value)
             for name, value in zip(self.names, self.values, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -92,8 +93,13 @@ class FrozenTensor:
 def empty_witness(tensor: Tensor) -> Tensor:
     """A tensor without bytes that shares the version counter of `tensor`."""
     witness = tensor.detach()
-    witness.data = tensor.new_empty(0)
+    witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
     return witness
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:

@@ -177,7 +177,9 @@ class BlockEngine:
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
         conductor = self._conductor
         replay = conductor.replay
-        if (self.closed and replay is None) or not torch.is_grad_enabled() or _hooks_are_off():
+        # Set aside in the middle of a block around this one, it counts from the next block on.
+        off = replay is None and (self.closed or (self.aside and conductor.frame is None))
+        if off or not torch.is_grad_enabled() or _hooks_are_off():
             return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
             return site.forward(*args, **kwargs)
@@ -187,8 +189,6 @@ class BlockEngine:
             return site.forward(*args, **kwargs)
         if replay is not None:
             return replay.call(site, args, kwargs)
-        if self.aside and conductor.frame is None:  # else it was set in the middle of a block around this one
-            return site.forward(*args, **kwargs)
         figures = self._count(site)
         frame = Frame(conductor, site, figures, conductor.frame)
         self._frames[figures.block, figures.call] = weakref.ref(frame)

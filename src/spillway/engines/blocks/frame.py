@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor
@@ -66,7 +66,6 @@ class Frame:
         self.call = figures.call
         self.action = figures.action
         self.parent = parent
-        self.name = f"call {figures.call} of {site.name}"
         self.children: list[weakref.ref[Frame]] = []
         self.child_sites: list[Site] = []
         self.holders: list[HolderRef] = []
@@ -80,15 +79,26 @@ class Frame:
         self.differentiates = False
         """A backward ran inside the block, so that its second run has to hold what it saves."""
         self.stops_early = False
+        self.calm = False
+        """All runs that this one is part of have ended, and its first saved tensor was asked for."""
         self.running_again = False
         """A second run is filling the holders; what it has brought back is not given up before somebody took it."""
         self._found: list[FrozenTensor] = []
         """The tensors among the arguments."""
         self._outputs: set[int] = set()
-        self._last: tuple[bool, int, int] = (False, -_SETTLE - 1, 0)
+        self._last_needs_grad = False
+        self._unsettled = -_SETTLE - 1
+        self._before_child = -1
+        """How many tensors had been saved when the last child began."""
         if parent is not None:
+            parent._before_child = len(parent.holders)
             parent.children.append(weakref.ref(self))
             parent.child_sites.append(site)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"call {self.call} of {self.site.name}"
 
     # ------------------------------------------------------------------------------------------------ the first run
 
@@ -126,22 +136,22 @@ class Frame:
         return (self.call, number) in self.site.written
 
     def _pack(self, tensor: Tensor) -> Holder:
-        pinned = tensor.is_leaf and tensor.requires_grad
+        needs_grad, value = tensor.requires_grad, tensor
+        pinned = needs_grad and tensor.is_leaf
         if self.outer is not None:
             value = self.outer[0](tensor)
-        else:
-            value = tensor.detach() if tensor.requires_grad and not pinned else tensor
-        holder = Holder(self, tensor, value, pinned=pinned, watched=self.outer is None)
-        unsettled = len(self.holders) if not tensor.requires_grad and tensor._version == 0 else self._last[1]
-        self._last = (tensor.requires_grad, unsettled, len(self.children))
+        elif needs_grad and not pinned:
+            value = tensor.detach()
+        if not needs_grad and tensor._version == 0:
+            self._unsettled = len(self.holders)
+        holder = Holder(self, tensor, value, pinned, self.outer is None)
+        self._last_needs_grad = needs_grad
         self.holders.append(weakref.ref(holder))
         return holder
 
     def _end(self, output: Any) -> None:
         self.ended = True
         fixed = self.site.state.fixed()
-        for holder in self._living():
-            holder.pinned = holder.pinned or holder.address() in fixed
         for number, frozen in enumerate(self._arguments()):
             if frozen.moved_on:
                 self.site.written.add((self.call, number))
@@ -151,12 +161,11 @@ class Frame:
         written = self.site.state.learn(self.snapshot)
         if written:
             self.figures.kept_because = f"it changes {written}, which was not copied before"
-        needs_grad, unsettled, children = self._last
         last = len(self.holders) - 1
-        self.stops_early = needs_grad and last - unsettled > _SETTLE and children == len(self.children)
+        self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
         if self.action.recomputes:
-            self.revoke()
+            self._give_up()
             if self.action is Action.RECOMPUTE_OFFLOADED and not self.figures.kept_because:
                 homes.send_arguments(self._arguments(), fixed, self.conductor.tier(self))
         elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
@@ -168,7 +177,10 @@ class Frame:
             self._outputs = {address(tensor) for tensor in tensors(output)}
         except CannotCopyError:
             self._outputs = set()
-        saved = self._storages()
+        living = self._living()
+        for holder in living:
+            holder.pinned = holder.pinned or holder.address() in fixed
+        saved = _storages(living)
         self.figures.saved_bytes = sum(saved.values())
         self.figures.argument_bytes = sum(arguments.values())
         self.figures.own_bytes = sum(
@@ -186,10 +198,18 @@ class Frame:
             return 0
         shared = self._shared_with_others()
         freed = sum(
-            nbytes for frame in self._family() for key, nbytes in frame._storages().items() if key not in shared
+            nbytes
+            for frame in self._family()
+            for key, nbytes in _storages(frame._living()).items()
+            if key not in shared
         )
         self._let_go()
         return freed
+
+    def _give_up(self) -> None:
+        """What `revoke` does, when the block has just ended."""
+        if not self.figures.kept_because and (self.frozen is not None or self.parent is not None):
+            self._let_go()
 
     def _is_wanted(self) -> bool:
         """Whether a second run is bringing back what this frame, one inside it or one around it held."""
@@ -238,9 +258,11 @@ class Frame:
         holder.check()
         if self.ended:
             self._judge()
+        self.calm = self.outer is None
         around: Frame | None = self
         while around is not None:
-            around.differentiates = around.differentiates or not around.ended
+            if not around.ended:
+                around.differentiates, self.calm = True, False
             around = around.parent
         value = holder.value
         if value is None:
@@ -390,21 +412,25 @@ class Frame:
     def _shared_with_others(self) -> set[int]:
         return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}
 
-    def _storages(self) -> dict[int, Bytes]:
-        """Bytes of the storages that the holders hold alive, by address."""
-        found: dict[int, Bytes] = {}
-        for holder in self._living():
-            key = None if holder.pinned else holder.address()
-            if key is not None:
-                found[key] = holder.value.untyped_storage().nbytes()
-        return found
-
     def _above_recomputes(self) -> bool:
         return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())
 
 
 def _unpack(holder: Holder) -> Tensor:
-    return holder.frame.unpack(holder)
+    value, frame = holder.value, holder.frame
+    if value is None or holder.recomputed or not frame.calm or holder.witness._version != holder.version:
+        return frame.unpack(holder)
+    return cast(Tensor, value)
+
+
+def _storages(holders: list[Holder]) -> dict[int, Bytes]:
+    """Bytes of the storages that holders hold alive, but for parameters and buffers, by address."""
+    found: dict[int, Bytes] = {}
+    for holder in holders:
+        key = None if holder.pinned else holder.address()
+        if key is not None and key not in found:
+            found[key] = holder.value.untyped_storage().nbytes()
+    return found
 
 
 def _same(value: Any) -> Any:

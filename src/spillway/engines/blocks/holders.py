@@ -32,7 +32,7 @@ class Holder:
         "witness",
     )
 
-    def __init__(self, frame: Frame, tensor: Tensor, value: Any, *, pinned: bool, watched: bool) -> None:
+    def __init__(self, frame: Frame, tensor: Tensor, value: Any, pinned: bool, watched: bool) -> None:
         self.frame = frame
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.value = value
@@ -42,8 +42,8 @@ class Holder:
         self.recomputed = False
         """The value was brought back, and can be brought back again."""
         self.home: Away | None = None
-        self.witness: Tensor | None = value if watched else None
-        """Tells of writes, as autograd does where there are no hooks but ours."""
+        self.witness: Any = value if watched else None
+        """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
 
     def let_go(self) -> None:
@@ -83,11 +83,10 @@ class Holder:
 
     def address(self) -> int | None:
         """The storage that it holds alive; None if it holds none, or one that nobody can tell apart."""
-        return address(self.value) if isinstance(self.value, Tensor) and _has_storage(self.value) else None
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return bool(tensor.layout is torch.strided and torch._C._has_storage(tensor))
+        value = self.value
+        if isinstance(value, Tensor) and value.layout is torch.strided and torch._C._has_storage(value):
+            return address(value)
+        return None
 
 
 HolderRef = weakref.ref[Holder]

@@ -84,9 +84,8 @@ class ModuleState:
         watched = self._watched.get(snapshot.training)
         if watched is None:
             self._learn_buffers(snapshot)
-            return beyond
         written = snapshot.written()
-        if written:
+        if written and watched is not None:
             for module in self._modules:
                 watched.update((module, name) for name in module._buffers if name == written)
         return beyond or written
