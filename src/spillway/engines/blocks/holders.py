@@ -59,9 +59,7 @@ class Holder:
         self.value, self.recomputed = value, True
 
     def differs(self, tensor: Tensor) -> str:
-        """In what a tensor is not like the one that was saved, a clause; empty if nothing tells them apart."""
-        if tensor.shape == self.shape and tensor.dtype == self.dtype:
-            return ""
+        """In what a tensor is not like the one that was saved, a clause."""
         return (
             f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
             f"{tuple(self.shape)} before"

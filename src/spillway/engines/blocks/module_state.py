@@ -111,24 +111,30 @@ class ModuleState:
     @contextlib.contextmanager
     def as_of(self, snapshot: Snapshot) -> Iterator[None]:
         """The block as it was; afterwards it is again as before."""
-        before = [(module, module.training, dict(module._buffers)) for module in self._modules]
-        replaced = [(module, name, module._parameters.get(name)) for _, _, name, module in _replaced(snapshot)]
+        flags = tuple([module.training for module in self._modules])
+        before = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
+        replaced = _replaced(snapshot)
+        parameters = [(module, name, module._parameters.get(name)) for _, _, name, module in replaced]
         try:
-            for module, flag in zip(self._modules, snapshot.training, strict=True):
-                module.training = flag
+            self._flag(snapshot.training)
             for (module, name), buffer in snapshot.buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
-            for parameter, _, name, module in _replaced(snapshot):
+            for parameter, _, name, module in replaced:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
                 yield
         finally:
-            for module, training, buffers in before:
-                module.training = training
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for module, name, original in replaced:
+            self._flag(flags)
+            for held, buffers in before:
+                held.clear()
+                held.update(buffers)
+            for module, name, original in parameters:
                 module._parameters[name] = original
+
+    def _flag(self, training: tuple[bool, ...]) -> None:
+        for module, flag in zip(self._modules, training, strict=True):
+            if module.training != flag:
+                module.training = flag
 
 
 def _replaced(snapshot: Snapshot) -> list[tuple[Tensor, int, str, nn.Module]]:
