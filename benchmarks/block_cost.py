@@ -26,7 +26,7 @@ from benchmarks.timing import Clock, median_ratio
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.workloads import Batch, Workload
+from spillway.workloads import Batch, Workload, get
 
 PLAIN: Final = "plain"
 ASIDE: Final = "aside"
@@ -53,11 +53,8 @@ class Model:
 
     name: str
     """In the table."""
-    build: str
-    """A name in `BUILDS`."""
-    size: int
-    """Words, or pixels along a side."""
-    options: Mapping[str, Any]
+    build: Callable[[], Workload]
+    """Makes it."""
     judged: bool = True
     """Whether the targets are for it: steps of a few milliseconds are there for what a call costs."""
 
@@ -77,7 +74,7 @@ class Track:
     """One model, and what its steps stand in for each competitor."""
 
     def __init__(self, model: Model) -> None:
-        self.workload: Workload = BUILDS[model.build](model.size, **model.options)
+        self.workload = model.build()
         self.batch: Batch = next(iter(self.workload.batches(1)))
         self.blocks = discover(self.workload.model, lambda: self.workload.loss(self.workload.model, self.batch))
         self.arounds: Mapping[str, Around] = MappingProxyType(
@@ -253,13 +250,13 @@ def _recompute_checks(rows: Sequence[Row]) -> Iterator[Check]:
             yield Check(what=f"{what}, CPU", measured=row["cpu_ratio_checkpoint"], at_most=RECOMPUTED_LIMIT)
 
 
-def _bert(name: str, *, layers: int, width: int, batch: int, length: int, judged: bool = True) -> Model:
-    options = {"layers": layers, "width": width, "batch": batch}
-    return Model(name=name, build="BERT", size=length, options=options, judged=judged)
+def _bert(*, layers: int, width: int, batch: int, length: int, judged: bool = True) -> Model:
+    build = partial(BUILDS["BERT"], length, layers=layers, width=width, batch=batch)
+    return Model(name=f"BERT, {layers} x {width}, {batch} x {length}", build=build, judged=judged)
 
 
-def _resnet(name: str, *, depths: tuple[int, ...], width: int, batch: int, side: int) -> Model:
-    return Model(name=name, build="ResNet", size=side, options={"depths": depths, "width": width, "batch": batch})
+def _resnet(**options: Any) -> Model:
+    return Model(name=f"ResNet-34, width {options['width']}", build=partial(get, "resnet", **options))
 
 
 BENCHMARK: Final = Benchmark(
@@ -267,16 +264,16 @@ BENCHMARK: Final = Benchmark(
     run=run,
     full=Size(
         models=(
-            _bert("BERT, 6 x 256, 8 x 128", layers=6, width=256, batch=8, length=128),
-            _resnet("ResNet-50, 8 x 96 x 96", depths=(3, 4, 6, 3), width=16, batch=8, side=96),
-            _bert("BERT, 6 x 64, 1 x 16", layers=6, width=64, batch=1, length=16, judged=False),
+            _bert(layers=6, width=256, batch=8, length=128),
+            _resnet(width=16, batch=16),
+            _bert(layers=6, width=64, batch=1, length=16, judged=False),
         ),
         rounds=100,
     ),
     quick=Size(
         models=(
-            _bert("BERT, 2 x 64, 1 x 8", layers=2, width=64, batch=1, length=8),
-            _resnet("ResNet, 2 x 32 x 32", depths=(2, 2), width=8, batch=2, side=32),
+            _bert(layers=2, width=64, batch=1, length=8),
+            _resnet(width=2, batch=1),
         ),
         rounds=2,
     ),
