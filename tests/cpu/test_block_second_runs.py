@@ -330,7 +330,7 @@ def test_hooks_on_the_model_and_saved_tensors_in_host_memory() -> None:
     assert_recomputed_as_plain(model, loss_of)
 
 
-CHECKPOINTED = "torch.utils.checkpoint stands around it and runs it again itself"
+CHECKPOINTED = "torch.utils.checkpoint, which somebody put there, runs it again itself"
 
 
 @pytest.mark.parametrize("action", Action)

@@ -183,9 +183,11 @@ class BlockEngine:
             return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
             return site.forward(*args, **kwargs)
-        if conductor.is_checkpointed():
+        if conductor.is_checkpointed() or site.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
-                self._count(site).kept_because = "torch.utils.checkpoint stands around it and runs it again itself"
+                self._count(
+                    site
+                ).kept_because = "torch.utils.checkpoint, which somebody put there, runs it again itself"
             return site.forward(*args, **kwargs)
         if replay is not None:
             return replay.call(site, args, kwargs)
@@ -234,7 +236,8 @@ def _refuse_what_runs_twice(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False):
             raise ModelError(
                 f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
-                f"call model.gradient_checkpointing_disable() first."
+                f"switch that off first: in transformers by model.activation_checkpointing_disable(), which older "
+                f"versions call gradient_checkpointing_disable()."
             )
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise ModelError(
