@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from spillway.units import Bytes, Seconds
 Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""
 Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
+
+_CHECKPOINTED: Final = "torch.utils.checkpoint, which somebody put there, runs it again itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
