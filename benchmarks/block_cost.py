@@ -29,7 +29,7 @@ from spillway.engines.blocks.engine import BlockEngine
 from spillway.workloads import Batch, Workload, get
 
 PLAIN: Final = "plain"
-ASIDE: Final = "aside"
+ASLEEP: Final = "asleep"
 KEPT: Final = "kept, to be revoked"
 RECOMPUTED: Final = "recomputed"
 CHECKPOINT: Final = "torch.utils.checkpoint"
@@ -80,7 +80,7 @@ class Track:
         self.arounds: Mapping[str, Around] = MappingProxyType(
             {
                 PLAIN: contextlib.nullcontext,
-                ASIDE: partial(self._managed, Action.KEEP, aside=True),
+                ASLEEP: partial(self._managed, Action.KEEP, asleep=True),
                 KEPT: partial(self._managed, Action.KEEP),
                 RECOMPUTED: partial(self._managed, Action.RECOMPUTE),
                 CHECKPOINT: self._checkpointed,
@@ -92,8 +92,8 @@ class Track:
             hook.remove()
 
     @contextlib.contextmanager
-    def _managed(self, action: Action, *, aside: bool = False) -> Iterator[None]:
-        self._engine.actions, self._engine.aside = lambda block, call: action, aside
+    def _managed(self, action: Action, *, asleep: bool = False) -> Iterator[None]:
+        self._engine.actions, self._engine.asleep = lambda block, call: action, asleep
         for hook in self._engine._hooks:
             hook.install()
         try:
@@ -177,7 +177,7 @@ NOTES: Final = (
     "Ratios are medians over the rounds, each of which every competitor has one step in. us a block: the median "
     "difference to plain, by the blocks, on CPU time; of what recomputes it is mostly the second run. Python calls: "
     "what `sys.setprofile` counts in a forward and a backward beyond plain.",
-    "Aside: what runs where everything fits. Kept, to be revoked: every saved tensor goes through a hook.",
+    "Asleep: what runs where everything fits. Kept, to be revoked: every saved tensor goes through a hook.",
 )
 
 
@@ -234,7 +234,7 @@ def _times(clock: Clock, clocks: Mapping[str, Clock], blocks: int) -> dict[str, 
 
 def _idle_checks(rows: Sequence[Row]) -> Iterator[Check]:
     for row in rows:
-        if row["competitor"] == ASIDE:
+        if row["competitor"] == ASLEEP:
             what = f"idle, times the plain step, {row['model']}"
             yield Check(what=what, measured=row["ratio"], at_most=IDLE_LIMIT)
             yield Check(what=f"{what}, CPU", measured=row["cpu_ratio"], at_most=IDLE_LIMIT)

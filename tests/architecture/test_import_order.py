@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines",),  # the controller and what it is made of: the engines' torch-free part
     ("engines.simulated",),
     ("engines.tiers",),
+    ("engines.tensors.system",),  # asks the operating system about this process, for either engine
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("costs.watching",),  # measures what the engine costs
     ("costs.measured",),  # measures the disk through a tier
@@ -36,6 +37,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 TOGETHER = {"errors", "units"}
+COMMON = ("base", "by_block")
+"""What methods of the two engines have in common."""
 NEED_TORCH = (
     "recording",
     "costs.measured",
@@ -105,7 +108,7 @@ def _brings_torch(found: Import) -> bool:
 
 
 def methods_that_lean_on_each_other(sources: Mapping[str, str]) -> list[str]:
-    """Imports of one method by another; `methods.base` is all that they have in common."""
+    """Imports of one method by another; they have `methods.base` in common, or `methods.by_block`, and no more."""
     return [str(found) for found in imports(sources) if _method(found.importer) and _is_neighbour(found)]
 
 
@@ -116,7 +119,7 @@ def _is_neighbour(found: Import) -> bool:
 def _method(module: str) -> str:
     """`spillway.methods.lru` -> `lru`; the empty text for what is no method."""
     inside = inner_name(module).split(".")
-    return inside[1] if inside[0] == "methods" and len(inside) > 1 and inside[1] != "base" else ""
+    return inside[1] if inside[0] == "methods" and len(inside) > 1 and inside[1] not in COMMON else ""
 
 
 def test_the_package_imports_only_in_the_order_of_the_architecture() -> None:

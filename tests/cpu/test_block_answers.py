@@ -1,4 +1,4 @@
-"""What the block engine never takes, what it answers where it cannot serve, and what it costs when it is set aside."""
+"""What the block engine never takes, what it answers where it cannot serve, and what it costs when it is asleep."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_layers_that_were_left_out_by_chance_are_blocks_too() -> None:
     assert discover(model, lambda: model(X)) == [f"blocks.{number}" for number in range(3)]
 
 
-# -------------------------------------------------------------------------------------------------------------- aside
+# ------------------------------------------------------------------------------------------------------------- asleep
 
 
 def python_calls(model: nn.Module) -> int:
@@ -135,7 +135,7 @@ def python_calls(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("ops", [1, 50])
-def test_an_engine_that_is_set_aside_adds_a_few_calls_a_block_and_none_an_op(ops: int) -> None:
+def test_an_engine_that_is_asleep_adds_a_few_calls_a_block_and_none_an_op(ops: int) -> None:
     def function(block: Functional, x: Tensor) -> Tensor:
         for _ in range(ops):
             x = torch.sin(x)
@@ -145,21 +145,21 @@ def test_an_engine_that_is_set_aside_adds_a_few_calls_a_block_and_none_an_op(ops
     plain = python_calls(model)
     with BlockEngine(model, [f"blocks.{number}" for number in range(4)]) as engine:
         kept = python_calls(model)
-        engine.aside = True
+        engine.asleep = True
         assert python_calls(model) - plain == 20
         assert engine.calls == []
-        engine.aside = False
+        engine.asleep = False
         assert python_calls(model) == kept > plain + 4 * (ops + 20)
         assert len(engine.calls) == 4
 
 
-def test_what_is_set_aside_in_the_middle_of_a_block_counts_from_the_next_block_on() -> None:
+def test_an_engine_put_to_sleep_in_the_middle_of_a_block_sleeps_from_the_next_block_on() -> None:
     model = Chain(Outer(), Outer())
     names = [f"blocks.{number}{name}" for number in range(2) for name in ("", ".first", ".second")]
     torch.manual_seed(0)
     plain = torch.autograd.grad(mean_square(model, X), list(model.parameters()))
     with BlockEngine(model, names, actions=lambda block, call: Action.RECOMPUTE) as engine:
-        handle = model.blocks[0].first.register_forward_hook(lambda *_: setattr(engine, "aside", True))
+        handle = model.blocks[0].first.register_forward_hook(lambda *_: setattr(engine, "asleep", True))
         torch.manual_seed(0)
         loss = mean_square(model, X)
         handle.remove()

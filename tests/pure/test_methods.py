@@ -84,11 +84,14 @@ def test_a_policy_object_is_taken_as_it_is() -> None:
 def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
     with pytest.raises(UnknownMethodError) as caught:
         resolve(method)
-    policies = "delta, delta-published, dtr, dtr-eqclass, dtr-local, keep-all, largest, lru, msps, uvm"
-    assert str(caught.value) == f"There is no method {method!r}; choose one of {policies}."
+    names = (
+        "checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, keep-all, largest, lru, mimose, "
+        "mimose-published, msps, uvm"
+    )
+    assert str(caught.value) == f"There is no method {method!r}; choose one of {names}."
 
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of delta, delta-published, "):
+    with pytest.raises(UnknownMethodError, match="choose one of checkpoint, delta, "):
         resolve(method)  # type: ignore[arg-type]

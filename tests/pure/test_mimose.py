@@ -235,7 +235,7 @@ def test_peaks_known_by_part_make_plans_less_careful_and_still_hold() -> None:
             mimose.end(
                 StepSample(
                     size=(length,), recomputed=everything, peak=max(truth.turn, backward),
-                    forward_peak=truth.turn if by_part else None, backward_peak=backward if by_part else None,
+                    turn_peak=truth.turn if by_part else None, backward_peak=backward if by_part else None,
                 ),
                 blocks,
             )  # fmt: skip
@@ -268,8 +268,8 @@ def test_what_is_published_and_what_is_the_default_differ_in_these_fields() -> N
     default, published = Options(), Options.as_published()
     differ = {name for name in Options.__slots__ if getattr(default, name) != getattr(published, name)}
     assert differ == {
-        "ends_early", "collects_known_sizes", "forwards", "exact_bytes", "checks_peak", "corrects", "reserve",
-        "interval",
+        "ends_early", "collects_known_sizes", "first_counts", "forwards", "exact_bytes", "checks_peak", "corrects",
+        "reserve", "interval",
     }  # fmt: skip
 
 

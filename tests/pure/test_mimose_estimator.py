@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.estimator import Estimate, FitCheck, Laws, Quadratics, at_most, fit_quadratic
 from spillway.methods.mimose.exact import exact_polynomial, monomials
-from spillway.methods.mimose.samples import InputSize
 
 LENGTHS = (35, 48, 61, 77, 90, 102, 118, 126, 133, 141)
 """Ten lengths of the paper's SWAG range."""

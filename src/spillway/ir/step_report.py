@@ -73,6 +73,22 @@ class StepReport:
     reserved_bytes: Bytes = 0
     """Of the budget, what is set aside for what the account does not see: workspaces, other tensors, odd pieces."""
 
+    input_size: list[int] | None = None
+    """The input size that a method of the block engine planned by; None under the tensor engine, which has none."""
+    blocks: int = 0
+    """Calls of blocks, if the block engine watched them; it counts no ops."""
+    recomputed_blocks: int = 0
+    """Those of them that ran again."""
+    revoked_blocks: int = 0
+    """Those that were to be kept, and were given up when room got short."""
+    projected_bytes: Bytes = 0
+    """What the plan expected the peak to be; 0 without a plan."""
+    planning_seconds: Seconds = 0.0
+    """Time that the method took to decide."""
+    peak_measured: bool = True
+    """Whether `peak_bytes` was measured. Otherwise it is the higher of what was seen between blocks and what was
+    expected."""
+
     def to_json(self) -> dict[str, Any]:
         """The report as JSON can hold it."""
         return dataclasses.asdict(self)

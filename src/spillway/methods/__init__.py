@@ -21,11 +21,14 @@ from spillway.methods.base import (
     Recall,
     Restore,
 )
+from spillway.methods.by_block import AbstractBlockMethod
 from spillway.methods.checkmate import Checkmate
+from spillway.methods.checkpoint import Checkpoint
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
+from spillway.methods.mimose import Mimose
 from spillway.methods.planned import Planned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
@@ -47,20 +50,28 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingP
         ZeroOffload.name: ZeroOffload,
     }
 )
-"""Every method by the name that users write."""
+"""Policies and planners by the name that users write."""
+
+BLOCK_METHODS: Mapping[str, Callable[[], AbstractBlockMethod]] = MappingProxyType(
+    {"mimose": Mimose, "mimose-published": Mimose.as_published, Checkpoint.name: Checkpoint}
+)
+"""Methods of the block engine by the name that users write."""
 
 
-def resolve(method: str | AbstractPolicy) -> AbstractPolicy:
-    """The policy behind a name; a policy object is taken as it is.
+def resolve(method: str | AbstractPolicy | AbstractBlockMethod) -> AbstractPolicy | AbstractBlockMethod:
+    """The policy, or the method of the block engine, behind a name; an object is taken as it is.
 
     Raises:
         UnknownMethodError: No method has that name, or it decides before the step and so needs a recorded one.
     """
-    if isinstance(method, AbstractPolicy):
+    if isinstance(method, AbstractPolicy | AbstractBlockMethod):
         return method
+    if isinstance(method, str) and method in BLOCK_METHODS:
+        return BLOCK_METHODS[method]()
     if not (isinstance(method, str) and method in METHODS):
-        policies = sorted(name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy))
-        raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(policies)}.")
+        policies = [name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy)]
+        names = ", ".join(sorted([*policies, *BLOCK_METHODS]))
+        raise UnknownMethodError(f"There is no method {method!r}; choose one of {names}.")
     found = method_named(method)
     if isinstance(found, AbstractPolicy):
         return found
@@ -78,14 +89,17 @@ def method_named(method: str) -> AbstractPolicy | AbstractPlanner:
 
 
 __all__ = [
+    "BLOCK_METHODS",
     "DTR",
     "LRU",
     "METHODS",
     "UVM",
+    "AbstractBlockMethod",
     "AbstractPlanner",
     "AbstractPolicy",
     "Candidate",
     "Checkmate",
+    "Checkpoint",
     "Copy",
     "Delta",
     "Drop",
@@ -93,6 +107,7 @@ __all__ = [
     "Fetch",
     "KeepAll",
     "MemoryView",
+    "Mimose",
     "Move",
     "Planned",
     "Problem",

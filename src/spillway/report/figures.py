@@ -13,9 +13,10 @@ NO_BUDGET: Bytes = 1 << 62
 
 
 def recomputed_share(steps: Sequence[StepReport]) -> float:
-    """Ops that were run again, as a share of the steps' own ops; 0.0 if no op was watched."""
-    ops = sum(step.ops for step in steps)
-    return sum(step.recomputed_ops for step in steps) / ops if ops else 0.0
+    """Ops that were run again, as a share of the steps' own ops, or blocks of the steps' own blocks; 0.0 if nothing was
+    watched."""
+    own = sum(step.ops + step.blocks for step in steps)
+    return sum(step.recomputed_ops + step.recomputed_blocks for step in steps) / own if own else 0.0
 
 
 def hidden_share(steps: Sequence[StepReport]) -> float:

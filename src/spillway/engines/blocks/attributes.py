@@ -130,11 +130,16 @@ class Attributes:
         """The attributes as they were; afterwards they are again as before."""
         wanted = {(one.module, name): value for one in seen.stable for name, value in one.changed()}
         wanted |= {place: thaw(value) for place, value in seen.frozen.items()}
+        for module, held in seen.everything.items():  # nothing is known yet
+            wanted |= {(module, name): _shallow(held[name]) for name in held.keys() - _OWN}
+            wanted |= {(module, name): _MISSING for name in vars(module).keys() - held.keys() - _OWN}
         before = {place: _value(place) for place in wanted}
         try:
             _assign(wanted)
             yield
         finally:
+            for module, held in seen.everything.items():
+                _assign({(module, name): _MISSING for name in vars(module).keys() - held.keys() - _OWN})
             _assign(before)
 
     def _look_first(self) -> Seen:
@@ -143,9 +148,8 @@ class Attributes:
             held = seen.everything[module] = dict(vars(module))
             for name in held.keys() - _OWN:
                 value = held[name]
-                if isinstance(value, _CONTAINERS):
-                    held[name] = copy.copy(value)
-                elif isinstance(value, Tensor):
+                held[name] = _shallow(value)
+                if isinstance(value, Tensor):
                     seen.versions.append((value, value._version, name))
                     if _hangs(value):
                         seen.frozen[module, name] = _frozen(value)
@@ -192,6 +196,10 @@ def _reader(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...
 
 def _value(place: _Place) -> Any:
     return vars(place[0]).get(place[1], _MISSING)
+
+
+def _shallow(value: Any) -> Any:
+    return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
 def _assign(values: dict[_Place, Any]) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spillway.engines.blocks.containers import address
@@ -25,12 +26,20 @@ DESCEND_SHARE: Final = 0.8
 class Watch:
     """How often the modules of a model were called in a forward, and what autograd saved in each.
 
+    Args:
+        model: Whose modules are watched.
+        keeps: Whether what autograd saves is held for a backward; otherwise it is let go at once, and whoever wants it
+            in the forward meets `BackwardInside`.
+
     Attributes:
         calls: Calls of each module.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, keeps: bool = True) -> None:
         self._mine = set(model.modules())
+        self._keeps = keeps
+        self._storages: dict[int, StorageWeakRef] = {}
+        """Weak references: as long as they stand, no other storage gets the same address."""
         self.calls: Counter[nn.Module] = Counter()
         self._saved: dict[nn.Module, dict[int, Bytes]] = defaultdict(dict)
         self._inside: list[nn.Module] = []
@@ -46,7 +55,7 @@ class Watch:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with saved_tensors_hooks(self._pack, lambda tensor: tensor):
+            with saved_tensors_hooks(self._pack, _unpack):
                 yield
         finally:
             before.remove()
@@ -63,11 +72,26 @@ class Watch:
             while self._inside.pop() is not module:
                 pass
 
-    def _pack(self, tensor: Tensor) -> Tensor:
+    def _pack(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is torch.strided and address(tensor) not in self._fixed:
+            storage = tensor.untyped_storage()
+            if address(tensor) not in self._storages:
+                self._storages[address(tensor)] = cast(Any, StorageWeakRef)(storage)
             for module in self._inside:
-                self._saved[module][address(tensor)] = tensor.untyped_storage().nbytes()
+                self._saved[module][address(tensor)] = storage.nbytes()
+        if not self._keeps:
+            return None
         return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+class BackwardInside(Exception):
+    """The forward runs a backward, which wants what was let go."""
+
+
+def _unpack(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise BackwardInside
+    return tensor
 
 
 def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
@@ -80,22 +104,29 @@ def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 
     Args:
         model: In the mode, training or not, in which it will run.
-        forward: Runs the model once, with gradients. What it returns has to hold the graph, or the bytes of storages
-            that died meanwhile are counted as one where they had one address.
+        forward: Runs the model once, with gradients.
 
     Raises:
         ModelError: The model has no blocks.
     """
     watch = Watch(model)
     with watch.watching():
-        held = forward()
-    del held
+        forward()
+    return blocks_of(model, watch)
+
+
+def blocks_of(model: nn.Module, watch: Watch) -> list[str]:
+    """Names of the blocks, from a forward that was watched.
+
+    Raises:
+        ModelError: The model has none.
+    """
     found = _blocks(model, watch)
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no blocks: among the {len(watch.calls)} modules that its forward called no "
-            f"class with modules inside occurs twice; name the blocks with blocks=[...], or take the tensor engine "
-            f"(spillway.manage), which needs none."
+            f"class with modules inside occurs twice; name the blocks with blocks=[...], or take a method of the "
+            f"tensor engine, which needs none, such as method='delta'."
         )
     return found
 

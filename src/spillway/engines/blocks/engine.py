@@ -21,6 +21,7 @@ from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.tiers.disk import DiskTier
@@ -87,20 +88,18 @@ class BlockEngine:
         generators: Iterable[Generator] = (),
         spill_directory: str | PathLike[str] | None = None,
     ) -> None:
-        _refuse_what_runs_twice(model)
+        check_runs_once(model)
         if blocks is None and sample is None:
             raise ModelError(
                 "Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=."
             )
         names = blocks if blocks is not None or sample is None else discover(model, sample)
         chosen = named(model, names or ())
+        self.model = model
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-        environment = Environment(devices, [*generators, *_generators_of(model)])
-        self.aside = False
-        """Whether blocks run as if nobody stood in front of them, for forwards that are known to fit: no call added per
-        op; nothing is counted and nothing can be revoked. To be set between forwards."""
+        self._modules = chosen
+        environment = environment_of(model, generators)
         self._conductor = Conductor(environment, partial(DiskTier, spill_directory))
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
@@ -109,6 +108,12 @@ class BlockEngine:
         self._hooks = [Hook(site.module, partial(self._call, site)) for site in self._sites]
         self._hooks.append(Hook(model, self._begin_forward))
         self.closed = False
+        self.asleep = False
+        """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
+        counted and nothing can be revoked."""
+        self.rehearses = False
+        """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
+        self.observer: Observer | None = None
         for hook in self._hooks:
             hook.install()
 
@@ -147,6 +152,20 @@ class BlockEngine:
             for figures in self._figures
         ]
 
+    @property
+    def begun(self) -> int:
+        """How many calls have begun since the model's forward last began."""
+        return len(self._figures)
+
+    def module(self, number: int) -> nn.Module:
+        """Whose call it was, by its number."""
+        return self._modules[self._figures[number].block]
+
+    def unit(self, number: int) -> Unit:
+        """Of a call, by its number in the order in which they began."""
+        figures = self._figures[number]
+        return figures.block, figures.call
+
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
 
@@ -174,41 +193,66 @@ class BlockEngine:
             for site in self._sites:
                 site.calls = 0
             self._figures, self._frames = [], {}
+            if self.observer is not None and torch.is_grad_enabled():
+                self.observer.forward_begins()
         return self._model_forward(*args, **kwargs)
 
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
         conductor = self._conductor
         replay = conductor.replay
-        # Set aside in the middle of a block around this one, it counts from the next block on.
-        off = replay is None and (self.closed or (self.aside and conductor.frame is None))
+        # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
+        off = replay is None and (self.closed or (self.asleep and conductor.frame is None))
         if off or not torch.is_grad_enabled() or _hooks_are_off():
             return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
             return site.forward(*args, **kwargs)
         if conductor.is_checkpointed() or site.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
-                self._count(
-                    site
-                ).kept_because = "torch.utils.checkpoint, which somebody put there, runs it again itself"
+                self._pass_by(site)
             return site.forward(*args, **kwargs)
         if replay is not None:
             return replay.call(site, args, kwargs)
-        figures = self._count(site)
-        frame = Frame(conductor, site, figures, conductor.frame)
-        self._frames[figures.block, figures.call] = weakref.ref(frame)
-        return frame.run(args, kwargs)
-
-    def _count(self, site: Site) -> Figures:
-        """Another call of a block."""
         figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
         site.calls += 1
+        if self.rehearses:
+            self._rehearse(site, args, kwargs)
+        observer = self.observer
+        if observer is not None:
+            observer.block_begins(len(self._figures))
+        frame = Frame(conductor, site, figures, conductor.frame)
         self._figures.append(figures)
-        return figures
+        self._frames[figures.block, figures.call] = weakref.ref(frame)
+        if observer is None:
+            return frame.run(args, kwargs)
+        number = len(self._figures) - 1
+        frame.when_reached = partial(observer.backward_reaches, number)
+        output = frame.run(args, kwargs)
+        observer.block_ended(number)
+        return output
+
+    def _rehearse(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which streams, buffers and
+        attributes are as they were. What it is called with must not be written to."""
+        environment, snapshot = self._conductor.environment.capture(), site.state.snapshot()
+        with self._conductor.environment(environment), site.state.as_of(snapshot):
+            site.forward(*args, **kwargs)
+
+    def _pass_by(self, site: Site) -> None:
+        """A call that is only counted."""
+        self._figures.append(Figures(site.name, site.calls, self._action(site.name, site.calls)))
+        self._figures[-1].kept_because = _CHECKPOINTED
+        site.calls += 1
 
     def _action(self, block: str, call: int) -> Action:
         if callable(self.actions):
             return self.actions(block, call)
         return self.actions.get((block, call), Action.KEEP)
+
+
+def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> Environment:
+    """What a forward of this model reads: the random streams of its devices and modules, and those that are named."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return Environment(devices, [*generators, *_generators_of(model)])
 
 
 def _nothing() -> None:
@@ -233,7 +277,8 @@ def _generators_of(model: nn.Module) -> list[Generator]:
     return list(found.values())
 
 
-def _refuse_what_runs_twice(model: nn.Module) -> None:
+def check_runs_once(model: nn.Module) -> None:
+    """Raises ModelError for a model that checkpoints its layers itself, or is compiled."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ModelError(

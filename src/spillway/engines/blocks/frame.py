@@ -76,6 +76,8 @@ class Frame:
         self.outer = conductor.hooks_around()
         """Hooks of the user's for saved tensors, around the block."""
         self.ended = False
+        self.when_reached: Callable[[], None] | None = None
+        """Called once, when the backward asks for the first time for something that was saved here."""
         self.differentiates = False
         """A backward ran inside the block, so that its second run has to hold what it saves."""
         self.stops_early = False
@@ -258,6 +260,9 @@ class Frame:
         holder.check()
         if self.ended:
             self._judge()
+            if self.when_reached is not None:
+                reached, self.when_reached = self.when_reached, None
+                reached()
         self.calm = self.outer is None
         around: Frame | None = self
         while around is not None:

@@ -68,5 +68,14 @@ def engine_for(
     return cuda_engine(policy, _read(budget, driver.total), driver, pinned)
 
 
+def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
+    """The budget for models on that device in bytes.
+
+    Raises:
+        BudgetError: A budget that cannot be read, or more than there is.
+    """
+    return _read(budget, machine_memory() if device.type == "cpu" else CudaDriver(device).total)
+
+
 def _read(budget: int | str | None, device_bytes: Bytes) -> Bytes:
     return UNLIMITED if budget is None else parse_budget(budget, device_bytes)

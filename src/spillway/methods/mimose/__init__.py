@@ -19,37 +19,34 @@ Not implemented: sub-blocks chosen by dynamic programming, and attention tried i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final, Self, final
 
-from spillway.methods.mimose.cache import BlockPlan, PlanCache
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
 from spillway.methods.mimose.options import Options
-from spillway.methods.mimose.peaks import Forecast, Peak, simulate
-from spillway.methods.mimose.phases import ModuleCall, Phase, Shelter, valid_calls
+from spillway.methods.mimose.peaks import Peak, simulate
+from spillway.methods.mimose.phases import ModuleCall, Shelter, valid_calls
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
-from spillway.methods.mimose.samples import BlockSample, InputSize, StepSample
 from spillway.methods.mimose.scheduler import Reading, Selection, select
 from spillway.units import Bytes
 
 FEWEST: Final = 4
-"""Steps of the sheltered phase even where it ends early: the first does not count for the whole model, and a quadratic
-takes three sizes."""
+"""Steps of the sheltered phase even where it ends early: a quadratic takes three sizes, and one more to be sure of."""
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the engine does in a step."""
-
-    phase: Phase
-    plan: BlockPlan
-    collects: bool
-    """Whether blocks are measured although they are recomputed."""
-
-
-@final
-class Mimose:
+class Mimose(AbstractBlockMethod):
     """Decides before each step, learns after it. One object belongs to one training.
 
     Arguments:
@@ -58,6 +55,9 @@ class Mimose:
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options or Options()
+        self.name = "mimose" if self.options.checks_peak else "mimose-published"
+        self.takes_vectors = self.options.checks_peak
+        self.forwards = self.options.forwards
         self.cache = PlanCache(
             self.options.interval, batched=self.options.batched, trusting=not self.options.checks_peak
         )  # fmt: skip
@@ -70,10 +70,28 @@ class Mimose:
         """The paper's choices, with the arguments of `Options.as_published` where they are given."""
         return cls(options or Options.as_published())
 
+    @classmethod
+    def static(cls, size: InputSize) -> Self:
+        """One plan for the largest input, used for all: what the paper's Fig. 13 calls Sublinear."""
+        static = cls(Options(static_size=size))
+        static.name = "static"
+        return static
+
+    def fresh(self, *, batched: bool) -> Self:
+        """Mimose with the same options, which has learned nothing yet."""
+        other = type(self)(replace(self.options, batched=batched))
+        other.name = self.name
+        return other
+
     @property
     def phase(self) -> Phase:
         """Of the step that comes next."""
         return self._shelter.phase
+
+    @property
+    def sheltered(self) -> bool:
+        """Whether there are no plans yet."""
+        return self.phase is Phase.SHELTERED or not self._planning.ready
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """What to do in a step whose input has this size.
@@ -84,10 +102,8 @@ class Mimose:
 
         In the sheltered phase, and until every block and the whole model were measured, every block is recomputed.
         """
-        if self.phase is Phase.SHELTERED or not self._planning.ready:
-            unplanned = BlockPlan(
-                size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0, smallest=0,
-            )  # fmt: skip
+        if self.sheltered:
+            unplanned = BlockPlan.nothing_kept(size, available)
             return Decision(Phase.SHELTERED, unplanned, not self._planning.ready or self._shelter.collects(size))
         return Decision(Phase.RESPONSIVE, self.plan(size, available), False)
 
@@ -112,9 +128,9 @@ class Mimose:
             blocks: Of a step that collects every block. Others may bring what they counted anyway, of blocks that were
                 kept.
         """
-        sheltered = self.phase is Phase.SHELTERED or not self._planning.ready
+        sheltered = self.sheltered
         if sheltered or self.options.corrects:
-            whole = self._shelter.counts_for_whole_model
+            whole = self.options.first_counts or self._shelter.counts_for_whole_model
             if self._planning.observe(step, blocks, whole=whole):
                 self.cache.forget()
         if sheltered:
@@ -132,8 +148,10 @@ class Mimose:
         return self._planning.checks() if isinstance(self._planning, PublishedPlanning) else None
 
     def forecast(self, size: InputSize) -> Forecast | None:
-        """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`)."""
-        return self._planning.forecast(size) if isinstance(self._planning, SimulatedPlanning) else None
+        """What a step of this size is expected to need; None where plans are not simulated (`Options.checks_peak`), and
+        before every block and the whole model were measured."""
+        planning = self._planning
+        return planning.forecast(size) if isinstance(planning, SimulatedPlanning) and planning.ready else None
 
 
 __all__ = [

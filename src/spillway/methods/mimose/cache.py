@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import Final, final
 
-from spillway.methods.mimose.samples import InputSize
-from spillway.units import Bytes, Seconds
+from spillway.methods.by_block import BlockPlan, InputSize
+from spillway.units import Bytes
 
 MOST: Final = 10_000
 """Plans that are kept; beyond, all are forgotten. Sizes of several dimensions may never repeat."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockPlan:
-    """What becomes of the blocks in a step."""
-
-    size: InputSize
-    """The size it was made for: that of the step, rounded up."""
-    recomputed: frozenset[int]
-    """Blocks that are recomputed, by their number in forward order."""
-    blocks: int
-    """How many blocks it knows of."""
-    projected: Bytes
-    """Bytes that the step is expected to need above what is there when its forward begins; 0 in the sheltered phase,
-    which expects nothing."""
-    available: Bytes
-    """Bytes that it may need."""
-    seconds: Seconds
-    """Expected to be spent on recomputing."""
-    smallest: Bytes
-    """What the smallest of the recomputed blocks saves; 0 if none is recomputed."""
-
-    @property
-    def shortfall(self) -> Bytes:
-        """Bytes by which it is expected to be over what is available; then every block is recomputed.
-
-        Estimates err upwards, so the step is not refused for this: whoever runs it knows more when it runs.
-        """
-        return max(self.projected - self.available, 0)
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is expected to stay within what is available."""
-        return not self.shortfall
-
-    def keeps(self, block: int) -> bool:
-        """Whether a block is kept. One that the plan does not know of is not: nothing is known of its bytes."""
-        return block < self.blocks and block not in self.recomputed
 
 
 @final

@@ -22,8 +22,8 @@ from typing import Final, TypeAlias, final
 
 import numpy
 
+from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.exact import DEGREE, BytesAt, exact_polynomial, features_of, monomials
-from spillway.methods.mimose.samples import InputSize
 from spillway.units import Bytes, Seconds
 
 RELATIVE: Final = 0.10
@@ -199,6 +199,8 @@ class Estimate:
         if before == nbytes:
             return False
         self.measured[size] = nbytes
+        if not self._stale and self._law is not None and self._law(size) == nbytes:
+            return False
         self._stale = True
         return True
 

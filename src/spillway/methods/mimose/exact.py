@@ -17,7 +17,7 @@ import numpy
 
 from spillway.costs.laws import DEGREE as HIGHEST
 from spillway.costs.laws import QUANTA, Law, argument, exact_laws, rivals
-from spillway.methods.mimose.samples import InputSize
+from spillway.methods.by_block import InputSize
 from spillway.units import Bytes
 
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]

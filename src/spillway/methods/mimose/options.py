@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self, final
 
 from spillway.errors import UsageError
-from spillway.methods.mimose.samples import InputSize
+from spillway.methods.by_block import InputSize
 from spillway.methods.mimose.scheduler import Reading
 from spillway.units import Bytes
 
@@ -30,6 +30,9 @@ class Options:
     collects_known_sizes: bool = False
     """Whether a sheltered step of a size that was measured is measured again. Paper: no in section 4.2, yes in the
     public code. Because bytes of the same size are the same, and what differs is learned while training."""
+    first_counts: bool = True
+    """Whether the first step is a sample of the whole model. Paper: no, because optimizer state and what libraries take
+    come into being in it. Here peaks end where the optimizer begins, and count tensors alone."""
     forwards: Literal[1, 2] = 1
     """How often a block's forward runs to be measured. Paper: 2, one with everything saved and one without (Fig. 7).
     Because bytes can be counted as they are handed to autograd, and let go at once."""
@@ -88,7 +91,7 @@ class Options:
             reading: `Reading()`, the paper's meaning, if not given; `Reading.code()` for runs of the public code.
         """
         return cls(
-            iterations=iterations, ends_early=False, collects_known_sizes=True, forwards=2, exact_bytes=False,
-            checks_peak=False, corrects=False, reserve=reserve, interval=interval, static_size=static_size,
-            reading=reading or Reading(),
+            iterations=iterations, ends_early=False, collects_known_sizes=True, first_counts=False, forwards=2,
+            exact_bytes=False, checks_peak=False, corrects=False, reserve=reserve, interval=interval,
+            static_size=static_size, reading=reading or Reading(),
         )  # fmt: skip

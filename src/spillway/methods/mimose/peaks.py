@@ -25,6 +25,7 @@ from itertools import islice
 from math import inf
 from typing import Final, Literal, final
 
+from spillway.methods.by_block import Forecast
 from spillway.units import Bytes, Seconds
 
 ALIKE: Final = 1.10
@@ -33,30 +34,6 @@ EXCHANGES: Final = 4
 """How often a block of a plan is exchanged for a cheaper one at most."""
 
 Part = Literal["forward", "turn", "backward"]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """What a step of one size is expected to need; bytes above what is there when its forward begins."""
-
-    saved: Sequence[Bytes]
-    """By each block, in order of the forward: what recomputing it frees."""
-    seconds: Sequence[Seconds]
-    """Of each block's forward."""
-    turn: Bytes
-    """Between the blocks' forward and their backward, beside what blocks save."""
-    rest: Bytes
-    """While blocks go backward, beside them."""
-    working: Sequence[Bytes]
-    """Of each block, on top of what it saves."""
-    gradients: Sequence[Bytes]
-    """Parameter gradients that each block's backward creates."""
-
-    @property
-    def everything(self) -> frozenset[int]:
-        """All blocks."""
-        return frozenset(range(len(self.saved)))
 
 
 @final

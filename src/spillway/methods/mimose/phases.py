@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import final
 
-from spillway.methods.mimose.samples import InputSize
-
-
-class Phase(Enum):
-    """What a step is for."""
-
-    SHELTERED = "sheltered"
-    """Every block is recomputed, and blocks are measured."""
-    RESPONSIVE = "responsive"
-    """Blocks follow the plan of the input's size."""
+from spillway.methods.by_block import InputSize, Phase
 
 
 @final

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import final
 
-from spillway.methods.mimose.cache import BlockPlan
+from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
 from spillway.methods.mimose.estimator import (
     Estimate,
     FitCheck,
@@ -20,8 +20,7 @@ from spillway.methods.mimose.estimator import (
 )
 from spillway.methods.mimose.exact import BytesAt, OneLength
 from spillway.methods.mimose.options import Options
-from spillway.methods.mimose.peaks import Forecast, highest, holding, limits, outside, seconds_of, simulate
-from spillway.methods.mimose.samples import BlockSample, InputSize, StepSample
+from spillway.methods.mimose.peaks import highest, holding, limits, outside, seconds_of, simulate
 from spillway.methods.mimose.scheduler import select
 from spillway.units import Bytes, Seconds
 
@@ -223,11 +222,11 @@ class SimulatedPlanning(AbstractPlanning):
         plans that keep a block; the floor under all recomputed blocks is known from the sheltered steps.
         """
         forecast = self._forecast(step.size, turn=0, rest=0)
-        by_part = step.forward_peak is not None and step.backward_peak is not None
+        by_part = step.turn_peak is not None and step.backward_peak is not None
         turn, rest = outside(
             forecast,
             step.recomputed,
-            step.forward_peak if by_part and step.forward_peak is not None else step.peak,
+            step.turn_peak if by_part and step.turn_peak is not None else step.peak,
             step.backward_peak if by_part and step.backward_peak is not None else step.peak,
         )
         keeps = len(step.recomputed) < len(self._saved)

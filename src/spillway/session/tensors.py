@@ -1,4 +1,4 @@
-"""`manage()`: a model trained step by step under a budget."""
+"""Sessions of the tensor engine: every storage, whatever the model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ import functools
 import os
 import platform
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from typing import Any, final
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors.devices import device_of, engine_for, machine_memory
+from spillway.engines.tensors.devices import machine_memory
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
@@ -25,78 +23,17 @@ from spillway.engines.tensors.private import unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
 from spillway.engines.tensors.turns import check_thread, end_turn, take_turn
-from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import BudgetInfeasible, ModelError, SessionError, SpillFullError
+from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
-from spillway.methods import AbstractPolicy, resolve
-from spillway.report.html import write_report
 from spillway.report.live import LiveLine
+from spillway.session.base import NAMED, Session
+from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, format_bytes
-
-Models = torch.nn.Module | Sequence[torch.nn.Module]
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-
-
-def manage(
-    model: Models,
-    optimizer: Optimizers = None,
-    *,
-    budget: int | str | None,
-    method: str | AbstractPolicy = "lru",
-    host_budget: int | str | None = None,
-    spill_directory: str | os.PathLike[str] | None = None,
-    spill_io: SpillIO = "buffered",
-    return_freed: bool = True,
-    run_file: str | os.PathLike[str] | None = None,
-    timeline: bool = False,
-    live: bool = False,
-) -> Session:
-    """Train `model` under a memory budget, bit-identically to plain PyTorch.
-
-    Arguments:
-        model: The module, or several that train together. Nothing about them is changed.
-        optimizer: Theirs, or several; used to know their state's storages.
-        budget: Bytes, "6GiB", or a share of the memory of the model's device, "80%". It covers every storage that the
-            step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
-            hands out to anybody else in the process. None only keeps account.
-        method: How to decide what leaves: a name or a policy object.
-        host_budget: For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as
-            a share of the machine's memory; half of that by default.
-        spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
-            leaves; the file has no name and is gone with the process.
-        spill_io: "direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that
-            spilled bytes do not take its place; "buffered" is faster as long as there is memory for the cache.
-        return_freed: Return freed memory to the system when the process's resident set is about to pass the budget
-            by 5 %. False leaves it to the allocator: steps under pressure are faster, and the process may take twice
-            the budget and more, because the allocator keeps what it cannot reuse.
-        run_file: JSON lines with the figures of every step.
-        timeline: Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`.
-        live: Show one line in the terminal while training.
-
-    Raises:
-        UsageError: Something given makes no sense; the message says what would.
-        SpillDirectoryError: The spill directory cannot be used.
-    """
-    models: list[torch.nn.Module] = _several(model, torch.nn.Module)
-    optimizers: list[torch.optim.Optimizer] = _several(optimizer, torch.optim.Optimizer)
-    _check_models(models, optimizers)
-    engine = engine_for(device_of(models), resolve(method), budget, host_budget, spill_directory, spill_io)
-    allowed = engine.controller.allowed
-    try:
-        writer = RunWriter(run_file, _header(allowed, engine, return_freed)) if run_file is not None else None
-        shown = LiveLine(allowed) if live else None
-        return Session(models, optimizers, engine, writer, shown, keep_timeline=timeline, return_freed=return_freed)
-    except BaseException:
-        engine.close()
-        raise
-
-
-_NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
 
 @final
-class Session:
-    """Training under one budget. Made by `manage`; a context manager that gives everything back at its end."""
+class TensorSession(Session):
+    """A session that watches every op."""
 
     @unheard
     def __init__(
@@ -110,24 +47,15 @@ class Session:
         keep_timeline: bool,
         return_freed: bool,
     ) -> None:
-        self.history: list[StepReport] = []
-        """One report per finished step."""
-        self.timeline: Timeline | None = None
-        """The timeline of the step in which most bytes left and came back, if timelines are kept."""
-        self._models = models
-        self._optimizers = optimizers
+        super().__init__(models, optimizers, writer, live)
         self._engine = engine
-        self._writer = writer
-        self._live = live
         self._keep_timeline = keep_timeline
         self._return_freed = return_freed
         self._fits: dict[tuple[Any, ...], _Fit] = {}
-        self._running: _Step | None = None
-        self._closed = False
         self._most_pressure = (-1, 0)
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
-        known = sum(storage.nbytes() for storage in _storages(self._tensors(())))
+        known = sum(storage.nbytes() for storage in storages(self._tensors(())))
         on_cpu = isinstance(engine.place, CpuPlace)
         self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed and on_cpu else None
 
@@ -137,33 +65,15 @@ class Session:
         return self._engine.controller.allowed + self._engine.place.measured().reserved
 
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
-        """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
-
-        Raises:
-            SessionError: The session is closed, or a step is running.
-            BudgetInfeasible: At the op that cannot run under the budget. Model and optimizer are as plain PyTorch
-                leaves them when an op raises.
-        """
         return _Step(self, batch)
 
-    def log(self, **numbers: Any) -> None:
-        """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
-        if self._running is None:
-            raise SessionError("log() belongs inside a step: with memory.step(batch): ... memory.log(loss=loss).")
-        for name, value in numbers.items():
-            self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
-
-    def report(self, path: str | os.PathLike[str]) -> None:
-        """Write a self-contained HTML page about the run so far."""
-        timelines = [] if self.timeline is None else [self.timeline]
-        write_report(path, _header(self.allowed, self._engine, self._return_freed), self.history, timelines)
+    def _header(self) -> dict[str, Any]:
+        return header(self.allowed, self._engine, return_freed=self._return_freed)
 
     def close(self) -> None:
-        """Bring every byte back, give the spill file back to the system. Closing twice is fine."""
         if self._closed:
             return
-        if self._running is not None:
-            raise SessionError("The session cannot be closed inside a step; leave the step first.")
+        self._check_may_close()
         with DeferredInterrupts(self._engine.interrupts), ExitStack() as stack:
             self._closed = True
             stack.callback(self._engine.close)
@@ -175,42 +85,15 @@ class Session:
                     self._writer.append({"timeline": self.timeline.to_json()})
         self._engine.raise_interrupt()
 
-    def __enter__(self) -> Self:
-        if self._closed:
-            raise SessionError("This session is closed; call spillway.manage() again.")
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     # ------------------------------------------------------------------ for _Step
-
-    def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
-        """Every tensor that is known by name, and what it is for."""
-        parameters, gradients, buffers, states = _NAMED  # looking a member up takes as long as the rest
-        for module in (module for model in self._models for module in model.modules()):
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    yield parameters, parameter
-                    if parameter.grad is not None:
-                        yield gradients, parameter.grad
-            for buffer in module._buffers.values():
-                if buffer is not None:
-                    yield buffers, buffer
-        for optimizer in self._optimizers:
-            for state in optimizer.state.values():
-                if isinstance(state, dict | Mapping):
-                    for value in state.values():
-                        if isinstance(value, torch.Tensor):
-                            yield states, value
-        yield from ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
 
     def _circumstances(self, signature: str) -> tuple[Any, ...]:
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
         kind = self._engine.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        training = tuple(module.training for module in self._parts)
-        return signature, modes, training, tuple(parameter.requires_grad for parameter in self._parameters)
+        # Lists: a generator takes twice as long, and this is asked before every step, watched or not.
+        training = tuple([module.training for module in self._parts])
+        return signature, modes, training, tuple([parameter.requires_grad for parameter in self._parameters])
 
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
@@ -218,8 +101,7 @@ class Session:
     def _versions(self) -> list[int]:
         """One number per optimizer that moves when it updates what it was made for; one for all without optimizers."""
         groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
-        groups = groups or [[p for module in self._models for p in module.parameters()]]
-        return [sum(parameter._version for parameter in parameters) for parameters in groups]
+        return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
 
     def _known_to_fit(self, circumstances: tuple[Any, ...], batch: Any) -> _Fit | None:
         """The same step on the same sizes, if it ran before, kept everything, and would again from where memory stands
@@ -229,22 +111,19 @@ class Session:
         controller = self._engine.controller
         if fit is None or self._keep_timeline or controller.away:
             return None
-        gradients = ((Kind.GRADIENT, p.grad) for p in self._parameters if p.grad is not None)
-        inputs = ((Kind.INPUT, leaf) for leaf in _leaves(batch) if isinstance(leaf, torch.Tensor))
-        self._engine.label((*gradients, *inputs))  # what may have come without being watched
+        _, gradients, _, _ = NAMED
+        created = [(gradients, grad) for grad in [p.grad for p in self._parameters] if grad is not None]
+        inputs = [(Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        self._engine.label([*created, *inputs])  # what may have come without being watched
         return fit if fit.peak_from(controller.resident) <= controller.allowed else None
 
     def _presses_most(self, report: StepReport) -> bool:
         return _pressure(report) > self._most_pressure
 
-    def _finish(self, report: StepReport, timeline: Timeline | None) -> None:
-        self.history.append(report)
+    def _conclude(self, report: StepReport, timeline: Timeline | None) -> None:
         if timeline is not None:
             self.timeline, self._most_pressure = timeline, _pressure(report)
-        if self._writer is not None:
-            self._writer.append({"step": report.to_json()})
-        if self._live is not None:
-            self._live.update(report)
+        self._finish(report)
 
 
 def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
@@ -270,7 +149,7 @@ class _Fit:
 class _Step:
     """The context of one step."""
 
-    def __init__(self, session: Session, batch: Any) -> None:
+    def __init__(self, session: TensorSession, batch: Any) -> None:
         self._session = session
         self._batch = batch
         self.logged: dict[str, float] = {}
@@ -278,16 +157,14 @@ class _Step:
     @unheard
     def __enter__(self) -> Session:
         session = self._session
-        if session._closed:
-            raise SessionError("This session is closed; call spillway.manage() again.")
-        if session._running is not None:
-            raise SessionError("A step is running already; steps do not nest. Leave it before the next begins.")
+        session._check_may_begin()
         self._signature = signature_of(self._batch)
         engine = session._engine
         self._circumstances = session._circumstances(self._signature)
         self._fit = session._known_to_fit(self._circumstances, self._batch)
         self._aside = self._fit is not None
-        self._states, self._versions = session._state_entries(), session._versions()
+        if not self._aside:
+            self._states, self._versions = session._state_entries(), session._versions()
         self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
         self._began = time.perf_counter()
@@ -355,7 +232,7 @@ class _Step:
                 engine.history = None
         elif engine.place.outgrown():
             session._fits.pop(self._circumstances, None)  # it grew: watch it again
-        session._finish(report, timeline)
+        session._conclude(report, timeline)
 
     def _is_whole(self) -> bool:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
@@ -398,58 +275,8 @@ class _Step:
         )  # fmt: skip
 
 
-def signature_of(batch: Any) -> str:
-    """Shapes and dtypes of the tensors in a batch, and its numbers, in order; empty without tensors."""
-    leaves = list(_leaves(batch))
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return ""
-    return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    )
-
-
-def _leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
-    if isinstance(batch, torch.Tensor | bool | int | float):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _leaves(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _leaves(value)
-
-
-def _storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors if t.layout is torch.strided}
-    return list(found.values())
-
-
-def _several(given: Any, kind: type[Any]) -> list[Any]:
-    """One thing, several of them, or what `_check_models` then complains about."""
-    if given is None:
-        return []
-    try:
-        return [given] if isinstance(given, kind) else list(given)
-    except TypeError:
-        return [given]
-
-
-def _check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for given, kind, what in ((models, torch.nn.Module, "model"), (optimizers, torch.optim.Optimizer, "optimizer")):
-        for item in given:
-            if not isinstance(item, kind):
-                raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
-    if not models:
-        raise ModelError("manage() needs at least one model.")
-    device_of(models)
-    if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
-        raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
-    if not any(p.requires_grad for m in models for p in m.parameters()):
-        warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
-
-
-def _header(allowed: Bytes, engine: TensorEngine, return_freed: bool) -> dict[str, Any]:
+def header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:
+    """The first line of a run file."""
     return {
         "budget_bytes": None if allowed == UNLIMITED else allowed,
         "method": engine.controller.policy.name,

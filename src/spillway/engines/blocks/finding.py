@@ -1,0 +1,65 @@
+"""The blocks of a model, found in a forward that its user makes: it runs once more, before, and is forgotten."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from spillway.engines.blocks.discovery import BackwardInside, Watch, blocks_of
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.module_state import ModuleState
+
+
+def find_blocks(
+    model: nn.Module,
+    forward: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    environment: Environment,
+) -> list[str]:
+    """Names of the blocks that this call of the model's forward has.
+
+    The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
+    Random streams, and buffers and attributes of modules, are afterwards as they were; what the forward changes
+    elsewhere it changes once more.
+
+    Raises:
+        ModelError: The model has no blocks.
+    """
+    watch = Watch(model, keeps=False)
+    try:
+        _run(model, forward, args, kwargs, environment, watch)
+    except BackwardInside:
+        watch = Watch(model)
+        _run(model, forward, args, kwargs, environment, watch)
+    return blocks_of(model, watch)
+
+
+def _run(
+    model: nn.Module,
+    forward: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    environment: Environment,
+    watch: Watch,
+) -> None:
+    state = ModuleState(model)
+    captured, snapshot = environment.capture(), state.snapshot()
+    with environment(captured), state.as_of(snapshot), _attributes(model), torch.enable_grad(), watch.watching():
+        forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _attributes(model: nn.Module) -> Iterator[None]:
+    """What modules have in their `__dict__` is afterwards what it was."""
+    before = {module: dict(vars(module)) for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, attributes in before.items():
+            vars(module).clear()
+            vars(module).update(attributes)

@@ -1,0 +1,168 @@
+"""Every allocation of a step, with its time: exact peaks between any two moments.
+
+On the CPU torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
+step is over, and nothing is printed. On CUDA the allocator itself counts the peak between two moments.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+
+from spillway.units import Bytes
+
+_profiler: Final[Any] = torch._C._autograd
+_LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
+_NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
+"""No eager op and no `record_function` has this scope. One that is open while the profiler ends, as `Optimizer.step` is
+when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
+_SILENT: Final = "99"
+_MEMORY: Final = "[memory]"
+
+
+class Window(NamedTuple):
+    """From one mark to the next; bytes above what was there at the first mark."""
+
+    level: Bytes
+    """At its beginning."""
+    peak: Bytes
+    """At most, the beginning included."""
+
+
+class AbstractTrace(ABC):
+    """Peaks of one step, between moments that are named while it runs."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """A moment; they are numbered from 0."""
+
+    @abstractmethod
+    def so_far(self) -> list[Window]:
+        """The same as `stop`, and the trace goes on."""
+
+    @abstractmethod
+    def stop(self) -> list[Window]:
+        """From each mark to the next one, from the last to now. Nothing is traced any more; calling it again gives the
+        same."""
+
+
+@final
+class AllocationTrace(AbstractTrace):
+    """On the CPU, from torch's profiler. Only where `AllocationTrace.possible()`."""
+
+    def __init__(self) -> None:
+        self._marks: list[int] = []
+        self._memory: list[tuple[int, Bytes]] = []
+        """Time and bytes of every allocation, and of every release with a minus."""
+        self._stopped = False
+        self._begin()
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether nobody else has the profiler."""
+        return not _profiler._profiler_enabled()
+
+    def mark(self) -> None:
+        self._marks.append(time.time_ns())  # the clock of the profiler's events
+
+    def so_far(self) -> list[Window]:
+        self._end()
+        self._begin()
+        return _windows(self._memory, self._marks)
+
+    def stop(self) -> list[Window]:
+        if not self._stopped:
+            self._stopped = True
+            self._end()
+        return _windows(self._memory, self._marks)
+
+    def _begin(self) -> None:
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
+        activities = {ProfilerActivity.CPU}
+        with _silence():
+            _profiler._prepare_profiler(config, activities)
+            _profiler._enable_profiler(config, activities, {_NOBODYS})
+
+    def _end(self) -> None:
+        if not _profiler._profiler_enabled():
+            return  # somebody has ended it for us
+        with _silence():
+            result = _profiler._disable_profiler()
+        self._memory += [(event.start_ns(), event.nbytes()) for event in result.events() if event.name() == _MEMORY]
+
+
+def _windows(memory: list[tuple[int, Bytes]], marks: list[int]) -> list[Window]:
+    if not memory or not marks:
+        return [Window(0, 0)] * len(marks)
+    times, changes = np.array(memory, dtype=np.int64).T
+    order = np.argsort(times, kind="stable")
+    times, held = times[order], np.concatenate(([0], np.cumsum(changes[order])))
+    starts = np.searchsorted(times, np.array(marks, dtype=np.int64))
+    base = int(held[starts[0]])
+    found = []
+    for start, end in zip(starts, [*starts[1:], len(times)], strict=True):
+        found.append(Window(int(held[start]) - base, int(held[start : end + 1].max()) - base))
+    return found
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """The library below the profiler says when it starts and stops, on standard error."""
+    before = os.environ.get(_LOG_LEVEL)
+    os.environ[_LOG_LEVEL] = before or _SILENT
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_LOG_LEVEL]
+
+
+@final
+class CudaTrace(AbstractTrace):
+    """On CUDA, from the allocator's own peak, which is reset at every mark: `torch.cuda.max_memory_allocated` is then
+    that since the last seam between two blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base: Bytes = 0
+        self._windows: list[Window] = []
+        self._stopped = False
+
+    def mark(self) -> None:
+        level = torch.cuda.memory_allocated(self._device)
+        if self._windows:
+            self._end_window()
+        else:
+            self._base = level
+        self._windows.append(Window(level - self._base, level - self._base))
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def so_far(self) -> list[Window]:
+        if self._windows:
+            self._end_window()
+        return list(self._windows)
+
+    def stop(self) -> list[Window]:
+        if self._windows and not self._stopped:
+            self._end_window()
+        self._stopped = True
+        return self._windows
+
+    def _end_window(self) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device) - self._base
+        self._windows[-1] = Window(self._windows[-1].level, peak)
+
+
+def trace_for(device: torch.device) -> AbstractTrace | None:
+    """A trace that has begun; None where none can be had."""
+    if device.type == "cuda":
+        return CudaTrace(device)
+    return AllocationTrace() if AllocationTrace.possible() else None

@@ -1,0 +1,184 @@
+"""What methods of the block engine have in common: they decide which blocks a step recomputes, and learn from it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Self, TypeAlias, final
+
+from spillway.units import Bytes, Seconds
+
+InputSize: TypeAlias = tuple[int, ...]
+"""What the size of an input is, one number per dimension that varies: a length, the lengths of encoder and decoder,
+height and width. With `Options.batched` the first is the number of samples, by which all bytes are multiplied."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSample:
+    """One call of one block, measured in a step."""
+
+    block: int
+    """The call's number in forward order, from 0."""
+    size: InputSize
+    """Of the step's input."""
+    nbytes: Bytes
+    """What autograd saves inside the block and recomputing it frees. What it hands on is not among it."""
+    seconds: Seconds
+    """Of its forward, once."""
+    working: Bytes = 0
+    """Needed on top of what is saved while it is recomputed and goes backward, at most: temporaries, gradients of
+    activations. What is left at 0 counts as part of the rest of the step, which is less exact and never too low."""
+    gradients: Bytes = 0
+    """Parameter gradients that its backward creates; 0 where the step begins with them."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSample:
+    """Forward and backward of one step, measured. All bytes are above what was there when the forward began."""
+
+    size: InputSize
+    """Of its input."""
+    recomputed: frozenset[int]
+    """The blocks that were."""
+    peak: Bytes
+    """Most bytes at once."""
+    turn_peak: Bytes | None = None
+    """Most bytes from the end of the last block's forward until the backward comes back to it, if that was looked
+    at."""
+    backward_peak: Bytes | None = None
+    """Most bytes at all other moments, if that was looked at."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What a step of one size is expected to need; bytes above what is there when its forward begins."""
+
+    saved: Sequence[Bytes]
+    """By each block, in order of the forward: what recomputing it frees."""
+    seconds: Sequence[Seconds]
+    """Of each block's forward."""
+    turn: Bytes
+    """Between the blocks' forward and their backward, beside what blocks save."""
+    rest: Bytes
+    """While blocks go backward, beside them."""
+    working: Sequence[Bytes]
+    """Of each block, on top of what it saves."""
+    gradients: Sequence[Bytes]
+    """Parameter gradients that each block's backward creates."""
+
+    @property
+    def everything(self) -> frozenset[int]:
+        """All blocks."""
+        return frozenset(range(len(self.saved)))
+
+
+class Phase(Enum):
+    """What a step is for."""
+
+    SHELTERED = "sheltered"
+    """Every block is recomputed, and blocks are measured."""
+    RESPONSIVE = "responsive"
+    """Blocks follow the plan of the input's size."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockPlan:
+    """What becomes of the blocks in a step."""
+
+    size: InputSize
+    """The size it was made for: that of the step, rounded up."""
+    recomputed: frozenset[int]
+    """Blocks that are recomputed, by their number in forward order."""
+    blocks: int
+    """How many blocks it knows of."""
+    projected: Bytes
+    """Bytes that the step is expected to need above what is there when its forward begins; 0 in the sheltered phase,
+    which expects nothing."""
+    available: Bytes
+    """Bytes that it may need."""
+    seconds: Seconds
+    """Expected to be spent on recomputing."""
+    smallest: Bytes
+    """What the smallest of the recomputed blocks saves; 0 if none is recomputed."""
+
+    @classmethod
+    def nothing_kept(cls, size: InputSize, available: Bytes) -> Self:
+        """For a step of which nothing is known yet: every block is recomputed."""
+        return cls(
+            size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0, smallest=0
+        )
+
+    @property
+    def shortfall(self) -> Bytes:
+        """Bytes by which it is expected to be over what is available; then every block is recomputed.
+
+        Estimates err upwards, so the step is not refused for this: whoever runs it knows more when it runs.
+        """
+        return max(self.projected - self.available, 0)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is expected to stay within what is available."""
+        return not self.shortfall
+
+    def keeps(self, block: int) -> bool:
+        """Whether a block is kept. One that the plan does not know of is not: nothing is known of its bytes."""
+        return block < self.blocks and block not in self.recomputed
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the engine does in a step."""
+
+    phase: Phase
+    plan: BlockPlan
+    collects: bool
+    """Whether blocks are measured although they are recomputed."""
+
+
+class AbstractBlockMethod(ABC):
+    """Decides before every forward, block by block. One object belongs to one training."""
+
+    name: str
+    """What users write."""
+    takes_vectors: bool = True
+    """Whether the size of an input may be several numbers; otherwise it is the one that the paper takes."""
+    forwards: int = 1
+    """How often a block's forward runs where it is measured."""
+
+    @abstractmethod
+    def fresh(self, *, batched: bool) -> Self:
+        """The same method, which has learned nothing yet.
+
+        Args:
+            batched: Whether the first number of a size counts samples, by which all bytes are multiplied.
+        """
+
+    @property
+    @abstractmethod
+    def sheltered(self) -> bool:
+        """Whether the next step is for measuring: every block is recomputed, whatever the budget."""
+
+    @abstractmethod
+    def begin(self, size: InputSize, available: Bytes) -> Decision:
+        """What to do in a forward and backward on an input of this size.
+
+        Args:
+            size: Of the input.
+            available: The budget less what is resident when the forward begins.
+        """
+
+    @abstractmethod
+    def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        """Take what a step measured: its peak, and of a step that collects every block."""
+
+    @abstractmethod
+    def forecast(self, size: InputSize) -> Forecast | None:
+        """What a step of this size is expected to need, moment by moment; None where that is not known."""

@@ -1,0 +1,360 @@
+"""Sessions of the block engine: plans per input size, at no cost per op."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+import torch
+
+from spillway.engines.blocks.engine import BlockEngine, check_runs_once, environment_of
+from spillway.engines.blocks.environment import Generator
+from spillway.engines.blocks.finding import find_blocks
+from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.meter import meter_for
+from spillway.engines.blocks.trace import trace_for
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.devices import machine_memory
+from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
+from spillway.errors import BudgetInfeasible, ModelError
+from spillway.ir import RunWriter, StepReport
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.report.live import LiveLine
+from spillway.session.base import Session
+from spillway.session.inputs import leaves, signature_of, storages
+from spillway.session.sizes import Shape, SizeOf, SizeReader
+from spillway.session.watch import StepWatch
+from spillway.units import Bytes, Seconds, format_bytes
+
+REMEMBERED: Final = 256
+"""Measured steps that are kept, to be read again when other numbers make up the size."""
+SLACK: Final = 1.05
+"""How far the resident set may be above the budget before freed memory is returned."""
+
+
+@dataclass(slots=True)
+class _Family:
+    """Inputs of one structure: as many tensors, of as many dimensions."""
+
+    reader: SizeReader
+    method: AbstractBlockMethod
+    learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
+    traced: set[tuple[Shape, bool]] = field(default_factory=set)
+    """Inputs that were measured, in a step that was planned or in one that was not."""
+
+    def size(self, dimensions: Shape) -> InputSize:
+        """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
+        if self.reader.learn(dimensions):
+            self.method = self.method.fresh(batched=self.reader.columns.batched)
+            for shape, step, blocks in self.learned:
+                self._tell(shape, step, blocks)
+        return self.reader.size(dimensions)
+
+    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample]) -> None:
+        """Tell the method of a measured step."""
+        if len(self.learned) < REMEMBERED:
+            self.learned.append((dimensions, step, blocks))
+        self._tell(dimensions, step, blocks)
+
+    def _tell(self, dimensions: Shape, step: StepSample, blocks: Sequence[BlockSample]) -> None:
+        size = self.reader.size(dimensions)
+        self.method.end(replace(step, size=size), [replace(block, size=size) for block in blocks])
+
+
+@final
+class BlockSession(Session):
+    """A session that watches the seams between blocks.
+
+    The blocks are found in the first forward inside a step, which runs once more for that, unless they are named.
+
+    Args:
+        models: One.
+        blocks: Names of modules; None to find them.
+        method: Decides.
+        allowed: The budget in bytes.
+        size_of: The user's own way to read the size of a batch.
+        generators: Random streams that blocks draw from, beside the global ones and those of modules.
+        traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
+        return_freed: Whether freed memory goes back to the system when the resident set is above the budget.
+
+    Raises:
+        ModelError: More than one model, or one that a block engine cannot have.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        writer: RunWriter | None,
+        live: LiveLine | None,
+        *,
+        blocks: Sequence[str] | None,
+        method: AbstractBlockMethod,
+        allowed: Bytes,
+        size_of: SizeOf | None,
+        generators: Iterable[Generator],
+        spill_directory: str | os.PathLike[str] | None,
+        traces: bool,
+        return_freed: bool,
+    ) -> None:
+        super().__init__(models, optimizers, writer, live)
+        self._model = _one(models)
+        check_runs_once(self._model)
+        self._method = method
+        self._allowed = allowed
+        self._size_of = size_of
+        self._generators = tuple(generators)
+        self._spill_directory = spill_directory
+        self._traces = traces
+        self._device = next(self._model.parameters()).device
+        self._meter = meter_for(self._device)
+        self._families: dict[tuple[int, ...], _Family] = {}
+        self._engine: BlockEngine | None = None
+        self._finder: Hook | None = None
+        self._resources = ExitStack()
+        self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
+        self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
+        if blocks is not None:
+            self._open(blocks)
+        else:
+            self._finder = Hook(self._model, self._find)
+            self._finder.install()
+
+    @property
+    def allowed(self) -> Bytes:
+        return self._allowed
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks; empty before the first step if they have to be found."""
+        return () if self._engine is None else self._engine.blocks
+
+    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
+        return _Step(self, batch)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._check_may_close()
+        self._closed = True
+        with self._resources as stack:
+            stack.callback(self._meter.close)
+            if self._writer is not None:
+                stack.callback(self._writer.close)
+            if self._live is not None:
+                stack.callback(self._live.close)
+            if self._engine is not None:
+                stack.callback(self._engine.close)
+            if self._finder is not None:
+                stack.callback(self._finder.remove)
+            for handle in self._handles:
+                stack.callback(handle.remove)
+
+    def _header(self) -> dict[str, Any]:
+        return header(self._allowed, self._method, self._device)
+
+    def _watch_resident_set(self) -> Reclaimer:
+        resident_set = ResidentSet()
+        hold_heap()
+        self._resources.callback(resident_set.close)
+        self._resources.callback(release_heap)
+        reclaimer = Reclaimer(resident_set)
+        if self._allowed < UNLIMITED:
+            known = sum(storage.nbytes() for storage in storages(self._tensors(())))
+            reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._allowed)
+        return reclaimer
+
+    # ------------------------------------------------------------------ blocks
+
+    def _open(self, names: Sequence[str]) -> None:
+        self._engine = BlockEngine(
+            self._model, names, generators=self._generators, spill_directory=self._spill_directory
+        )
+        self._engine.asleep = True
+
+    def _find(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's forward, until the first one inside a step."""
+        assert self._finder is not None
+        forward = self._finder.original
+        running = self._running
+        if not isinstance(running, _Step) or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        names = find_blocks(self._model, forward, args, kwargs, environment_of(self._model, self._generators))
+        self._finder.remove()
+        self._finder = None
+        self._open(names)
+        running.watch()
+        return self._model.forward(*args, **kwargs)
+
+    def _optimizer_begins(self, *_: Any) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_begins()
+
+    # ------------------------------------------------------------------ for _Step
+
+    def _family(self, batch: Any) -> _Family:
+        structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        key = structure if self._size_of is None else ()
+        if key not in self._families:
+            reader = SizeReader(self._size_of, takes_vectors=self._method.takes_vectors)
+            self._families[key] = _Family(reader, self._method.fresh(batched=False))
+        return self._families[key]
+
+
+@final
+class _Step:
+    """The context of one step."""
+
+    def __init__(self, session: BlockSession, batch: Any) -> None:
+        self._session = session
+        self._batch = batch
+        self.logged: dict[str, float] = {}
+
+    def __enter__(self) -> Session:
+        session = self._session
+        session._check_may_begin()
+        self._family = session._family(self._batch)
+        self._dimensions = self._family.reader.dimensions(self._batch)
+        self._size = self._family.size(self._dimensions)
+        self._signature = signature_of(self._batch)
+        self._planning: Seconds = 0.0
+        self._watch: StepWatch | None = None
+        self._start = sum(storage.nbytes() for storage in storages(session._tensors(self._batch)))
+        reset_peak()
+        session._running = self
+        self._began = time.perf_counter()
+        if session._engine is not None:
+            self.watch()
+        return session
+
+    def watch(self) -> None:
+        """From here on the engine's blocks are told what to do, and measured."""
+        session = self._session
+        assert session._engine is not None
+        sheltered = self._family.method.sheltered
+        self._key = self._dimensions, sheltered
+        wanted = session._traces or sheltered or self._key not in self._family.traced
+        self._watch = StepWatch(
+            session._engine,
+            session._meter,
+            trace_for(session._device) if wanted else None,
+            start=self._start,
+            allowed=session._allowed,
+            decide=self._decide,
+            reclaimer=session._reclaimer,
+        )
+        session._engine.observer = self._watch
+
+    def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        engine = self._session._engine
+        assert engine is not None
+        if self._session._allowed >= UNLIMITED:  # nothing is in want of room
+            nothing = Decision(Phase.RESPONSIVE, BlockPlan.nothing_kept(self._size, available), False)
+            return nothing, None, self._size, True
+        began = time.perf_counter()
+        method = self._family.method
+        decision = method.begin(self._size, available)
+        self._planning += time.perf_counter() - began
+        engine.rehearses = decision.collects and method.forwards > 1
+        forecast = method.forecast(self._size)
+        fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.recomputed
+        return decision, forecast, self._size, fits and self._key in self._family.traced
+
+    def optimizer_begins(self) -> None:
+        """The first optimizer of the step is about to change something."""
+        if self._watch is not None:
+            self._watch.optimizer_begins()
+
+    def _leave(self) -> None:
+        session = self._session
+        session._running = None
+        if session._engine is not None:
+            session._engine.observer = None
+            session._engine.asleep = True
+            session._engine.actions = {}
+        if self._watch is not None:
+            self._watch.stop()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._leave()
+        if error is None:
+            seconds = time.perf_counter() - self._began
+            self._learn()
+            self._conclude(seconds)
+
+    def _learn(self) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        if not watch.traced:
+            if any(watch.highest > one.resident + one.decision.plan.projected for one in watch.passes):
+                self._family.traced.discard(self._key)  # it took more than was expected: measure it the next time
+            return
+        for one, step, blocks in watch.samples():
+            self._family.learn(self._dimensions, step, blocks)
+            if step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
+                self._family.traced.add(self._key)
+
+    def _conclude(self, seconds: Seconds) -> None:
+        session, watch = self._session, self._watch
+        passes = watch.passes if watch is not None else []
+        calls = [call for one in passes for call in one.calls]
+        again = [call for call in calls if call.recomputes]
+        peak = watch.peak if watch is not None else self._start
+        report = StepReport(
+            step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
+            start_bytes=self._start, peak_bytes=peak,
+            end_bytes=sum(storage.nbytes() for storage in storages(session._tensors(self._batch))),
+            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=0.0, recomputed_ops=0,
+            recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0, bytes_out=0, bytes_in=0,
+            dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=0, refusals={}, escaped=0,
+            unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
+            recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
+            projected_bytes=max((one.resident + one.decision.plan.projected for one in passes), default=0),
+            planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
+        )  # fmt: skip
+        session._finish(report)
+        if report.peak_measured and peak > session.allowed:
+            raise BudgetInfeasible(
+                needed=peak, allowed=session.allowed, op="the optimizer", op_index=len(calls), smallest_budget=peak,
+                exact=len(again) == len(calls),
+            )  # fmt: skip
+
+
+def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    if len(models) != 1:
+        raise ModelError(
+            f"The block engine takes one model, and got {len(models)}; give several to a method of the tensor engine, "
+            f"such as method='delta'."
+        )
+    model = models[0]
+    if isinstance(vars(model).get("forward"), Hook):
+        raise ModelError("This model is managed by another session; close that first.")
+    return model
+
+
+def header(allowed: Bytes, method: AbstractBlockMethod, device: torch.device) -> dict[str, Any]:
+    """The first line of a run file."""
+    return {
+        "budget_bytes": None if allowed >= UNLIMITED else allowed,
+        "method": method.name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }

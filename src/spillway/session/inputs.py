@@ -1,0 +1,71 @@
+"""What is given to a session: models, optimizers, batches, and what of them can be told without running them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from spillway.engines.tensors.devices import device_of
+from spillway.errors import ModelError
+from spillway.ir import Kind
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def signature_of(batch: Any) -> str:
+    """Shapes and dtypes of the tensors in a batch, and its numbers, in order; empty without tensors."""
+    found = list(leaves(batch))
+    if not any(isinstance(leaf, torch.Tensor) for leaf in found):
+        return ""
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in found
+    )
+
+
+def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
+    """The tensors and numbers of a batch, in order."""
+    if isinstance(batch, torch.Tensor | bool | int | float):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from leaves(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from leaves(value)
+
+
+def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
+    """The storages of tensors, each once."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors if t.layout is torch.strided}
+    return list(found.values())
+
+
+def several(given: Any, kind: type[Any]) -> list[Any]:
+    """One thing, several of them, or what `check_models` then complains about."""
+    if given is None:
+        return []
+    try:
+        return [given] if isinstance(given, kind) else list(given)
+    except TypeError:
+        return [given]
+
+
+def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ModelError for what one session cannot manage."""
+    for given, kind, what in ((models, torch.nn.Module, "model"), (optimizers, torch.optim.Optimizer, "optimizer")):
+        for item in given:
+            if not isinstance(item, kind):
+                raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
+    if not models:
+        raise ModelError("manage() needs at least one model.")
+    device_of(models)
+    if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
+        raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
+    if not any(p.requires_grad for m in models for p in m.parameters()):
+        warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)

@@ -1,0 +1,344 @@
+"""One step of the block engine: what it is told to do, who gives way when room gets short, and what was measured.
+
+NOTE: how the budget is kept between two measurements. A plan goes by estimates. At every seam between blocks the meter
+is read, and what the next block is expected to need is added. If that is too much, kept blocks are revoked, the
+earliest first: they come back last, when least is held beside them. Only when nothing is left to revoke, and more is
+taken than is allowed, is the step refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, final
+
+import torch
+
+from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.meter import AbstractMeter
+from spillway.engines.blocks.trace import AbstractTrace, Window
+from spillway.engines.tensors.system import Reclaimer
+from spillway.errors import BudgetInfeasible
+from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
+from spillway.units import Bytes, MiB
+
+COARSE: Final[Bytes] = 1 * MiB
+"""What the meter may be wrong by. Plans leave as much free, and a step is not refused for less."""
+
+
+def coarse(allowed: Bytes) -> Bytes:
+    """What the meter may be wrong by, at most half a percent of the budget."""
+    return min(COARSE, allowed // 200)
+
+
+class Mark(NamedTuple):
+    """A seam that was passed."""
+
+    kind: str
+    """"step", "forward", "begins", "ended", "reached" or "optimizer"."""
+    number: int
+    """Of the block; -1 without one."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One forward of the model and its backward."""
+
+    decision: Decision
+    forecast: Forecast | None
+    size: InputSize
+    at: int
+    """The mark of its beginning."""
+    resident: Bytes
+    """When it began."""
+    missing: set[int]
+    """Parameters that had no gradient then, by id."""
+    kept: list[int] = field(default_factory=list)
+    """Calls that are kept and could be revoked, in order."""
+    revoked: set[int] = field(default_factory=set)
+    calls: Sequence[CallReport] = ()
+    """As they were when the next pass began or the step ended."""
+    gradients: Sequence[Bytes] = ()
+    """That the backward of each call has created."""
+
+
+Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
+"""From what is available: the decision, the forecast, the size, and whether blocks may run as if nobody watched."""
+
+
+@final
+class StepWatch:
+    """Told at every seam (`engines.blocks.observer.Observer`).
+
+    Args:
+        engine: Whose blocks run.
+        meter: Read at every seam.
+        trace: Of the whole step, begun; None if this step is not traced.
+        start: Bytes of the storages that are known by name when the step begins.
+        allowed: The budget.
+        decide: Asked when a forward begins.
+        reclaimer: Returns freed memory to the system; None to leave it.
+    """
+
+    def __init__(
+        self,
+        engine: BlockEngine,
+        meter: AbstractMeter,
+        trace: AbstractTrace | None,
+        *,
+        start: Bytes,
+        allowed: Bytes,
+        decide: Decide,
+        reclaimer: Reclaimer | None,
+    ) -> None:
+        self.passes: list[Pass] = []
+        self.highest = start
+        """The most that the meter has shown at a seam."""
+        self.windows: list[Window] = []
+        """Of the trace, from mark to mark, when it has ended."""
+        self._engine = engine
+        self._meter = meter
+        self._trace = trace
+        self._start = start
+        self._allowed = allowed
+        self._decide = decide
+        self._reclaimer = reclaimer
+        self._marks: list[Mark] = []
+        self._optimizer_at: int | None = None
+        self._base = meter.read()
+        self._mark("step")
+
+    # ------------------------------------------------------------------------------------------------- while it runs
+
+    def forward_begins(self) -> None:
+        """Ask the method what to do."""
+        self._end_pass()
+        at = len(self._marks)
+        self._mark("forward")
+        resident = self._taken()
+        decision, forecast, size, asleep = self._decide(self._allowed - resident - coarse(self._allowed))
+        missing = set() if self._trace is None else without_gradient(self._engine.model)
+        self.passes.append(Pass(decision, forecast, size, at, resident, missing))
+        self._engine.asleep = asleep
+        self._engine.actions = self._action
+
+    def _action(self, block: str, call: int) -> Action:
+        if not self.passes:
+            return Action.KEEP
+        return Action.KEEP if self.passes[-1].decision.plan.keeps(self._engine.begun) else Action.RECOMPUTE
+
+    def block_begins(self, number: int) -> None:
+        """Make room for what it saves, and works with, kept or not."""
+        self._mark("begins", number)
+        if self.passes:
+            self._make_room(self._needs(number), number)
+
+    def block_ended(self, number: int) -> None:
+        """After the last block comes the turn, whose needs are known as a whole."""
+        self._mark("ended", number)
+        if not self.passes:
+            return
+        now = self.passes[-1]
+        if now.decision.plan.keeps(number):
+            now.kept.append(number)
+        forecast = now.forecast
+        if forecast is not None and number == len(forecast.saved) - 1:
+            held = sum(forecast.saved[kept] for kept in now.kept)
+            beside = self._taken() - now.resident - held
+            self._make_room(max(forecast.turn - beside, 0), number)
+
+    def backward_reaches(self, number: int) -> None:
+        """What was recomputed comes back."""
+        self._mark("reached", number)
+        if not self.passes:
+            return
+        now = self.passes[-1]
+        returns = number not in now.kept
+        if not returns:
+            now.kept.remove(number)
+        self._make_room(self._needs(number, returns=returns), number)
+
+    def optimizer_begins(self) -> None:
+        """The first optimizer of the step is about to change something: whatever is wrong is said now.
+
+        Raises:
+            BudgetInfeasible: The forward or the backward took more than is allowed.
+        """
+        if self._optimizer_at is None:
+            self._optimizer_at = len(self._marks)
+            peak = self.highest - coarse(self._allowed)
+            if self._trace is not None:
+                peak = self._start + max(window.peak for window in self._trace.so_far())
+            self._refuse_above(peak, self._engine.begun)
+            self._mark("optimizer")
+
+    def _needs(self, number: int, *, returns: bool = True) -> Bytes:
+        forecast = self.passes[-1].forecast
+        if forecast is None or number >= len(forecast.saved):
+            return 0
+        return forecast.working[number] + (forecast.saved[number] if returns else 0)
+
+    def _make_room(self, needed: Bytes, number: int) -> None:
+        now = self.passes[-1]
+        if self._reclaimer is not None:
+            self._reclaimer.settle(needed)
+        over = self._taken() + needed - self._allowed
+        if over <= 0:
+            return
+        while over > 0 and now.kept:
+            first = now.kept.pop(0)
+            freed = self._engine.revoke(*self._engine.unit(first))
+            if freed:
+                now.revoked.add(first)
+            over -= freed
+        self._refuse_above(self._taken() - coarse(self._allowed), number)
+
+    def _refuse_above(self, taken: Bytes, number: int) -> None:
+        if taken > self._allowed:
+            name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
+            raise BudgetInfeasible(
+                needed=taken, allowed=self._allowed, op=name, op_index=number, smallest_budget=taken, exact=False
+            )
+
+    def _taken(self) -> Bytes:
+        taken = self._start + self._meter.read() - self._base
+        self.highest = max(self.highest, taken)
+        return taken
+
+    def _mark(self, kind: str, number: int = -1) -> None:
+        self._marks.append(Mark(kind, number))
+        if self._trace is not None:
+            self._trace.mark()
+
+    def _end_pass(self) -> None:
+        if self.passes and not self.passes[-1].calls:
+            self.passes[-1].calls = self._engine.calls
+            self.passes[-1].gradients = self._created(self.passes[-1].missing)
+
+    def _created(self, missing: set[int]) -> list[Bytes]:
+        """By call: gradients of parameters that had none; those of a module that is called again by its last call."""
+        found = []
+        for number in reversed(range(self._engine.begun)):
+            own = {id(one): one for one in self._engine.module(number).parameters() if id(one) in missing}
+            missing = missing - own.keys()
+            found.append(sum(one.numel() * one.element_size() for one in own.values()))
+        return found[::-1]
+
+    # ------------------------------------------------------------------------------------------------ when it is over
+
+    def stop(self) -> None:
+        """Nothing is measured from here on. Calling it again does nothing."""
+        if self._trace is not None:
+            self.windows = self._trace.stop()
+            self._trace = None
+        self._end_pass()
+
+    @property
+    def traced(self) -> bool:
+        """Whether peaks are measured."""
+        return bool(self.windows)
+
+    @property
+    def peak(self) -> Bytes:
+        """Of the whole step: measured if it was traced, and otherwise the most that was seen or expected."""
+        if self.windows:
+            return self._start + max(window.peak for window in self.windows)
+        expected = [one.resident + one.decision.plan.projected for one in self.passes]
+        return max([self.highest, *expected])
+
+    def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
+        """What a traced step has to tell of each of its passes that went backward."""
+        ends = [one.at for one in self.passes[1:]]
+        last = self._optimizer_at if self._optimizer_at is not None else len(self._marks)
+        found = []
+        for one, end in zip(self.passes, [*ends, last], strict=True):
+            measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end])
+            if measured.went_backward:
+                found.append((one, *measured.samples()))
+        return found
+
+
+@final
+class _Measured:
+    """Reads the samples of one pass out of its marks."""
+
+    def __init__(self, one: Pass, marks: Sequence[Mark], windows: Sequence[Window]) -> None:
+        self._pass = one
+        self._marks = marks
+        self._windows = windows
+        self._base = windows[0].level
+        self._reached = {mark.number: at for at, mark in enumerate(marks) if mark.kind == "reached"}
+
+    @property
+    def went_backward(self) -> bool:
+        """Whether every block was reached: otherwise the graph was not used, or not to its end."""
+        return bool(self._pass.calls) and len(self._reached) == len(self._pass.calls)
+
+    def samples(self) -> tuple[StepSample, list[BlockSample]]:
+        """Of the step and of all blocks."""
+        one = self._pass
+        back = min(self._reached.values())
+        turn = max(at for at, mark in enumerate(self._marks) if mark.kind == "ended")
+        recomputed = frozenset(number for number in range(len(one.calls)) if self._recomputes(number))
+        # What was revoked was there at first, perhaps at the peak: the plan accounts for that, not what came of it.
+        step = StepSample(
+            size=one.size,
+            recomputed=recomputed - one.revoked,
+            peak=self._most(0, len(self._marks)),
+            turn_peak=self._most(turn, back),
+            backward_peak=max(self._most(0, turn), self._most(back, len(self._marks))),
+        )
+        saved = [0 if call.kept_because else call.own_bytes for call in one.calls]
+        totals = self._totals(saved, recomputed)
+        least = min(totals)
+        blocks = [
+            BlockSample(
+                block=number,
+                size=one.size,
+                nbytes=saved[number],
+                seconds=call.seconds,
+                working=totals[number] - least,
+                gradients=one.gradients[number],
+            )
+            for number, call in enumerate(one.calls)
+        ]
+        return step, blocks
+
+    def _recomputes(self, number: int) -> bool:
+        """Whether the backward found nothing of the block there."""
+        one = self._pass
+        if one.calls[number].kept_because:
+            return False
+        return number in one.revoked or not one.decision.plan.keeps(number)
+
+    def _totals(self, saved: Sequence[Bytes], recomputed: frozenset[int]) -> list[Bytes]:
+        """What each block needs beside its own saved bytes, those of kept blocks, and the gradients that are there.
+
+        The least of them is the rest of the step at every moment, and what a block needs above that is what it works
+        with: so every moment of this step comes out as it was measured.
+        """
+        one = self._pass
+        order = sorted(self._reached, key=self._reached.__getitem__)
+        ends = [self._reached[number] for number in order[1:]]
+        found = [0] * len(one.calls)
+        there = 0
+        for number, end in zip(order, [*ends, len(self._marks)], strict=True):
+            there += one.gradients[number]
+            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            found[number] = self._most(self._reached[number], end) - there - before - saved[number]
+        begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
+        ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
+        for number in begun.keys() & ended.keys():
+            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            forward = self._most(begun[number], ended[number]) - before - saved[number]
+            found[number] = max(found[number], forward)
+        return found
+
+    def _most(self, start: int, end: int) -> Bytes:
+        return max((window.peak for window in self._windows[start:end]), default=self._base) - self._base
+
+
+def without_gradient(model: torch.nn.Module) -> set[int]:
+    """Parameters for which a backward creates one, by id."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad and parameter.grad is None}

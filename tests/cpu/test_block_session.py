@@ -1,0 +1,338 @@
+"""Sessions of the block engine: the same bits, the budget kept, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
+from spillway.engines.blocks.hook import Hook
+from spillway.errors import BudgetInfeasible, ModelError, SessionError, UsageError
+from spillway.methods import Mimose
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.methods.mimose import Options
+from spillway.session import BlockSession
+from spillway.units import KiB
+from spillway.workloads.stdlib_lm import LanguageModel
+
+LENGTHS = (24, 96, 40, 72, 64, 96, 24, 88, 56, 96, 40, 80)
+
+
+class Training:
+    """A small language model with dropout on batches of changing length; every one is made from the same seed."""
+
+    def __init__(self, lengths: Sequence[int] = LENGTHS, *, batches: Sequence[int] = (4,)) -> None:
+        torch.manual_seed(0)
+        self.model = LanguageModel(width=64, layers=4, heads=4, longest=128, dropout=0.1)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        drawn = random.Random(0)
+        self.batches = [
+            torch.randint(0, 255, (drawn.choice(batches), length), generator=torch.Generator().manual_seed(length))
+            for length in lengths
+        ]
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens).float().log_softmax(-1).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def state(self) -> list[bytes]:
+        tensors = [*self.model.state_dict().values()]
+        for state in self.optimizer.state.values():
+            tensors += state.values()
+        return [*(tensor.numpy().tobytes() for tensor in tensors), torch.get_rng_state().numpy().tobytes()]
+
+
+def run(training: Training, memory: spillway.Session | None) -> list[bytes]:
+    """Train on all batches; losses and final state."""
+    torch.manual_seed(1)
+    losses = []
+    for tokens in training.batches:
+        if memory is None:
+            losses.append(training.step(tokens))
+            continue
+        with memory.step(tokens):
+            losses.append(training.step(tokens))
+    return [*(loss.numpy().tobytes() for loss in losses), *training.state()]
+
+
+def managed(training: Training, budget: Any, method: Any = "mimose", **options: Any) -> BlockSession:
+    memory = spillway.manage(training.model, training.optimizer, budget=budget, method=method, **options)
+    assert isinstance(memory, BlockSession)
+    return memory
+
+
+@pytest.fixture(scope="module")
+def peaks() -> tuple[int, int]:
+    """Of the training: with every block recomputed, and with nothing recomputed."""
+    found = []
+    for method, budget in (("checkpoint", "1GiB"), ("mimose", None)):
+        training = Training()
+        with managed(training, budget, method, timeline=True) as memory:
+            run(training, memory)
+        assert all(report.peak_measured for report in memory.history)
+        found.append(max(report.peak_bytes for report in memory.history))
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def plainly() -> list[bytes]:
+    return run(training=Training(), memory=None)
+
+
+@pytest.mark.parametrize("method", ["mimose", "mimose-published", "checkpoint"])
+@pytest.mark.parametrize("share", [0.15, 0.5, 0.9])
+def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(
+    method: str, share: float, peaks: tuple[int, int], plainly: list[bytes]
+) -> None:
+    budget = int(peaks[0] + share * (peaks[1] - peaks[0]))
+    training = Training()
+    with managed(training, budget, method, timeline=True) as memory:
+        assert run(training, memory) == plainly
+    assert max(report.peak_bytes for report in memory.history) <= budget
+    assert memory.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
+def test_once_there_are_plans_the_peak_is_what_they_expected(peaks: tuple[int, int]) -> None:
+    training = Training()
+    with managed(training, sum(peaks) // 2, timeline=True) as memory:
+        run(training, memory)
+    planned = memory.history[4:]
+    assert all(report.projected_bytes for report in planned)
+    assert [report.peak_bytes / report.projected_bytes for report in planned] == pytest.approx([1.0] * 8, abs=0.01)
+    assert {report.recomputed_blocks for report in planned} > {0}  # some of them had to
+    assert {tuple(report.input_size or ()) for report in planned} == {(n,) for n in LENGTHS[4:]}
+
+
+def test_where_everything_fits_nothing_is_recomputed_and_later_nothing_watched(plainly: list[bytes]) -> None:
+    training = Training((24, 48, 40, 32) * 3)
+    with managed(training, "1GiB") as memory:
+        run(training, memory)
+    assert [report.recomputed_blocks for report in memory.history] == [4] * 4 + [0] * 8  # the sheltered phase first
+    assert [report.managed for report in memory.history] == [True] * 8 + [False] * 4
+
+
+def test_without_a_budget_account_is_kept_and_nothing_else(plainly: list[bytes]) -> None:
+    training = Training()
+    with managed(training, None) as memory:
+        assert run(training, memory) == plainly
+    assert not any(report.recomputed_blocks for report in memory.history)
+
+
+class TooHopeful(AbstractBlockMethod):
+    """Keeps everything, and expects nothing of it."""
+
+    name = "too-hopeful"
+
+    def fresh(self, *, batched: bool) -> Self:
+        return self
+
+    @property
+    def sheltered(self) -> bool:
+        return False
+
+    def begin(self, size: InputSize, available: int) -> Decision:
+        plan = BlockPlan(
+            size=size, recomputed=frozenset(), blocks=4, projected=0, available=available, seconds=0.0, smallest=0
+        )
+        return Decision(Phase.RESPONSIVE, plan, False)
+
+    def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        pass
+
+    def forecast(self, size: InputSize) -> Forecast | None:
+        # What a block saves is right, and the turn; only the plan is wrong.
+        saved = 4 * size[0] * (40 * 64 + 1) * 4
+        return Forecast(
+            saved=[saved] * 4, seconds=[1.0] * 4, turn=4 * size[0] * 256 * 4 * 4, rest=0, working=[64 * KiB] * 4,
+            gradients=[0] * 4,
+        )  # fmt: skip
+
+
+def test_kept_blocks_are_revoked_when_room_gets_short(peaks: tuple[int, int], plainly: list[bytes]) -> None:
+    budget = peaks[0] + (peaks[1] - peaks[0]) // 2
+    training = Training()
+    with managed(training, budget, TooHopeful(), timeline=True) as memory:
+        assert run(training, memory) == plainly
+    assert max(report.revoked_blocks for report in memory.history) > 0
+    assert max(report.peak_bytes for report in memory.history) <= budget
+
+
+def test_a_budget_below_what_recomputing_everything_takes_is_refused_with_one_that_works() -> None:
+    training = Training((96,))
+    with managed(training, "1GiB", "checkpoint", timeline=True) as memory:
+        run(training, memory)
+    peak = memory.history[0].peak_bytes
+    training = Training((96,))
+    before = training.state()
+    with managed(training, peak - 64 * KiB, timeline=True) as memory, pytest.raises(BudgetInfeasible) as refused:
+        run(training, memory)
+    assert memory.history == []
+    assert refused.value.smallest_budget == peak
+    assert before[:-1] == training.state()[:-1]  # the optimizer had not begun
+
+
+def test_the_model_is_its_own_again_when_the_session_is_closed() -> None:
+    training = Training()
+    memory = managed(training, "1GiB")
+    run(training, memory)
+    assert "forward" in vars(training.model)
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(training.model)))
+    assert not any(isinstance(vars(module).get("forward"), Hook) for module in twin.modules())
+    memory.close()
+    memory.close()
+    assert not any("forward" in vars(module) for module in training.model.modules())
+    assert not training.optimizer._optimizer_step_pre_hooks
+    with pytest.raises(SessionError):
+        memory.step(training.batches[0]).__enter__()
+
+
+def test_several_forwards_in_a_step_are_each_planned(peaks: tuple[int, int]) -> None:
+    def accumulate(training: Training) -> list[bytes]:
+        torch.manual_seed(1)
+        for first, second in zip(training.batches[::2], training.batches[1::2], strict=True):
+            with around(training, first):
+                for tokens in (first, second):
+                    training.model(tokens).float().square().mean().backward()
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        return training.state()
+
+    memory: BlockSession | None = None
+
+    def around(training: Training, tokens: Tensor) -> Any:
+        return torch.enable_grad() if memory is None else memory.step(tokens)
+
+    plain = accumulate(Training())
+    training = Training()
+    memory = managed(training, 2 * peaks[1])
+    with memory:
+        assert accumulate(training) == plain
+    assert {report.blocks for report in memory.history} <= {0, 4, 8}
+
+
+def test_an_evaluation_inside_a_step_and_outside_is_plain() -> None:
+    training = Training()
+    with managed(training, "1GiB") as memory:
+        with torch.no_grad():
+            outside = training.model.eval()(training.batches[0])
+            with memory.step(training.batches[0]):
+                inside = training.model(training.batches[0])
+        training.model.train()
+        run(training, memory)
+    assert torch.equal(outside, inside)
+    assert memory.history[0].blocks == 0
+
+
+def test_an_error_in_a_step_leaves_the_session_ready_for_the_next() -> None:
+    training = Training()
+    with managed(training, "1GiB") as memory:
+        with pytest.raises(ZeroDivisionError), memory.step(training.batches[0]):
+            training.model(training.batches[0])
+            raise ZeroDivisionError
+        assert not torch._C._autograd._profiler_enabled()
+        run(training, memory)
+    assert len(memory.history) == len(LENGTHS)
+
+
+def test_finding_the_blocks_leaves_no_trace() -> None:
+    class Counts(LanguageModel):
+        calls = 0
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(tokens)
+
+    torch.manual_seed(0)
+    model = Counts(width=32, layers=2, heads=2, longest=32, dropout=0.5)
+    tokens = torch.ones(2, 16, dtype=torch.long)
+    torch.manual_seed(1)
+    expected = model(tokens)
+    after = torch.get_rng_state()
+    model.calls = 0
+    torch.manual_seed(1)
+    with spillway.manage(model, budget="1GiB", method="mimose") as memory, memory.step(tokens):
+        found = model(tokens)
+        found.sum().backward()
+    assert torch.equal(found, expected)
+    assert torch.equal(after, torch.get_rng_state())
+    assert model.calls == 1
+
+
+def test_the_published_collector_runs_every_block_once_more() -> None:
+    training = Training((24, 96, 40))
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    published = Mimose(Options.as_published(reserve=0))
+    with managed(training, "1GiB", published, blocks=[f"blocks.{i}" for i in range(4)]) as memory:
+        handle = training.model.blocks[0].norm_mlp.register_forward_hook(count)  # inside: the block itself is hooked
+        run(training, memory)
+        handle.remove()
+    assert calls == 3 * 3  # measured, run, and run again in the backward
+
+
+@pytest.mark.parametrize("batches", [(2, 4, 6)])
+def test_the_number_of_samples_may_differ_as_well(batches: Sequence[int], peaks: tuple[int, int]) -> None:
+    plain = run(Training(LENGTHS * 2, batches=batches), None)
+    training = Training(LENGTHS * 2, batches=batches)
+    with managed(training, int(1.2 * peaks[1]), timeline=True) as memory:
+        assert run(training, memory) == plain
+    assert all(len(report.input_size or ()) == 2 for report in memory.history[4:])
+    assert max(report.peak_bytes for report in memory.history) <= int(1.2 * peaks[1])
+
+
+def bad() -> Iterator[tuple[Any, str]]:
+    one = nn.Linear(4, 4)
+    yield lambda: spillway.manage([one, nn.Linear(4, 4)], budget="1GiB", method="mimose"), "takes one model, and got 2"
+    yield lambda: spillway.manage(one, budget="1GiB", method="lru", blocks=["a"]), "methods of the block engine"
+    yield lambda: spillway.manage(one, budget="1GiB", method="mimose", host_budget="1GiB"), "moves nothing"
+    yield lambda: spillway.manage(one, budget="1GiB", method="mimose", blocks=["nowhere"]), "no module named 'nowhere'"
+
+
+@pytest.mark.parametrize(("attempt", "sentence"), list(bad()))
+def test_what_makes_no_sense_is_refused(attempt: Any, sentence: str) -> None:
+    with pytest.raises((UsageError, ModelError), match=sentence):
+        attempt()
+
+
+def test_a_model_without_blocks_is_told_so_at_its_first_step_and_left_as_it_was() -> None:
+    model = nn.Linear(4, 4)
+    with spillway.manage(model, budget="1GiB", method="mimose") as memory:
+        with pytest.raises(ModelError, match="has no blocks"), memory.step(torch.ones(2, 4)):
+            model(torch.ones(2, 4))
+        model(torch.ones(2, 4)).sum().backward()
+    assert "forward" not in vars(model)
+
+
+def test_a_step_without_its_batch_is_refused() -> None:
+    training = Training()
+    with managed(training, "1GiB") as memory, pytest.raises(UsageError, match=r"memory\.step\(batch\)"):
+        memory.step().__enter__()
+
+
+def test_a_model_under_two_sessions_is_refused() -> None:
+    training = Training()
+    with managed(training, "1GiB"), pytest.raises(ModelError, match="managed by another session"):
+        managed(training, "1GiB")
