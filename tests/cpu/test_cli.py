@@ -43,6 +43,19 @@ def small(seed, loss=None):
     )
 
 
+def blocks(seed):
+    seed_everything(seed)
+    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    return Workload(
+        name="blocks",
+        model=model,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),),
+        batches=lambda steps: ((torch.full((4, 64 + 16 * (step % 5), 32), 0.1),) for step in range(steps)),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+    )
+
+
 def batches(steps):
     for step in range(steps):
         yield (torch.full((200 + 8 * (step % 3), 128), 0.01 * (step + 1)),)
@@ -279,19 +292,24 @@ def test_a_workload_that_is_not_twice_the_same_is_reported_and_fails(spillway: C
     )
 
 
-def test_the_demo_has_a_row_for_every_run_and_writes_its_page(
+def test_the_demo_has_a_row_for_every_run_and_writes_its_pages(
     spillway: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "WORKLOAD", "workloads.py:small")
-    ended = spillway("demo", "--steps", 3, "--budgets", "70%, 50% ,1%", "--output", "page.html", "--json")
+    monkeypatch.setattr(demo, "WORKLOAD", "workloads.py:blocks")
+    ended = spillway("demo", "--steps", 6, "--budgets", "90%, 80% ,1%", "--output", "page.html", "--json")
     assert ended.code == 0, ended.err
-    plain, most, half, refused = json.loads(ended.out)
+    plain, most, middle, refused, *methods = json.loads(ended.out)
     assert plain["budget_bytes"] is None
-    assert [row["budget_bytes"] for row in (most, half)] == [plain["peak_bytes"] * share // 100 for share in (70, 50)]
-    assert [row["identical"] for row in (plain, most, half, refused)] == [True, True, True, None]
-    assert all(row["peak_bytes"] <= row["budget_bytes"] and row["ratio"] > 0 for row in (most, half))
+    assert [row["budget_bytes"] for row in (most, middle)] == [plain["peak_bytes"] * share // 100 for share in (90, 80)]
+    assert [row["identical"] for row in (plain, most, middle, refused)] == [True, True, True, None]
+    assert all(row["peak_bytes"] <= row["budget_bytes"] and row["ratio"] > 0 for row in (most, middle, *methods))
     assert refused["smallest_budget_bytes"] > refused["budget_bytes"]
+    assert [row["method"] for row in methods] == ["mimose", "static", "checkpoint", "delta"]
+    assert all(row["identical"] and row["budget_bytes"] == middle["budget_bytes"] for row in methods)
+    mimose, static, checkpoint, _ = (row["recomputed_share"] for row in methods)
+    assert mimose <= static <= checkpoint == 1.0
     assert "under a budget of" in Path("page.html").read_text("utf-8")
+    assert "Memory against input size" in Path("page-mimose.html").read_text("utf-8")
 
 
 def test_a_run_file_becomes_a_page_beside_it(spillway: Command) -> None:

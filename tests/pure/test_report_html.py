@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spillway.ir import Change, Event, Kind, StepReport, StorageLine, Timeline
+from spillway.report.by_size import draw_sizes
 from spillway.report.figures import NO_BUDGET
 from spillway.report.html import ROWS, render, write_report
 from spillway.units import MiB
@@ -218,3 +219,38 @@ def test_a_page_replaces_the_file_that_stood_there(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_the_systems_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         write_report(tmp_path / "missing" / "page.html", HEADER, [], [])
+
+
+def sized(step: int, size: tuple[int, ...], peak: int, **figures: Any) -> StepReport:
+    return dataclasses.replace(
+        STEP, step=step, input_size=list(size), peak_bytes=peak, blocks=4, recomputed_ops=0, ops=0, **figures
+    )
+
+
+def test_steps_with_an_input_size_are_drawn_against_it() -> None:
+    steps = (
+        sized(0, (64,), 20 * MiB, recomputed_blocks=4),
+        sized(1, (128,), 30 * MiB, recomputed_blocks=2, projected_bytes=30 * MiB),
+        sized(2, (128,), 31 * MiB, projected_bytes=31 * MiB, peak_measured=False),
+    )
+    shown = page(steps=steps)
+    assert "Memory against input size" in shown.text
+    assert "every block recomputed and measured" in shown.text
+    assert "4 of 4" in shown.text
+    assert "expected" in shown.text
+    drawn = draw_sizes(steps, 40 * MiB)
+    assert drawn is not None
+    assert [point.name for point in drawn.points] == ["sheltered", "planned", "expected"]
+    assert [point.told for point in drawn.points][:1] == ["step 0, size 64: 20 MiB, 4 of 4 blocks recomputed"]
+    assert drawn.points[0].x == pytest.approx(drawn.points[1].x / 2)
+    assert drawn.budget_y is not None
+    assert drawn.budget_y < min(point.y for point in drawn.points)  # higher up
+
+
+def test_sizes_of_several_numbers_are_multiplied_and_without_a_budget_there_is_no_line() -> None:
+    drawn = draw_sizes([sized(0, (2, 64), 20 * MiB), sized(1, (4, 64), 30 * MiB)], None)
+    assert drawn is not None
+    assert drawn.axis == "input size, all numbers multiplied"
+    assert drawn.budget_y is None
+    assert drawn.points[0].x == pytest.approx(drawn.points[1].x / 2)
+    assert draw_sizes([STEP], 40 * MiB) is None

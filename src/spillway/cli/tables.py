@@ -29,14 +29,33 @@ COLUMNS = (
 
 
 def print_rows(workload: str, method: str, rows: Sequence[Row | RefusedRow]) -> None:
-    """Print the table to standard output."""
+    """Print the table of one method under several budgets to standard output."""
+    _print(_table(f"{workload}, {_steps(rows)}, method {method}, one thread"), rows, [[] for _ in rows])
+
+
+def print_methods(workload: str, rows: Sequence[Row | RefusedRow]) -> None:
+    """Print the table of several methods under one budget to standard output; the plain run comes first."""
+    table = _table(f"{workload}, {_steps(rows)}, methods side by side; ops recomputed, or blocks", "method")
+    _print(table, rows, [[row.method or "plain"] for row in rows])
+
+
+def _steps(rows: Sequence[Row | RefusedRow]) -> str:
     steps = max((row.steps for row in rows if isinstance(row, Row)), default=0)
-    title = f"{workload}, {steps} {'step' if steps == 1 else 'steps'}, method {method}, one thread"
+    return f"{steps} {'step' if steps == 1 else 'steps'}"
+
+
+def _table(title: str, *first: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="")
+    for name in first:
+        table.add_column(name)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == COLUMNS[-1] else "right")
-    for row in rows:
-        table.add_row(*(_refused(row) if isinstance(row, RefusedRow) else _cells(row)))
+    return table
+
+
+def _print(table: Table, rows: Sequence[Row | RefusedRow], first: Sequence[Sequence[str]]) -> None:
+    for row, cells in zip(rows, first, strict=True):
+        table.add_row(*cells, *(_refused(row) if isinstance(row, RefusedRow) else _cells(row)))
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 

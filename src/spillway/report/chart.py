@@ -96,7 +96,7 @@ def draw(timeline: Timeline) -> Chart:
         areas=_areas(columns, top),
         bars=bars,
         budget_y=_height(timeline.allowed, top) if budget_seen else None,
-        bytes_ticks=[Tick(at=_height(nbytes, top), text=_short(nbytes)) for nbytes in round_bytes(top)],
+        bytes_ticks=[Tick(at=_height(nbytes, top), text=short_bytes(nbytes)) for nbytes in round_bytes(top)],
         bar_ticks=bar_ticks,
         ticks=ticks(timeline),
     )
@@ -161,7 +161,7 @@ def _bars(columns: Sequence[Column]) -> tuple[list[Area], list[Tick]]:
             areas.append(Area(name=change.value, path=_outline(end, start), most=total))
             start = end
     step = round_bytes(most, ticks=2)[-1] or most
-    ticks = [Tick(at=middle + sign * step * scale, text=_short(step)) for sign in (-1, 1)]
+    ticks = [Tick(at=middle + sign * step * scale, text=short_bytes(step)) for sign in (-1, 1)]
     return [area for area in areas if area.most], [ticks[0], Tick(at=middle, text="0"), ticks[1]]
 
 
@@ -190,6 +190,6 @@ def _height(nbytes: Bytes, top: float) -> float:
     return HEIGHT * (1 - nbytes / top)
 
 
-def _short(nbytes: Bytes) -> str:
+def short_bytes(nbytes: Bytes) -> str:
     """Round numbers need no decimals."""
     return format_bytes(nbytes).replace(".00", "")

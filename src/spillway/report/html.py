@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from spillway.ir import StepReport, Timeline
 from spillway.report import chart
 from spillway.report.axis import WIDTH
+from spillway.report.by_size import RADIUS, draw_sizes
 from spillway.report.figures import (
     NO_BUDGET,
     format_share,
@@ -54,6 +55,7 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
         facts={name: _fact(value) for name, value in header.items() if name not in _NOT_SHOWN},
         budget=_budget(header, steps),
         figures=_figures(steps),
+        sizes=draw_sizes(steps, _budget(header, steps)),
         pictures=[(timeline, chart.draw(timeline), draw_lanes(timeline)) for timeline in timelines],
         steps=shown,
         left_out=left_out,
@@ -74,6 +76,7 @@ def _template() -> Template:
         "chart": {"width": WIDTH, "height": chart.HEIGHT, "bars_height": chart.BARS_HEIGHT},
         "lanes_height": LANES_HEIGHT,
         "row": ROW,
+        "radius": RADIUS,
         "names_of_work": NAMES,
         "no_budget": NO_BUDGET,
         "recomputed_share": recomputed_share,
@@ -101,6 +104,8 @@ def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
         "stall_seconds": sum(step.stall_seconds for step in steps),
         "recomputed_share": recomputed_share(steps),
         "recomputed_ops": sum(step.recomputed_ops for step in steps),
+        "recomputed_blocks": sum(step.recomputed_blocks for step in steps),
+        "expected_steps": sum(step.managed and not step.peak_measured for step in steps),
         "bytes_out": sum(step.bytes_out for step in steps),
         "bytes_in": sum(step.bytes_in for step in steps),
         "transfer_seconds": sum(step.transfer_seconds for step in steps),

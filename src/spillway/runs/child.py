@@ -17,8 +17,10 @@ import torch
 
 from spillway.engines.tensors.system import PeakMemory
 from spillway.errors import BudgetInfeasible, SpillwayError, WorkloadError
-from spillway.runs.records import RunRequest, StepDone
+from spillway.methods import Mimose
+from spillway.runs.records import STATIC, RunRequest, StepDone
 from spillway.session import Session, manage
+from spillway.session.sizes import largest_size
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
 
@@ -51,7 +53,7 @@ def _run(request: RunRequest, send: Send) -> None:
     _warm_up()
     memory = PeakMemory()
     workload = get(request.workload, seed=request.seed)
-    with _session(request, workload) as session:
+    with _session(request, workload, batches) as session:
         losses, peak = _train(workload, batches, session, memory, send)
     result = {"peak_rss_bytes": peak, "state": _digest(workload), "losses": losses}
     send({"result": result})
@@ -74,7 +76,7 @@ def _warm_up() -> None:
 
 
 @contextmanager
-def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None]:
+def _session(request: RunRequest, workload: Workload, batches: list[Batch]) -> Iterator[Session | None]:
     if request.method is None:
         yield None
         return
@@ -83,7 +85,7 @@ def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None
             workload.model,
             workload.optimizers,
             budget=request.budget_bytes,
-            method=request.method,
+            method=_method(request.method, batches),
             spill_directory=request.spill_directory,
             spill_io=request.spill_io,
             return_freed=request.return_freed,
@@ -94,6 +96,11 @@ def _session(request: RunRequest, workload: Workload) -> Iterator[Session | None
         raise SpillwayError(f"The run file {request.run_file} cannot be written: {error.strerror}.") from error
     with session:
         yield session
+
+
+def _method(name: str, batches: list[Batch]) -> str | Mimose:
+    """The static plan has to know the largest input, which only a run knows that has all of them."""
+    return Mimose.static(largest_size(batches)) if name == STATIC else name
 
 
 def _train(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, final
+from typing import Any, Final, Literal, final
 
 from spillway.ir import StepReport
 from spillway.units import Bytes, Seconds
+
+STATIC: Final = "static"
+"""The method that makes one plan, for the largest of a run's inputs: the Sublinear of the Mimose paper's Fig. 13."""
 
 
 @final
@@ -22,7 +25,7 @@ class RunRequest:
     steps: int
     """How many; the run is shorter if the workload has fewer batches."""
     method: str | None
-    """The method's name; None trains plainly, without a session."""
+    """The method's name, or `STATIC`; None trains plainly, without a session."""
     budget_bytes: Bytes | None
     """None only keeps account."""
     spill_directory: str | None = None

@@ -22,7 +22,7 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import machine_memory
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
 from spillway.errors import BudgetInfeasible, ModelError
-from spillway.ir import RunWriter, StepReport
+from spillway.ir import Kind, RunWriter, StepReport
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,
@@ -233,7 +233,11 @@ class _Step:
         self._signature = signature_of(self._batch)
         self._planning: Seconds = 0.0
         self._watch: StepWatch | None = None
-        self._start = sum(storage.nbytes() for storage in storages(session._tensors(self._batch)))
+        known = storages(session._tensors(self._batch))
+        self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
+        self._start = sum(self._known.values())
+        if session._device.type == "cuda":
+            self._start = session._meter.read()
         reset_peak()
         session._running = self
         self._began = time.perf_counter()
@@ -251,8 +255,9 @@ class _Step:
         self._watch = StepWatch(
             session._engine,
             session._meter,
-            trace_for(session._device) if wanted else None,
+            trace_for(session._device, self._known) if wanted else None,
             start=self._start,
+            gradients=storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None),
             allowed=session._allowed,
             decide=self._decide,
             reclaimer=session._reclaimer,
@@ -324,7 +329,7 @@ class _Step:
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=0, refusals={}, escaped=0,
             unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
-            projected_bytes=max((one.resident + one.decision.plan.projected for one in passes), default=0),
+            projected_bytes=max((one.expected for one in passes), default=0),
             planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)

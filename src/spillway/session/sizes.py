@@ -102,8 +102,10 @@ class SizeReader:
         return changed
 
 
-def largest(dimensions: Sequence[Shape]) -> InputSize:
-    """A size that no input with these dimensions passes in any number."""
+def largest_size(batches: Sequence[Any]) -> InputSize:
+    """A size that no batch passes in any number. Raises UsageError if one has no size."""
+    reader = SizeReader(None, takes_vectors=True)
+    dimensions = [reader.dimensions(batch) for batch in batches]
     columns = columns_of(dimensions)
     return tuple(max(numbers) for numbers in zip(*(columns.size(one) for one in dimensions), strict=True))
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine, CallReport
@@ -62,6 +63,12 @@ class Pass:
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
 
+    @property
+    def expected(self) -> Bytes:
+        """The peak that the plan expects; 0 where nothing is expected yet."""
+        projected = self.decision.plan.projected
+        return self.resident + projected if projected else 0
+
 
 Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
 """From what is available: the decision, the forecast, the size, and whether blocks may run as if nobody watched."""
@@ -75,7 +82,8 @@ class StepWatch:
         engine: Whose blocks run.
         meter: Read at every seam.
         trace: Of the whole step, begun; None if this step is not traced.
-        start: Bytes of the storages that are known by name when the step begins.
+        start: Bytes of the storages that are known by name when the step begins; on CUDA what is allocated then.
+        gradients: Of these, gradients: a step may begin by giving them up.
         allowed: The budget.
         decide: Asked when a forward begins.
         reclaimer: Returns freed memory to the system; None to leave it.
@@ -88,6 +96,7 @@ class StepWatch:
         trace: AbstractTrace | None,
         *,
         start: Bytes,
+        gradients: Sequence[torch.UntypedStorage],
         allowed: Bytes,
         decide: Decide,
         reclaimer: Reclaimer | None,
@@ -104,8 +113,14 @@ class StepWatch:
         self._allowed = allowed
         self._decide = decide
         self._reclaimer = reclaimer
+        self._largest: Bytes = 0
+        """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
         self._optimizer_at: int | None = None
+        self._gradients: list[tuple[Any, int, Bytes]] = []
+        if trace is not None:
+            weak: Any = StorageWeakRef
+            self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
         self._base = meter.read()
         self._mark("step")
 
@@ -137,6 +152,7 @@ class StepWatch:
     def block_ended(self, number: int) -> None:
         """After the last block comes the turn, whose needs are known as a whole."""
         self._mark("ended", number)
+        self._largest = max(self._largest, self._engine.saved_bytes(number))
         if not self.passes:
             return
         now = self.passes[-1]
@@ -182,7 +198,7 @@ class StepWatch:
     def _make_room(self, needed: Bytes, number: int) -> None:
         now = self.passes[-1]
         if self._reclaimer is not None:
-            self._reclaimer.settle(needed)
+            self._reclaimer.settle(max(needed, self._largest))
         over = self._taken() + needed - self._allowed
         if over <= 0:
             return
@@ -209,6 +225,9 @@ class StepWatch:
     def _mark(self, kind: str, number: int = -1) -> None:
         self._marks.append(Mark(kind, number))
         if self._trace is not None:
+            for gone in [one for one in self._gradients if one[0].expired()]:
+                self._gradients.remove(gone)
+                self._trace.died(*gone[1:])
             self._trace.mark()
 
     def _end_pass(self) -> None:
@@ -244,8 +263,7 @@ class StepWatch:
         """Of the whole step: measured if it was traced, and otherwise the most that was seen or expected."""
         if self.windows:
             return self._start + max(window.peak for window in self.windows)
-        expected = [one.resident + one.decision.plan.projected for one in self.passes]
-        return max([self.highest, *expected])
+        return max([self.highest, *(one.expected for one in self.passes)])
 
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""

@@ -161,6 +161,10 @@ class BlockEngine:
         """Whose call it was, by its number."""
         return self._modules[self._figures[number].block]
 
+    def saved_bytes(self, number: int) -> Bytes:
+        """What autograd saved in a call, by its number (`CallReport.saved_bytes`)."""
+        return self._figures[number].saved_bytes
+
     def unit(self, number: int) -> Unit:
         """Of a call, by its number in the order in which they began."""
         figures = self._figures[number]

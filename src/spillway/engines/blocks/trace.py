@@ -1,7 +1,12 @@
 """Every allocation of a step, with its time: exact peaks between any two moments.
 
 On the CPU torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
-step is over, and nothing is printed. On CUDA the allocator itself counts the peak between two moments.
+step is over. On CUDA the allocator itself counts the peak between two moments.
+
+NOTE: what counts on the CPU. What was there at the beginning and is known by name, and every allocation since. That
+something else goes, such as what the user still held of an earlier step, makes no room: it never counted. The
+profiler does not tell of what was allocated while it was off and is freed while it is on, so those who know of such
+storages say when they are gone (`AbstractTrace.died`).
 """
 
 from __future__ import annotations
@@ -9,13 +14,19 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, final
 
-import numpy as np
 import torch
-from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+    _ExtraFields_Allocation,
+)  # fmt: skip
 
 from spillway.units import Bytes
 
@@ -25,7 +36,6 @@ _NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
 """No eager op and no `record_function` has this scope. One that is open while the profiler ends, as `Optimizer.step` is
 when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
 _SILENT: Final = "99"
-_MEMORY: Final = "[memory]"
 
 
 class Window(NamedTuple):
@@ -45,6 +55,10 @@ class AbstractTrace(ABC):
         """A moment; they are numbered from 0."""
 
     @abstractmethod
+    def died(self, address: int, nbytes: Bytes) -> None:
+        """A storage that was known at the beginning is gone."""
+
+    @abstractmethod
     def so_far(self) -> list[Window]:
         """The same as `stop`, and the trace goes on."""
 
@@ -58,10 +72,10 @@ class AbstractTrace(ABC):
 class AllocationTrace(AbstractTrace):
     """On the CPU, from torch's profiler. Only where `AllocationTrace.possible()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Mapping[int, Bytes]) -> None:
         self._marks: list[int] = []
-        self._memory: list[tuple[int, Bytes]] = []
-        """Time and bytes of every allocation, and of every release with a minus."""
+        self._known = dict(known)
+        self._memory: list[Event] = []
         self._stopped = False
         self._begin()
 
@@ -73,16 +87,19 @@ class AllocationTrace(AbstractTrace):
     def mark(self) -> None:
         self._marks.append(time.time_ns())  # the clock of the profiler's events
 
+    def died(self, address: int, nbytes: Bytes) -> None:
+        self._memory.append(Event(time.time_ns(), -nbytes, address))
+
     def so_far(self) -> list[Window]:
         self._end()
         self._begin()
-        return _windows(self._memory, self._marks)
+        return _windows(self._memory, self._marks, self._known)
 
     def stop(self) -> list[Window]:
         if not self._stopped:
             self._stopped = True
             self._end()
-        return _windows(self._memory, self._marks)
+        return _windows(self._memory, self._marks, self._known)
 
     def _begin(self) -> None:
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
@@ -96,20 +113,40 @@ class AllocationTrace(AbstractTrace):
             return  # somebody has ended it for us
         with _silence():
             result = _profiler._disable_profiler()
-        self._memory += [(event.start_ns(), event.nbytes()) for event in result.events() if event.name() == _MEMORY]
+        for event in result.experimental_event_tree():
+            fields = event.extra_fields
+            if isinstance(fields, _ExtraFields_Allocation):
+                self._memory.append(Event(event.start_time_ns, fields.alloc_size, fields.ptr))
 
 
-def _windows(memory: list[tuple[int, Bytes]], marks: list[int]) -> list[Window]:
-    if not memory or not marks:
-        return [Window(0, 0)] * len(marks)
-    times, changes = np.array(memory, dtype=np.int64).T
-    order = np.argsort(times, kind="stable")
-    times, held = times[order], np.concatenate(([0], np.cumsum(changes[order])))
-    starts = np.searchsorted(times, np.array(marks, dtype=np.int64))
-    base = int(held[starts[0]])
-    found = []
-    for start, end in zip(starts, [*starts[1:], len(times)], strict=True):
-        found.append(Window(int(held[start]) - base, int(held[start : end + 1].max()) - base))
+class Event(NamedTuple):
+    """An allocation, or a release with a minus."""
+
+    at: int
+    nbytes: Bytes
+    address: int
+
+
+def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) -> list[Window]:
+    ours = dict(known)
+    held = 0
+    found: list[Window] = []
+    events = sorted(memory, key=lambda event: event.at)
+    at = 0
+    for mark, end in zip(marks, [*marks[1:], 1 << 63], strict=True):
+        while not found and at < len(events) and events[at].at < mark:
+            at += 1  # before the first mark
+        level = peak = held
+        while at < len(events) and events[at].at < end:
+            _, nbytes, address = events[at]
+            at += 1
+            if nbytes > 0:
+                ours[address] = nbytes
+                held += nbytes
+                peak = max(peak, held)
+            else:
+                held -= ours.pop(address, 0)
+        found.append(Window(level, peak))
     return found
 
 
@@ -145,6 +182,9 @@ class CudaTrace(AbstractTrace):
         self._windows.append(Window(level - self._base, level - self._base))
         torch.cuda.reset_peak_memory_stats(self._device)
 
+    def died(self, address: int, nbytes: Bytes) -> None:
+        """The allocator knows."""
+
     def so_far(self) -> list[Window]:
         if self._windows:
             self._end_window()
@@ -161,8 +201,13 @@ class CudaTrace(AbstractTrace):
         self._windows[-1] = Window(self._windows[-1].level, peak)
 
 
-def trace_for(device: torch.device) -> AbstractTrace | None:
-    """A trace that has begun; None where none can be had."""
+def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace | None:
+    """A trace that has begun; None where none can be had.
+
+    Args:
+        device: Whose memory counts.
+        known: Bytes of the storages that are known now, by the address of their memory.
+    """
     if device.type == "cuda":
         return CudaTrace(device)
-    return AllocationTrace() if AllocationTrace.possible() else None
+    return AllocationTrace(known) if AllocationTrace.possible() else None
