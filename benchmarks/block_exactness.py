@@ -116,16 +116,14 @@ class Outcome:
     wrong: str = ""
     """The first thing that is not as plain PyTorch leaves it; empty if all is."""
     counts: Counter[str] = field(default_factory=Counter)
-    """Calls, second runs, what was revoked in forward and backward, bytes that waited in the spill file."""
+    """Calls, their own bytes, second runs, revocations, and bytes that waited in the spill file."""
     kept: Counter[str] = field(default_factory=Counter)
     """Reasons for which calls were kept that were to run again."""
 
-    def acted(self, way: Way) -> bool:
-        """Whether anything was given up, or kept for a reason: else that all is identical says nothing."""
-        if sum(self.kept.values()) == self.counts["calls"] > 0:
-            return True
-        only_keeps = not way.revoked and way.choose is not _any and way.choose(random.Random()) is Action.KEEP
-        return only_keeps or self.counts["recomputes"] + self.counts["offloaded"] + self.counts["revoked"] > 0
+    def is_idle(self, way: Way) -> bool:
+        """Whether a run gave up nothing of what it could have: then that all is identical says nothing."""
+        keeps = way.revoked or (way.choose is not _any and way.choose(random.Random()) is Action.KEEP)
+        return not keeps and self.counts["own"] > 0 and self.counts["recomputes"] + self.counts["offloaded"] == 0
 
 
 def run(size: Size, tell: Tell) -> Result:
@@ -243,7 +241,8 @@ class _Counted:
     def __call__(self, *args: Any) -> Tensor:
         loss = self._step(*args)
         calls: list[CallReport] = self._engine.calls
-        self._outcome.counts += Counter(calls=len(calls), recomputes=sum(call.recomputes for call in calls))
+        recomputes, own = (sum(getattr(call, name) for call in calls) for name in ("recomputes", "own_bytes"))
+        self._outcome.counts += Counter(calls=len(calls), recomputes=recomputes, own=own)
         self._outcome.kept.update(call.kept_because for call in calls if call.kept_because)
         return loss
 
@@ -288,7 +287,7 @@ def _count_wrong(outcomes: Outcomes) -> int:
 
 
 def _count_idle(outcomes: Outcomes) -> int:
-    return sum(not outcome.acted(WAYS[way]) for _, way, outcome in outcomes)
+    return sum(outcome.is_idle(WAYS[way]) for _, way, outcome in outcomes)
 
 
 def _row(subject: Subject, ran: Mapping[str, Outcome]) -> Row:
