@@ -117,21 +117,24 @@ def test_layers_that_were_left_out_by_chance_are_blocks_too() -> None:
 
 
 def python_calls(model: nn.Module) -> int:
-    counted = 0
+    """Of a forward and a backward; the fewest of three, since the collector may come between."""
 
-    def count(frame: FrameType, event: str, _: object) -> None:
-        nonlocal counted
-        counted += event == "call"
+    def once() -> int:
+        counted = 0
 
-    loss = mean_square(model, X)
-    loss.backward()
-    sys.setprofile(count)
-    try:
-        loss = mean_square(model, X)
-        loss.backward()
-    finally:
-        sys.setprofile(None)
-    return counted
+        def count(frame: FrameType, event: str, _: object) -> None:
+            nonlocal counted
+            counted += event == "call"
+
+        sys.setprofile(count)
+        try:
+            loss = mean_square(model, X)
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    return min(once() for _ in range(3))
 
 
 @pytest.mark.parametrize("ops", [1, 50])
