@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -197,6 +198,51 @@ def test_exactness_compares_a_family_under_every_policy() -> None:
     assert len(exactness.WAYS) == 5
     assert [row[f"50 {way}"] for way in exactness.WAYS] == ["identical"] * 5
     assert result.checks[0].measured == 0
+
+
+def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() -> None:
+    pytest.importorskip("transformers")
+    from benchmarks.block_exactness import WAYS
+    from spillway.engines.blocks.actions import Action
+
+    result = quick("block_exactness")
+    rows = rows_by(result, "model")
+    assert list(rows) == ["GPT-2", "ALBERT", "stochastic-depth"]
+    assert set(WAYS) == {action.value for action in Action} | {"mixed", "keep, revoked", "mixed, revoked"}
+    for row in rows.values():
+        assert [row[way].split(",")[0] for way in WAYS] == ["identical"] * len(WAYS)
+        assert row["counts"]["recompute"]["recomputes"] == row["counts"]["recompute"]["calls"] > 0
+        assert row["counts"]["offload"]["offloaded"] > 0
+        assert row["counts"]["keep, revoked"]["revoked"] > 0
+    assert any("revoked in the backward" in row["counts"]["keep, revoked"] for row in rows.values())
+    assert [check.measured for check in result.checks] == [0, 0, 18]
+
+
+def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import block_exactness
+    from spillway.engines.blocks.environment import Environment
+
+    monkeypatch.setattr(Environment, "__call__", lambda self, wanted: contextlib.nullcontext())
+    monkeypatch.setattr(block_exactness, "WAYS", {"recompute": block_exactness.WAYS["recompute"]})
+    size = dataclasses.replace(block_exactness.BENCHMARK.quick, architectures=("GPT-2",), families=())
+    result = block_exactness.run(size, lambda text: None)
+    assert result.rows[0]["recompute"] == "LOSSES DIFFER"
+    assert [check.measured for check in result.checks] == [1, 0, 19]
+
+
+def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
+    pytest.importorskip("transformers")
+    result = quick("block_cost")
+    competitors = ["plain", "asleep", "kept, to be revoked", "recomputed", "torch.utils.checkpoint"]
+    assert [row["competitor"] for row in result.rows] == competitors * 2
+    for row in result.rows:
+        assert row["seconds"] > 0
+        if row["competitor"] == "asleep":
+            assert 0 < row["added_per_call"] <= 6 < row["ops"] / row["blocks"]
+        elif row["competitor"] == "kept, to be revoked":
+            assert row["added_per_call"] > 20
+    assert [check.at_most for check in result.checks] == [1.01, 1.01, 6, 1.01, 1.01, 6, 1.02, 1.02, 1.02, 1.02]
 
 
 def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, final
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.engines.blocks.compiled import CompiledHook
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing, Replay
 from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
@@ -54,6 +57,8 @@ class Conductor:
         """How many frames have sent something away."""
         self._open_store = open_store
         self._away: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
+        self.removed: tuple[Hook | CompiledHook, ...] = ()
+        """Hooks of an engine that was closed."""
         self._local = _Local()
 
     @property
@@ -112,6 +117,14 @@ class Conductor:
                 mode.leave(output)
         return output
 
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
+        with contextlib.ExitStack() as stack:
+            for hook in self.removed:
+                stack.enter_context(hook.back())
+            yield
+
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
@@ -156,6 +169,11 @@ class Conductor:
         """A forward of the model begins."""
         if self.store is not None:
             self.store.begin_step()
+
+    def is_checkpointed(self) -> bool:
+        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""
