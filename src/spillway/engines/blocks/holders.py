@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.containers import address, empty_witness
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.frame import Frame
