@@ -16,8 +16,8 @@ from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
     "host_cost", "block_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach",
-    "exactness", "block_exactness", "random_programs", "dtr_reference", "optimal", "delta_tables", "modelled", "growth",
-    "simulated", "compare",
+    "exactness", "block_exactness", "random_programs", "mimose_speed", "mimose_budget", "dtr_reference", "optimal",
+    "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

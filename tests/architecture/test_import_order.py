@@ -19,6 +19,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.simulated",),
     ("engines.tiers",),
     ("engines.tensors.system",),  # asks the operating system about this process, for either engine
+    ("engines.tensors.private",),
+    ("engines.tensors.driver",),  # asks a CUDA device, for either engine
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("costs.watching",),  # measures what the engine costs
     ("costs.measured",),  # measures the disk through a tier

@@ -180,6 +180,8 @@ class LateDriver:
             raise OutOfOrderError("Times of copies are asked for before they are done.")
         return LaneTimes(out=self.copies_out * 1e-3, back=self.copies_in * 1e-3, stall=self.waits * 1e-4)
 
+    def forget_times(self) -> None: ...
+
     def allocated(self) -> int:
         self._peak = max(self._peak, self.account() + self.beside + self.inside)
         return self.account() + self.beside

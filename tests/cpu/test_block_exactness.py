@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 import pytest
@@ -77,12 +77,22 @@ def plainly(_: Case) -> Iterator[Watched]:
 
 
 def under(
-    action: Callable[[str, int], Action], spill: Path, reports: list[CallReport], *, revoked: bool = False
+    action: Callable[[str, int], Action],
+    spill: Path,
+    reports: list[CallReport],
+    *,
+    revoked: bool = False,
+    check: Literal["shapes", "values"] = "shapes",
 ) -> Callable[[Case], Any]:
     @contextmanager
     def around(case: Case) -> Iterator[Watched]:
         with BlockEngine(
-            case.model, case.blocks, actions=action, generators=case.generators, spill_directory=spill
+            case.model,
+            case.blocks,
+            actions=action,
+            generators=case.generators,
+            spill_directory=spill,
+            check=check,
         ) as engine:
             watched = Watched(engine, revoked=revoked)
             yield watched

@@ -16,6 +16,8 @@ from spillway.costs.device import DEVICES
 from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Change, Gap, Host, Op, Plan, Recompute, Recorded, Step, Timeline, verify
+from spillway.ir.blocks import block_calls
+from spillway.ir.recipes import as_one
 from spillway.methods import LRU, KeepAll, Planned
 from spillway.methods.base import AbstractPolicy
 from spillway.recording import record
@@ -139,6 +141,30 @@ def test_a_plan_is_followed_on_real_tensors_as_on_paper(recorded: Recorded, seed
         assert ran.peak_bytes == reports[number].peak_bytes
     _, _, plain = real(recorded.workload, 4 * step.plain_peak(), KeepAll())
     assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
+
+
+@pytest.mark.parametrize("name", ["resnet", "stdlib-lm"])
+def test_blocks_are_recomputed_on_real_tensors_as_on_paper_each_op_once(name: str) -> None:
+    step = record(workload(name)).step
+    calls = block_calls(step)
+    # What is small stays where it is on real tensors.
+    gaps = [gap for call in calls for gap in as_one([gap for gap in call.gaps if _movable(step, gap)], step)]
+    plan = replace(plan_of(step, gaps), projected=4 * step.plain_peak(), allowed=4 * step.plain_peak())
+    verify(plan, step, plan.allowed)
+    reports, timelines, managed = real(name, plan.allowed, Planned(plan, step))
+    replayed = {(gap.end, op) for gap in gaps if isinstance(gap.home, Recompute) for op in gap.home.ops}
+    assert reports[0].drops == len(gaps) > len(calls)
+    assert 0 < reports[0].recomputed_ops <= len(replayed)
+    for number, timeline in enumerate(timelines):
+        ran = simulated(step, plan.allowed, Planned(plan, step), number + 1)
+        assert decisions(ran.timeline) == decisions(timeline)
+        assert (ran.peak_bytes, ran.recomputed_ops) == (reports[number].peak_bytes, reports[number].recomputed_ops)
+    _, _, plain = real(name, plan.allowed, KeepAll())
+    assert difference(state_of(plain.model, *plain.optimizers), state_of(managed.model, *managed.optimizers)) is None
+
+
+def _movable(step: Step, gap: Gap) -> bool:
+    return step.storages[step.values[gap.value].storage].nbytes >= SMALLEST_MOVABLE
 
 
 def test_a_plan_whose_copies_run_beside_ops_is_exact_and_within_its_budget(recorded: Recorded) -> None:

@@ -80,6 +80,14 @@ class Damage:
             created |= set(self.step.ops[op].creates)
         return found
 
+    def comes_back_with_others(self, gap: Gap) -> bool:
+        """Whether another gap ends by the same replay, whose value then is no temporary."""
+        others = (one for one in self.plan.gaps if one is not gap and one.end == gap.end)
+        return any(
+            isinstance(one.home, Recompute) and isinstance(gap.home, Recompute) and one.home.ops == gap.home.ops
+            for one in others
+        )
+
     # The ways, in the order of the rules.
 
     def another_step(self) -> Plan | None:
@@ -226,7 +234,7 @@ class Damage:
         return None
 
     def an_understated_replay(self) -> Plan | None:
-        gap = self.recomputed(lambda gap, home: home.temporaries > 0)
+        gap = self.recomputed(lambda gap, home: home.temporaries > 0 and not self.comes_back_with_others(gap))
         if gap is None or not isinstance(gap.home, Recompute):
             return None
         return self.changed(gap, home=replace(gap.home, temporaries=self.random.randrange(gap.home.temporaries)))

@@ -32,7 +32,7 @@ from spillway.engines.copies import Copies
 from spillway.engines.machine import Machine
 from spillway.engines.recall import bring_back, recall, restore_early, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
-from spillway.engines.replay import Ancestry, grow_chains, replay
+from spillway.engines.replay import Ancestry, PlannedReturn, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
 from spillway.errors import EngineError, SpillFullError
@@ -76,7 +76,7 @@ class Controller:
         self.counters = Counters()
         self.lock = threading.RLock()
         self.dropped: dict[Value, None] = {}
-        self.planned: dict[Value, frozenset[int]] = {}
+        self.planned: dict[Value, PlannedReturn] = {}
         self.away = 0
         self.recipes: list[Recipe] = []
         self.young: list[Storage] = []
@@ -265,8 +265,8 @@ class Controller:
                 return self.copies.begin(proposal)
             case Restore():
                 return restore_early(self, storage)
-            case Drop(ops=ops):
-                return self.while_held(partial(self.drop, ops=ops), storage)
+            case Drop(ops=ops, back=back):
+                return self.while_held(partial(self.drop, ops=ops, back=back), storage)
         return self.while_held(self.move, storage)
 
     def while_held(self, leave: Callable[[Storage], bool], storage: Storage) -> bool:
@@ -313,7 +313,7 @@ class Controller:
         self._left(storage, Change.MOVE)
         return True
 
-    def drop(self, storage: Storage, ops: frozenset[int] | None = None) -> bool:
+    def drop(self, storage: Storage, ops: frozenset[int] | None = None, back: int | None = None) -> bool:
         recipes = None if ops is None else frozenset(self.first_op + 1 + op for op in ops)
         value, found = storage.value, self.way_back(storage, recipes)
         if value is None or isinstance(found, str):
@@ -321,7 +321,7 @@ class Controller:
             return False
         self.cut(value, tuple(found.leaves), found.chain if recipes is None else 0)
         if recipes is not None:
-            self.planned[value] = recipes
+            self.planned[value] = PlannedReturn(back, recipes)
         self.machine.release(storage)
         self.counters.drops += 1
         self.counters.dropped_bytes += storage.nbytes

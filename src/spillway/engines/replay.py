@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Final, NamedTuple, final
 
 from spillway.engines.records import DROPPED, EXACT, GONE, HERE, NEVER, TEMPORARY, Recipe, Storage, Value
 from spillway.errors import EngineError
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 UNCAPPED: Final = 1 << 30
 """A cap on chains that none reaches."""
+
+
+class PlannedReturn(NamedTuple):
+    """How a plan brings back what it dropped."""
+
+    moment: int | None
+    """The op of the step before which it comes back; None for whenever it is read, by a replay of its own."""
+    ops: frozenset[int]
+    """The ops that run again. What has the same moment and the same ops comes back by one replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +120,38 @@ def _in_order_of_return(value: Value, planned: Collection[Value]) -> list[Value]
     return list(order)
 
 
+def _returning_together(controller: Controller, target: Value, planned: PlannedReturn | None) -> list[Value]:
+    """What a replay of that value brings back."""
+    if planned is None or planned.moment is None:
+        return [target]
+    others = (value for value, when in controller.planned.items() if when == planned and value is not target)
+    return [target, *(value for value in others if value.absent == DROPPED)]
+
+
 @final
 class Replay:
-    """Recomputes one dropped value, op by op, within the budget."""
+    """Recomputes one dropped value, or those that a plan has back together, op by op, within the budget."""
 
-    __slots__ = ("_controller", "_last_use", "_leaves", "_recipes", "_target", "_temporaries")
+    __slots__ = ("_controller", "_last_use", "_leaves", "_recipes", "_targets", "_temporaries")
 
     def __init__(self, controller: Controller, target: Value) -> None:
-        found = ancestry(target, UNCAPPED, controller.planned.get(target))
-        if found is None:
-            raise EngineError(f"The cut of {target!r} was lost; it cannot be recomputed.")
+        planned = controller.planned.get(target)
         self._controller = controller
-        self._target = target
-        self._leaves = found.leaves
-        self._recipes = [found.recipes[number] for number in sorted(found.recipes)]
+        self._targets = _returning_together(controller, target, planned)
+        self._leaves: dict[Value, None] = {}
+        recipes: dict[int, Recipe] = {}
+        for one in self._targets:
+            found = ancestry(one, UNCAPPED, None if planned is None else planned.ops)
+            if found is None:
+                raise EngineError(f"The cut of {one!r} was lost; it cannot be recomputed.")
+            self._leaves |= found.leaves
+            recipes |= found.recipes
+        self._recipes = [recipes[number] for number in sorted(recipes)]
         self._temporaries: dict[Value, Storage] = {}
         self._last_use = {read: recipe.number for recipe in self._recipes for read in recipe.reads}
 
     def run(self) -> None:
-        """Recompute the target and give it its bytes. Inputs are wanted meanwhile (rule 3)."""
+        """Recompute the targets and give them their bytes. Inputs are wanted meanwhile (rule 3)."""
         for leaf in self._leaves:
             leaf.wanted += 1
         try:
@@ -140,8 +162,9 @@ class Replay:
                 leaf.wanted -= 1
             for temporary in list(self._temporaries.values()):
                 self._free(temporary)
-        if self._target.absent != HERE:
-            raise EngineError(f"A replay of {len(self._recipes)} ops did not bring {self._target!r} back.")
+        for target in self._targets:
+            if target.absent != HERE:
+                raise EngineError(f"A replay of {len(self._recipes)} ops did not bring {target!r} back.")
 
     def _run_one(self, recipe: Recipe) -> None:
         controller = self._controller
@@ -183,10 +206,10 @@ class Replay:
             self._controller.overwrite(temporary, None)
 
     def _hand_over(self, recipe: Recipe) -> None:
-        """Give finished values their bytes: the target, and siblings that were dropped too (their bytes are here
+        """Give finished values their bytes: the targets, and siblings that were dropped too (their bytes are here
         anyway)."""
         for value in (*recipe.creates, *(value for _, value in recipe.writes)):
-            if value.absent != DROPPED or (value in self._controller.planned and value is not self._target):
+            if value.absent != DROPPED or (value in self._controller.planned and value not in self._targets):
                 continue  # a plan says itself when what it dropped comes back
             temporary = self._temporaries.pop(value)
             controller = self._controller

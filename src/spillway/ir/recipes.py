@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from spillway.ir.lives import Life
-from spillway.ir.plan import Recompute
+from spillway.ir.lives import Kept, Life
+from spillway.ir.plan import Gap, Recompute
 from spillway.ir.step import Step, ValueId
 from spillway.units import Bytes
 
@@ -51,7 +52,43 @@ def recipe(
     order = tuple(sorted(ops))
     created = {v for op in order for v in step.ops[op].creates}
     kept = tuple(sorted(held - created))
-    return Recompute(ops=order, held=kept, temporaries=temporaries(value, order, step))
+    return Recompute(ops=order, held=kept, temporaries=temporaries([value], order, step))
+
+
+def together(
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], *, step: Step, lives: Sequence[Life]
+) -> list[Gap]:
+    """Gaps of what one part of the forward leaves to the backward, which end together: when the backward needs the
+    first of it. What has no way back stays.
+
+    Args:
+        dropped: The values that are to be gone.
+        elsewhere: Values that other gaps hold at that moment.
+        step: The step.
+        lives: Of its values.
+    """
+    # Without a value that stays, the others may come back in another way, or at another moment.
+    while True:
+        gaps = _ending_together(dropped, elsewhere, step, lives)
+        if len(gaps) == len(dropped):
+            return gaps
+        back = {gap.value for gap in gaps}
+        dropped = {value: kept for value, kept in dropped.items() if value in back}
+
+
+def _ending_together(
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], step: Step, lives: Sequence[Life]
+) -> list[Gap]:
+    moment = min((kept.needed for kept in dropped.values()), default=0)
+    gaps = []
+    for value, kept in dropped.items():
+        start = kept.last + 1
+        if start >= moment:
+            continue
+        home = recipe(value, start, moment, step=step, lives=lives, present=lambda leaf: leaf not in elsewhere)
+        if home is not None:
+            gaps.append(Gap(value=value, start=start, end=moment, home=home))
+    return gaps
 
 
 def _can_be_held(life: Life, start: int, end: int) -> bool:
@@ -59,24 +96,36 @@ def _can_be_held(life: Life, start: int, end: int) -> bool:
     return life.overwritten is None and start <= life.dies <= end
 
 
-def temporaries(value: ValueId, ops: Sequence[int], step: Step) -> Bytes:
-    """The most bytes that a replay of `ops` has created and still needs at once, beside the storage of `value`.
+def as_one(gaps: Sequence[Gap], step: Step) -> list[Gap]:
+    """The same gaps, all of which are recomputed before one op, with the recipe of all of them: one replay, in which
+    no op runs twice."""
+    homes = [gap.home for gap in gaps if isinstance(gap.home, Recompute)]
+    ops = tuple(sorted({op for home in homes for op in home.ops}))
+    created = {value for op in ops for value in step.ops[op].creates}
+    held = tuple(sorted({leaf for home in homes for leaf in home.held} - created))
+    home = Recompute(ops=ops, held=held, temporaries=temporaries([gap.value for gap in gaps], ops, step))
+    return [replace(gap, home=home) for gap in gaps]
 
-    That storage counts as resident all the time: until an op creates it, its bytes are room for others.
+
+def temporaries(values: Sequence[ValueId], ops: Sequence[int], step: Step) -> Bytes:
+    """The most bytes that a replay of `ops` has created and still needs at once, beside the storages of `values`, which
+    it brings back.
+
+    Those storages count as resident all the time: until an op creates them, their bytes are room for others.
     """
     last: dict[ValueId, int] = {}
     for place, op in enumerate(ops):
         for read in (*step.ops[op].reads, *step.ops[op].creates):
             last[read] = place
-    own = step.storages[step.values[value].storage]
-    room, most = own.nbytes, 0
+    own = {step.values[value].storage for value in values}
+    missing, most = set(own), 0
     there: set[ValueId] = set()
     for place, op in enumerate(ops):
         there.update(step.ops[op].creates)
         storages = {step.values[v].storage for v in there}
-        if own.id in storages:
-            room = 0
-        most = max(most, sum(step.storages[storage].nbytes for storage in storages - {own.id}) - room)
+        missing -= storages
+        made = sum(step.storages[storage].nbytes for storage in storages - own)
+        most = max(most, made - sum(step.storages[storage].nbytes for storage in missing))
         there = {v for v in there if last[v] > place}
     return most
 

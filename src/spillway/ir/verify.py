@@ -25,7 +25,8 @@ there; what waits elsewhere may wait on.
 13. missing-leaf: what the recipe reads and does not create is there at the replay, in the version that is read. It has
     not been overwritten by then; it is not gone itself; and if it has died, this gap holds it, and this gap or others
     held it during every op since its death.
-14. understated-replay: a recipe's temporaries are not stated lower than the outputs of its ops alone make them.
+14. understated-replay: a recipe's temporaries are not stated lower than the outputs of its ops alone make them. Gaps
+    with the same ops that end together are one replay, and what it brings back is not among its temporaries.
 
 Bytes are counted op by op. During op k: every storage that exists and is not inside a gap (the op's inputs and outputs
 are among them), leaves that open gaps hold beyond their death, and what open gaps keep packed. Before op k, if there is
@@ -233,7 +234,12 @@ def _check_replays(replays: list[_Replay], plan: Plan, step: Step, life: list[_L
         for leaf in sorted(replay.leaves):
             _check_leaf(leaf, replay, plan, step, life)
     for replay in replays:
-        _check_temporaries(replay, step)
+        together = [
+            other.gap.value
+            for other in replays
+            if (other.gap.end, other.recipe.ops) == (replay.gap.end, replay.recipe.ops)
+        ]
+        _check_temporaries(replay, {step.values[value].storage for value in together}, step)
 
 
 def _check_recipe(replay: _Replay, step: Step) -> None:
@@ -296,27 +302,27 @@ def _trouble(leaf: ValueId, replay: _Replay, plan: Plan, step: Step, life: _Life
     return None
 
 
-def _check_temporaries(replay: _Replay, step: Step) -> None:
-    needed = max(_outputs(step, replay, place) for place in range(len(replay.recipe.ops)))
+def _check_temporaries(replay: _Replay, own: set[StorageId], step: Step) -> None:
+    needed = max(_outputs(step, replay, own, place) for place in range(len(replay.recipe.ops)))
     if replay.recipe.temporaries < needed:
         raise PlanRejected(f"{replay.gap}: the replay needs {needed} B at least", rule=Rule.UNDERSTATED_REPLAY)
 
 
-def _outputs(step: Step, replay: _Replay, place: int) -> Bytes:
+def _outputs(step: Step, replay: _Replay, own: set[StorageId], place: int) -> Bytes:
     """Bytes of what the recipe has created when it runs the op at `place`, if this op creates it or it is read still.
 
-    The storage that comes back is left out, as it counts as resident already; until an op of the recipe creates it, its
-    bytes are room for others. An op that writes in place shares the storage of the version it reads, the cheapest way
-    to replay it: this is a lower bound.
+    The storages that come back, `own`, are left out, as they count as resident already; until an op of the recipe
+    creates one, its bytes are room for others. An op that writes in place shares the storage of the version it reads,
+    the cheapest way to replay it: this is a lower bound.
     """
     ops = [step.ops[number] for number in replay.recipe.ops]
     before = {value for op in ops[:place] for value in op.creates}
     read_still = {value for op in ops[place:] for value in op.reads}
     needed = set(ops[place].creates) | (before & read_still)
-    own = step.storages[step.values[replay.gap.value].storage]
     there = {step.values[value].storage for value in before.union(ops[place].creates)}
-    storages = {step.values[value].storage for value in needed} - {own.id}
-    return sum(step.storages[storage].nbytes for storage in storages) - (own.nbytes if own.id not in there else 0)
+    storages = {step.values[value].storage for value in needed} - own
+    made, room = (sum(step.storages[storage].nbytes for storage in some) for some in (storages, own - there))
+    return made - room
 
 
 def _names(values: frozenset[ValueId], step: Step) -> str:

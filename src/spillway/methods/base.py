@@ -45,6 +45,9 @@ class Drop:
     ops: frozenset[int] | None = None
     """What to replay, by numbers of ops within the step, as a plan has it: what these ops create is recomputed even if
     it is there. None for the way back to the nearest values that live."""
+    back: int | None = None
+    """With `ops`, the op of the step before which it comes back. What is dropped with the same two comes back by one
+    replay; None for a replay of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
     for what is not done: the plan's bytes are kept, its time may not be.
  2. What comes back from the slower tier is fetched so early that it should be there, but not so early that the bytes on
     their way would raise the step above the plan's projected peak: what is on its way counts.
- 3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops.
+ 3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops; what has the same ops
+    and the same `end` by one replay.
  4. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
     without coming back, whose recipe nobody has verified: the same bytes leave.
 
@@ -131,7 +132,7 @@ class Planned(AbstractPolicy):
             if storage is None:
                 continue
             if isinstance(gap.home, Recompute) and gap in self._gaps.coming_back:
-                granted = yield Drop(storage, frozenset(gap.home.ops))
+                granted = yield Drop(storage, frozenset(gap.home.ops), gap.end)
                 if granted:
                     continue
             yield Move(storage)

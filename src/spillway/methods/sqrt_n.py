@@ -29,7 +29,7 @@ from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Gap, Phase, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
-from spillway.ir.recipes import recipe
+from spillway.ir.recipes import together
 from spillway.ir.step import StorageId, ValueId
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPlanner, Problem
@@ -189,7 +189,11 @@ class _Forward:
         """What is gone between forward and backward with these cuts, segment by segment."""
         dropped = [self._droppable(segment) for segment in self._segments(cuts)[:-1]]
         everything = {value for segment in dropped for value in segment}
-        return [gap for segment in dropped for gap in self._gaps_of(segment, everything - segment.keys())]
+        return [
+            gap
+            for segment in dropped
+            for gap in together(segment, everything - segment.keys(), step=self.step, lives=self.lives)
+        ]
 
     def _droppable(self, segment: list[int]) -> dict[ValueId, Kept]:
         """What the segment leaves to the backward, but for what a later segment reads."""
@@ -200,30 +204,6 @@ class _Forward:
             if self.lives[kept.value].created in inside
             and self.read_last.get(self.step.values[kept.value].storage, -1) <= end
         }
-
-    def _gaps_of(self, dropped: dict[ValueId, Kept], elsewhere: set[ValueId]) -> list[Gap]:
-        """Gaps that end together, when the backward needs the first of them; `elsewhere` is gone then."""
-        # A value without a way back stays, and then the others may come back in another way, or at another moment.
-        while True:
-            gaps = self._attempt(dropped, elsewhere)
-            if len(gaps) == len(dropped):
-                return gaps
-            back = {gap.value for gap in gaps}
-            dropped = {value: kept for value, kept in dropped.items() if value in back}
-
-    def _attempt(self, dropped: dict[ValueId, Kept], elsewhere: set[ValueId]) -> list[Gap]:
-        moment = min((kept.needed for kept in dropped.values()), default=0)
-        gaps = []
-        for value, kept in dropped.items():
-            start = kept.last + 1
-            if start >= moment:
-                continue
-            home = recipe(
-                value, start, moment, step=self.step, lives=self.lives, present=lambda leaf: leaf not in elsewhere
-            )
-            if home is not None:
-                gaps.append(Gap(value=value, start=start, end=moment, home=home))
-        return gaps
 
 
 def _narrow(step: Step, ops: list[int], read_last: dict[StorageId, int], wanted: set[StorageId]) -> list[int]:

@@ -48,7 +48,7 @@ FAMILIES: Final = (
     Family("#8a6d00", "#e3c14a", ("lru",)),
     Family("#b8004e", "#ff6f9f", ("delta", "delta-published")),
     Family("#0060a8", "#56b4e9", ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
-    Family("#007a5e", "#2fc79c", ("sqrt-n", "checkmate")),
+    Family("#007a5e", "#2fc79c", ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
     Family("#b34a00", "#f5924e", ("swap", "swap-prefetch")),
     Family("#6c4ba0", "#b79be8", ()),
 )

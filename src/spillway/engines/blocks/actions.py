@@ -16,8 +16,17 @@ class Action(enum.Enum):
     """The same, and what the block was called with waits in the spill file."""
     OFFLOAD = "offload"
     """It waits in the spill file."""
+    SELECTIVE = "selective"
+    """It goes, but for the results of expensive ops; the block runs again without these ops."""
+    SELECTIVE_OFFLOADED = "selective, results offloaded"
+    """The same, and the results wait in the spill file."""
 
     @property
     def recomputes(self) -> bool:
         """Whether the block runs twice."""
-        return self in (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED)
+        return self not in (Action.KEEP, Action.OFFLOAD)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the second run is given results of the first."""
+        return self in (Action.SELECTIVE, Action.SELECTIVE_OFFLOADED)

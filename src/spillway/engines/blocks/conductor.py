@@ -12,12 +12,15 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.engines.blocks.compiled import CompiledHook
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing, Replay
+from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
-from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.blocks.stores import Store
+from spillway.units import Bytes
 
 Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -28,18 +31,34 @@ class Conductor:
 
     Args:
         environment: Read at the beginning of each call.
-        open_tier: Opens the spill file, when something is to wait there for the first time.
+        open_store: Opens the spill file, when something is to wait there for the first time.
+        by_module: Whether the user has named modules whose results are to be kept.
+        checks_values: Whether values that a second run brings back are compared with those of the first.
+        ahead: Bytes that may be read before the backward asks for them; None for those of one block.
     """
 
-    def __init__(self, environment: Environment, open_tier: Callable[[], DiskTier]) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        open_store: Callable[[], Store],
+        ahead: Bytes | None,
+        *,
+        by_module: bool,
+        checks_values: bool,
+    ) -> None:
         self.environment = environment
+        self.by_module = by_module
+        self.checks_values = checks_values
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
-        self.removed: tuple[Hook, ...] = ()
+        self.removed: tuple[Hook | CompiledHook, ...] = ()
         """Hooks of an engine that was closed."""
-        self._open_tier = open_tier
-        self._tier: DiskTier | None = None
-        self._away: weakref.WeakSet[Frame] = weakref.WeakSet()
+        self.ahead = ahead
+        self.store: Store | None = None
+        self.sent = 0
+        """How many frames have sent something away."""
+        self._open_store = open_store
+        self._away: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
         self._local = _Local()
 
     @property
@@ -78,6 +97,34 @@ class Conductor:
                 stack.enter_context(hook.back())
             yield
 
+    @contextlib.contextmanager
+    def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
+        """A run of a frame under a selective action, if there is a mode for it."""
+        if mode is None:
+            yield
+            return
+        self._local.modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            self._local.modes.pop()
+
+    def call_selected(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module whose results are to be kept."""
+        modes = tuple(self._local.modes)
+        if not modes:
+            return forward(*args, **kwargs)
+        for mode in modes:
+            mode.enter()
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            for mode in modes:
+                mode.leave(output)
+        return output
+
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
@@ -95,23 +142,52 @@ class Conductor:
         top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
-    def tier(self, frame: Frame) -> DiskTier:
-        """The spill file, in which something of this frame is going to wait."""
-        if self._tier is None:
-            self._tier = self._open_tier()
-        self._away.add(frame)
-        return self._tier
+    @contextlib.contextmanager
+    def sending(self, frame: Frame) -> Iterator[Store]:
+        """Where something of this frame is going to wait; it is sent inside."""
+        if self.store is None:
+            self.store = self._open_store()
+        self._away[self.sent] = frame
+        self.sent += 1
+        self.store.begin_block()
+        yield self.store
+        self.store.end_block()
+
+    def read_ahead(self, frame: Frame) -> None:
+        """A backward has come to this frame: let come what it will want next, which is what was sent before."""
+        if self.store is None or self.ahead == 0 or torch._C._current_graph_task_id() == -1:
+            return
+        left = self.ahead
+        earlier = (number for number in list(self._away.keys()) if number < frame.sent)
+        for number in sorted(earlier, reverse=True):
+            other = self._away.get(number)
+            if other is None or not other.waiting():
+                continue
+            if left is None:
+                other.start_in(None)
+                return
+            left -= other.start_in(left)
+            if any(home.absent for home in other.waiting()):
+                return  # there is no room for more
+
+    def begin_step(self) -> None:
+        """A forward of the model begins."""
+        if self.store is not None:
+            self.store.begin_step()
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""
-        if self._tier is not None:
-            for frame in tuple(self._away):
-                frame.come_home()
-            self._tier.close()
-            self._tier = None
+        store, self.store = self.store, None
+        if store is not None:
+            try:
+                for frame in list(self._away.values()):
+                    frame.come_home()
+            finally:
+                store.close()
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.replays: list[Replay | Passing] = []
+        self.modes: list[AbstractSelecting] = []

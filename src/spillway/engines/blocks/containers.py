@@ -8,12 +8,15 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final, cast, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.environment import Generator
+
+if TYPE_CHECKING:
+    from spillway.engines.blocks.homes import Away
 
 MOST_OBJECTS: Final = 4096
 """An argument from which more can be reached is no cache but half of the program."""
@@ -40,7 +43,7 @@ class FrozenTensor:
     the argument, or nothing is known about that yet: then it holds a copy of the bytes.
     """
 
-    __slots__ = ("alias", "copied", "fetch", "key", "nbytes", "needs_grad", "version", "witness", "written")
+    __slots__ = ("alias", "away", "copied", "key", "nbytes", "needs_grad", "version", "witness", "written")
 
     def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
         self.needs_grad = tensor.requires_grad
@@ -56,32 +59,37 @@ class FrozenTensor:
         self.version = alias._version
         self.written = False
         """Whether the block wrote to the argument before it ended."""
-        self.fetch: Callable[[], Tensor] | None = None
-        """Brings the bytes back if they wait elsewhere."""
+        self.away: Away | None = None
+        """Where the bytes wait, if they do."""
 
     @property
     def moved_on(self) -> bool:
         """Whether the argument was written to since."""
         return bool(self.witness._version != self.version)
 
-    def send_away(self, fetch: Callable[[], Tensor]) -> None:
-        """Hold no bytes: `fetch` brings them when they are wanted."""
+    def send_away(self, away: Away) -> None:
+        """Hold no bytes: they wait there."""
+        self.let_go()
+        self.away = away
+
+    def let_go(self) -> None:
+        """Hold no bytes, and go on watching the argument."""
         if self.alias is not None and self.witness is self.alias:
             self.witness = empty_witness(self.alias)
-        self.alias, self.fetch = None, fetch
+        self.alias = None
 
     def come_home(self) -> None:
         """Hold the bytes again."""
-        if self.fetch is not None:
-            self.alias, self.fetch = self.fetch(), None
+        if self.away is not None:
+            self.alias, self.away = self.away.fetch(), None
 
     def thaw(self) -> Tensor:
         """The argument, for another call: a leaf, or a copy of one where the block writes to it."""
         if self.alias is not None:
             tensor = self.alias.detach()
         else:
-            assert self.fetch is not None
-            tensor = self.fetch()
+            assert self.away is not None
+            tensor = self.away.fetch()
         if self.needs_grad:
             tensor.requires_grad_()
         if not self.written:

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from spillway.engines.blocks.compiled import uncompiled
 from spillway.engines.blocks.containers import address
 from spillway.errors import ModelError
 from spillway.units import Bytes
@@ -55,7 +56,7 @@ class Watch:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with saved_tensors_hooks(self._pack, _unpack):
+            with saved_tensors_hooks(self._pack, _unpack), uncompiled(self._mine):
                 yield
         finally:
             before.remove()

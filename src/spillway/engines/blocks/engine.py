@@ -7,26 +7,39 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from os import PathLike
+from os import PathLike, sysconf
 from types import TracebackType
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from torch import nn
 
 from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.compiled import (
+    CompiledHook,
+    check_compiled,
+    check_still,
+    hook_for,
+    in_front_of,
+    is_compiled,
+)
 from spillway.engines.blocks.conductor import Conductor
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.host_lanes import HostLanes
 from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.replays import Passing
+from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
+from spillway.engines.blocks.stores import DiskLanes, Store
+from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tiers.disk import DiskTier
-from spillway.errors import ModelError
-from spillway.units import Bytes, Seconds
+from spillway.engines.tiers.host import HostPool
+from spillway.errors import ModelError, UsageError
+from spillway.units import Bytes, Seconds, parse_budget
 
 Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""
@@ -50,7 +63,11 @@ class CallReport:
     """Those of them that are neither arguments nor results of the block."""
     argument_bytes: Bytes
     """Storages of the tensors that the block was called with."""
+    kept_bytes: Bytes
+    """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
     recomputes: int
+    skipped_ops: int
+    """Ops that did not run in second runs, since their results had been kept."""
     recompute_seconds: Seconds
     kept_because: str
     """Why the block cannot run again, a clause; empty if it can."""
@@ -72,9 +89,21 @@ class BlockEngine:
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        spill_directory: Where offloaded bytes wait; made when the first do.
+        selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
+            function of name and module; what is made inside such a module is held until it ends. If left out: the
+            results of products with weights, convolutions and fused attention, whatever calls them.
+        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
+            values, by fingerprints.
+        spill_directory: Where offloaded bytes wait; the file is made when the first do.
+        host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
+            bytes, as "6GiB" or as a share of the machine's memory.
+        read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
+            will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
+        write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
+            default those of one block; 0 for none.
 
     Raises:
+        UsageError: `check` is neither.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -86,9 +115,16 @@ class BlockEngine:
         sample: Callable[[], object] | None = None,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
+        selected: Selected | None = None,
+        check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
+        host_budget: Bytes | str = "50%",
+        read_ahead: Bytes | None = None,
+        write_behind: Bytes | None = None,
     ) -> None:
         check_runs_once(model)
+        if check not in ("shapes", "values"):
+            raise UsageError(f'check is "shapes" or "values", not {check!r}.')
         if blocks is None and sample is None:
             raise ModelError(
                 "Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=."
@@ -99,14 +135,19 @@ class BlockEngine:
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
         self._modules = chosen
-        environment = environment_of(model, generators)
-        self._conductor = Conductor(environment, partial(DiskTier, spill_directory))
+        check_compiled(model, chosen)
+        pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        open_store = partial(_open_store, device, spill_directory, pinned, write_behind)
+        self._conductor = Conductor(
+            environment_of(model, generators),
+            open_store,
+            read_ahead,
+            by_module=selected is not None,
+            checks_values=check == "values",
+        )
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
-        self._sites = [Site(name, module, module.forward) for name, module in chosen.items()]
-        self._model_forward = model.forward
-        self._hooks = [Hook(site.module, partial(self._call, site)) for site in self._sites]
-        self._hooks.append(Hook(model, self._begin_forward))
         self.closed = False
         self.asleep = False
         """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
@@ -114,8 +155,18 @@ class BlockEngine:
         self.rehearses = False
         """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
         self.observer: Observer | None = None
-        for hook in self._hooks:
-            hook.install()
+        self._hooks: list[Hook | CompiledHook] = []
+        inside = selected_modules(chosen, selected) if selected is not None else ()
+        try:
+            for module in inside:
+                self._install(module, partial(self._conductor.call_selected, module.forward))
+            self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
+            self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
+            self._model_forward = model.forward
+            self._install(model, self._begin_forward)
+        except BaseException:
+            self._remove_hooks()
+            raise
 
     def __enter__(self) -> BlockEngine:
         return self
@@ -153,6 +204,29 @@ class BlockEngine:
         ]
 
     @property
+    def read_ahead(self) -> Bytes | None:
+        """Bytes that a backward may have read before it wants them; None for those of one block."""
+        return self._conductor.ahead
+
+    @read_ahead.setter
+    def read_ahead(self, nbytes: Bytes | None) -> None:
+        self._conductor.ahead = nbytes
+
+    @property
+    def leaving_bytes(self) -> Bytes:
+        """Bytes of offloaded storages that are still resident, since their copies out are not done."""
+        return self._conductor.store.leaving_bytes if self._conductor.store is not None else 0
+
+    def settle(self) -> None:
+        """Wait until what is offloaded has left.
+
+        Raises:
+            SpillFullError: There was no room for it; it is where it was.
+        """
+        if self._conductor.store is not None:
+            self._conductor.store.settle()
+
+    @property
     def begun(self) -> int:
         """How many calls have begun since the model's forward last began."""
         return len(self._figures)
@@ -187,16 +261,28 @@ class BlockEngine:
         if self.closed:
             return
         self.closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         self._conductor.removed = tuple(self._hooks)
         self._conductor.close()
 
+    def _remove_hooks(self) -> None:
+        for hook in reversed(self._hooks):
+            hook.remove()
+
+    def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
+        hook = hook_for(module, instead)
+        self._hooks.append(hook)
+        hook.install()
+        return hook
+
     def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._conductor.replay is None and self._conductor.frame is None:
-            for site in self._sites:
+            for site, front in zip(self._sites, self._fronts, strict=True):
+                if not self.closed:
+                    check_still(front, site.name)
                 site.calls = 0
             self._figures, self._frames = [], {}
+            self._conductor.begin_step()
             if self.observer is not None and torch.is_grad_enabled():
                 self.observer.forward_begins()
         return self._model_forward(*args, **kwargs)
@@ -253,6 +339,15 @@ class BlockEngine:
         return self.actions.get((block, call), Action.KEEP)
 
 
+def _open_store(
+    device: torch.device, directory: str | PathLike[str] | None, pinned: Bytes, write_behind: Bytes | None
+) -> Store:
+    if device.type == "cuda":
+        driver = CudaDriver(device)
+        return Store(HostLanes(driver, HostPool(driver.pin, pinned)), write_behind)
+    return Store(DiskLanes(DiskTier(directory)), write_behind)
+
+
 def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> Environment:
     """What a forward of this model reads: the random streams of its devices and modules, and those that are named."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
@@ -282,7 +377,7 @@ def _generators_of(model: nn.Module) -> list[Generator]:
 
 
 def check_runs_once(model: nn.Module) -> None:
-    """Raises ModelError for a model that checkpoints its layers itself, or is compiled."""
+    """Raises ModelError for a model that checkpoints its layers itself, or is compiled as a whole."""
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False):
             raise ModelError(
@@ -290,8 +385,8 @@ def check_runs_once(model: nn.Module) -> None:
                 f"switch that off first: in transformers by model.activation_checkpointing_disable(), which older "
                 f"versions call gradient_checkpointing_disable()."
             )
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ModelError(
-                f"{name or 'The model'} is compiled, and a compiled model passes its blocks by; take the blocks of the "
-                f"model as it was before torch.compile, or do not compile it."
-            )
+    if is_compiled(model):
+        raise ModelError(
+            "The model is compiled as a whole, and so passes its blocks by; compile the blocks instead "
+            "(block.compile()) before they are managed, or do not compile it."
+        )

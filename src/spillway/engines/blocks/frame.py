@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.engines.blocks import homes
+from spillway.engines.blocks import fingerprints, homes
 from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.containers import (
     CannotCopyError,
@@ -42,8 +42,10 @@ from spillway.engines.blocks.containers import (
     tensors,
     thaw,
 )
-from spillway.engines.blocks.holders import Holder, HolderRef
+from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
+from spillway.engines.blocks.selective import Keeping, Selection, Supplying
+from spillway.engines.blocks.stores import Home
 from spillway.errors import EngineError, RecomputeError
 from spillway.units import Bytes
 
@@ -75,6 +77,10 @@ class Frame:
         """The parent's second run brought the arguments."""
         self.outer = conductor.hooks_around()
         """Hooks of the user's for saved tensors, around the block."""
+        self.sent = 0
+        """How many frames had sent something away when this one ended."""
+        self.selection: Selection | None = None
+        """Results that the next run is given."""
         self.ended = False
         self.when_reached: Callable[[], None] | None = None
         """Called once, when the backward asks for the first time for something that was saved here."""
@@ -113,7 +119,10 @@ class Frame:
         except CannotCopyError as error:
             self.figures.kept_because = str(error)
         began = time.perf_counter()
-        with saved_tensors_hooks(self._pack, _unpack), self.conductor.inside(self):
+        if self.action.selects and not self.site.compiled and not self._above_recomputes():
+            self.selection = Selection(self.call, self.site.rewritten, by_module=self.conductor.by_module)
+        mode = Keeping(self.selection) if self.selection is not None else None
+        with saved_tensors_hooks(self._pack, _unpack), self.conductor.inside(self), self.conductor.selecting(mode):
             output = self.site.forward(*args, **kwargs)
         self.figures.seconds = time.perf_counter() - began
         self._end(output)
@@ -152,7 +161,7 @@ class Frame:
         return holder
 
     def _end(self, output: Any) -> None:
-        self.ended = True
+        self.ended, self.sent = True, self.conductor.sent
         fixed = self.site.state.fixed()
         for number, frozen in enumerate(self._arguments()):
             if frozen.moved_on:
@@ -167,11 +176,26 @@ class Frame:
         self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
         if self.action.recomputes:
+            selection, self.selection = self.selection, None
             self._give_up()
-            if self.action is Action.RECOMPUTE_OFFLOADED and not self.figures.kept_because:
-                homes.send_arguments(self._arguments(), fixed, self.conductor.tier(self))
+            if not self.figures.kept_because:
+                self._keep_for_later(selection, fixed)
         elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
-            homes.send_saved(self._living(), self._shared_with_others(), self.conductor.tier(self))
+            with self.conductor.sending(self) as store:
+                homes.send_saved(self._living(), self._shared_with_others(), store)
+
+    def _keep_for_later(self, selection: Selection | None, fixed: set[int]) -> None:
+        """What the second run will be given."""
+        self.selection = selection
+        if selection is not None:
+            selection.settle()
+            self.figures.kept_bytes = selection.nbytes(self._shared_with_others())
+        if self.action is Action.RECOMPUTE_OFFLOADED:
+            with self.conductor.sending(self) as store:
+                homes.send_frozen([one for one in self._arguments() if one.needs_grad], fixed, store)
+        elif self.action is Action.SELECTIVE_OFFLOADED and selection is not None:
+            with self.conductor.sending(self) as store:
+                homes.send_frozen(selection.kept, self._shared_with_others(), store)
 
     def _measure(self, output: Any, fixed: set[int]) -> None:
         arguments = {one.key: one.nbytes for one in self._arguments() if one.key is not None and one.key not in fixed}
@@ -182,7 +206,7 @@ class Frame:
         living = self._living()
         for holder in living:
             holder.pinned = holder.pinned or holder.address() in fixed
-        saved = _storages(living)
+        saved = storages(living)
         self.figures.saved_bytes = sum(saved.values())
         self.figures.argument_bytes = sum(arguments.values())
         self.figures.own_bytes = sum(
@@ -200,11 +224,10 @@ class Frame:
             return 0
         shared = self._shared_with_others()
         freed = sum(
-            nbytes
-            for frame in self._family()
-            for key, nbytes in _storages(frame._living()).items()
-            if key not in shared
+            nbytes for frame in self._family() for key, nbytes in storages(frame._living()).items() if key not in shared
         )
+        if self.selection is not None:
+            freed += self.selection.nbytes(shared)
         self._let_go()
         return freed
 
@@ -224,10 +247,12 @@ class Frame:
 
     def _holds(self) -> bool:
         family = self._family()
+        if any(frame.selection is not None for frame in family) or any(
+            frame.frozen is not None for frame in family[1:]
+        ):
+            return True
         holders = (holder for frame in family for holder in frame._living())
-        return any(frame.frozen is not None for frame in family[1:]) or any(
-            not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders
-        )
+        return any(not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders)
 
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
@@ -240,6 +265,9 @@ class Frame:
         return not self.figures.kept_because
 
     def _let_go(self) -> None:
+        self.selection = None
+        if self.conductor.checks_values:
+            fingerprints.remember(self._living())
         for holder in self._living():
             holder.let_go()
             holder.home = None
@@ -276,7 +304,7 @@ class Frame:
                 value = holder.value
         if value is None:
             raise EngineError(f"A tensor saved in {self.name} did not come back.")
-        if holder.recomputed and _retained():
+        if holder.recomputed and retained():
             holder.value = None  # rule 7
         if torch._C._current_graph_task_id() == -1:
             self.clear()  # somebody looks at the graph; no end of a backward will come
@@ -295,6 +323,7 @@ class Frame:
     def _restore(self, holder: Holder) -> None:
         if holder.home is not None:
             homes.bring_saved(self._living())
+            self.conductor.read_ahead(self)
             self._clear_later()
             return
         if self.frozen is None and self.parent is not None:
@@ -309,8 +338,25 @@ class Frame:
         for holder in living:
             if holder.home is not None:
                 holder.home, holder.recomputed = None, False
-        for frozen in self._arguments():
+        for frozen in (*self._arguments(), *self._kept()):
             frozen.come_home()
+
+    def waiting(self) -> list[Home]:
+        """Of what the backward will want of this frame, what waits elsewhere or was read ahead."""
+        places = [holder.home for holder in self._living() if holder.value is None]
+        places += [frozen.away for frozen in (*self._arguments(), *self._kept())]
+        return list(dict.fromkeys(place.home for place in places if place is not None))
+
+    def start_in(self, most: Bytes | None) -> Bytes:
+        """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
+        coming = 0
+        for home in self.waiting():
+            if home.absent and (most is None or coming + home.nbytes <= most):
+                home.start_in()
+            coming += home.nbytes * home.ahead
+        if coming:
+            self._clear_later()
+        return coming
 
     def _restore_children(self) -> None:
         if self.frozen is None and self.parent is not None:
@@ -329,6 +375,8 @@ class Frame:
         args, kwargs = thaw(self.frozen)
         replay = Replay(self)
         conductor = self.conductor
+        conductor.read_ahead(self)
+        mode = Supplying(self.selection) if self.selection is not None else None
         with (
             conductor.hooked(),
             conductor.replaying(replay),
@@ -336,6 +384,7 @@ class Frame:
             self.site.state.as_of(self.snapshot),
             torch.enable_grad(),
             saved_tensors_hooks(replay.fill, _same),
+            conductor.selecting(mode),
         ):
             self.running_again = True
             try:
@@ -347,6 +396,9 @@ class Frame:
                 self.running_again = False
         replay.verify()
         self.figures.recomputes += 1
+        self.figures.skipped_ops += mode.skipped if mode is not None else 0
+        if torch._C._current_graph_task_id() != -1 and not retained():
+            self.selection = None
         self.figures.recompute_seconds += time.perf_counter() - began
         self._clear_later()
 
@@ -390,6 +442,8 @@ class Frame:
         for holder in self._living():
             if holder.recomputed:
                 holder.value, holder.recomputed = None, False
+        for home in self.waiting():
+            home.drop_arrival()
         for child in self._children():
             child.clear()
             if child.armed:
@@ -414,6 +468,9 @@ class Frame:
     def _arguments(self) -> list[FrozenTensor]:
         return self._found if self.frozen is not None else []
 
+    def _kept(self) -> list[FrozenTensor]:
+        return self.selection.kept if self.selection is not None else []
+
     def _shared_with_others(self) -> set[int]:
         return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}
 
@@ -428,16 +485,6 @@ def _unpack(holder: Holder) -> Tensor:
     return cast(Tensor, value)
 
 
-def _storages(holders: list[Holder]) -> dict[int, Bytes]:
-    """Bytes of the storages that holders hold alive, but for parameters and buffers, by address."""
-    found: dict[int, Bytes] = {}
-    for holder in holders:
-        key = None if holder.pinned else holder.address()
-        if key is not None and key not in found:
-            found[key] = holder.value.untyped_storage().nbytes()
-    return found
-
-
 def _same(value: Any) -> Any:
     return value
 
@@ -446,10 +493,3 @@ def _clear(frame: weakref.ref[Frame]) -> None:
     living = frame()
     if living is not None:
         living.clear()
-
-
-def _retained() -> bool:
-    """Whether the backward that is running keeps the graph for another one."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.containers import address, empty_witness
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.frame import Frame
@@ -22,6 +23,7 @@ class Holder:
     __slots__ = (
         "__weakref__",
         "dtype",
+        "fingerprint",
         "frame",
         "home",
         "pinned",
@@ -45,6 +47,13 @@ class Holder:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
+        self.fingerprint: Tensor | None = None
+        """Of the value when it was given up, where values are compared."""
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it is ours to give up, and nobody has written to it since it was saved."""
+        return not self.pinned and self.witness is not None and self.witness._version == self.version
 
     def let_go(self) -> None:
         """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
@@ -60,10 +69,12 @@ class Holder:
 
     def differs(self, tensor: Tensor) -> str:
         """In what a tensor is not like the one that was saved, a clause."""
-        return (
-            f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {str(self.dtype)[6:]} of shape "
-            f"{tuple(self.shape)} before"
-        )
+        return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {self.looks} before"
+
+    @property
+    def looks(self) -> str:
+        """Dtype and shape, for a sentence."""
+        return f"{str(self.dtype)[6:]} of shape {tuple(self.shape)}"
 
     def check(self) -> None:
         """As autograd does for what it saves itself.
@@ -88,3 +99,20 @@ class Holder:
 
 
 HolderRef = weakref.ref[Holder]
+
+
+def storages(holders: list[Holder]) -> dict[int, Bytes]:
+    """Bytes of the storages that holders hold alive, but for parameters and buffers, by address."""
+    found: dict[int, Bytes] = {}
+    for holder in holders:
+        key = None if holder.pinned else holder.address()
+        if key is not None and key not in found:
+            found[key] = holder.value.untyped_storage().nbytes()
+    return found
+
+
+def retained() -> bool:
+    """Whether the backward that is running keeps the graph for another one."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

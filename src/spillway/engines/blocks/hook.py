@@ -9,7 +9,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
+import torch
 from torch import nn
+from torch._compile import _disable_dynamo
+
+from spillway.errors import ModelError
 
 _NAME: Final = "forward"
 
@@ -36,6 +40,8 @@ class Hook:
             self.__signature__ = inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _refuse(type(self.module).__name__)
         return self._instead(*args, **kwargs)
 
     def install(self) -> None:
@@ -75,6 +81,15 @@ class Hook:
         if twin is None:  # the hook alone is copied, and the module with it
             return copy.deepcopy(self.module, memo).forward
         return types.MethodType(type(self.module).forward, twin)
+
+
+@_disable_dynamo
+def _refuse(name: str) -> None:
+    """A compiler does not look inside: what it makes of a hook calls this when it runs."""
+    raise ModelError(
+        f"{name} is managed, and a compiler that takes it apart would leave out what is done around its blocks; "
+        "compile the blocks one by one (block.compile()) before they are managed, or do not compile what contains them."
+    )
 
 
 def _itself(value: Any) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from torch import Tensor
 
+from spillway.engines.blocks.fingerprints import first_changed
 from spillway.errors import RecomputeError
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.frame import Frame
+    from spillway.engines.blocks.holders import Holder
     from spillway.engines.blocks.sites import Site
 
 
@@ -74,6 +76,10 @@ class Replay:
             raise self._error
         if self._saved != len(self._frame.holders):
             self._fail(f"autograd saved {self._saved} tensors, and {len(self._frame.holders)} in the first run")
+        number = first_changed(self._frame.holders)
+        if number is not None:
+            holder = cast("Holder", self._frame.holders[number]())
+            self._fail(f"saved tensor {number}, {holder.looks}, holds other values")
 
     def _fail(self, clause: str) -> None:
         error = RecomputeError(

@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import nn
 
 from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.compiled import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
 from spillway.units import Bytes, Seconds
 
@@ -19,9 +20,12 @@ class Site:
 
     Attributes:
         name: Its name in the model.
+        forward: What a call of it calls.
+        compiled: Whether it or a part of it is compiled.
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
+        rewritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -29,9 +33,11 @@ class Site:
         self.module = module
         self.forward = forward
         self.state = ModuleState(module)
+        self.compiled = any(is_compiled(part) for part in module.modules())
         self.calls = 0
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
+        self.rewritten: set[tuple[int, int]] = set()
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
     def checkpoints_itself(self) -> bool:
@@ -50,6 +56,8 @@ class Figures:
     saved_bytes: Bytes = 0
     own_bytes: Bytes = 0
     argument_bytes: Bytes = 0
+    kept_bytes: Bytes = 0
     recomputes: int = 0
+    skipped_ops: int = 0
     recompute_seconds: Seconds = 0.0
     kept_because: str = ""

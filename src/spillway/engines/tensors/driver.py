@@ -88,6 +88,9 @@ class Driver(Protocol):
     def lane_times(self) -> LaneTimes:
         """Of what was copied and waited for since the last call. Everything has to be done."""
 
+    def forget_times(self) -> None:
+        """Nobody will ask for those of the copies so far."""
+
     def allocated(self) -> Bytes:
         """What the caching allocator has handed out now."""
 
@@ -250,6 +253,11 @@ class CudaDriver:
         """By the events around every copy and every wait."""
         times = self._times
         return LaneTimes(times["out"].seconds(), times["in"].seconds(), times["stall"].seconds())
+
+    def forget_times(self) -> None:
+        """The events around copies and waits so far."""
+        for timed in self._times.values():
+            timed.pairs = []
 
     # ------------------------------------------------------------------ counters
 

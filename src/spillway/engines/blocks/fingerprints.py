@@ -1,0 +1,103 @@
+"""Fingerprints of values: whether a second run of a block saved the same bytes as the first.
+
+The bytes of a tensor are laid out as 64-bit words in groups of columns, which are summed. The number of columns is a
+prime, so that rows of a tensor do not line up with them, and the number of rows in a group is odd, so that a sign that
+changes everywhere shows. One pass near memory speed, and a thousandth of the bytes to keep. A changed bit shows, and
+so do negation, swapped rows and elements that moved; words that swap a multiple of 127 words apart within a group do
+not, nor do signs of float64 that change at an even number of places of a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from spillway.engines.blocks.holders import Holder, HolderRef
+
+COLUMNS: Final = 127
+ROWS: Final = 1001
+"""What is summed at once fits into a processor's cache."""
+_GROUP: Final = COLUMNS * ROWS
+_WORD: Final = 8
+
+Fingerprint: TypeAlias = Tensor
+"""Sums of columns, and words that were too few for that: int64, one dimension, on the tensor's device."""
+Seen: TypeAlias = dict[tuple[int, int, int], Fingerprint]
+"""Fingerprints by address of the bytes, their number, and bytes of an element."""
+
+
+def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
+    """The fingerprint of a strided tensor.
+
+    Args:
+        tensor: Not written to while the fingerprint is made.
+        seen: Fingerprints of tensors that are still alive; views of the same bytes are looked at once.
+    """
+    with torch.no_grad():
+        dense = _dense(tensor.detach())
+        key = (dense.data_ptr(), dense.numel(), dense.element_size())
+        if dense.data_ptr() != tensor.data_ptr():  # a copy, which is about to die
+            return _sums(dense)
+        if key not in seen:
+            seen[key] = _sums(dense)
+        return seen[key]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The same elements, each once, without gaps between them."""
+    if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
+        return tensor
+    tensor = tensor.resolve_conj().resolve_neg()
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
+
+
+def _sums(dense: Tensor) -> Fingerprint:
+    offset, nbytes = int(dense.storage_offset()) * dense.element_size(), dense.numel() * dense.element_size()
+    count, left = divmod(nbytes, _WORD)
+    storage = dense.untyped_storage()
+    if offset % _WORD:
+        storage, offset = _bytes(storage, offset, nbytes).clone().untyped_storage(), 0
+    words = torch.empty(0, dtype=torch.int64, device=dense.device).set_(storage, offset // _WORD, (count,), (1,))
+    parts = []
+    if count >= _GROUP:
+        groups = count // _GROUP
+        parts.append(words[: groups * _GROUP].view(groups, ROWS, COLUMNS).sum(1).view(-1))
+        words = words[groups * _GROUP :]
+    rows = max(words.numel() // COLUMNS - 1, 0) | 1
+    if rows > 1:
+        parts.append(words[: rows * COLUMNS].view(rows, COLUMNS).sum(0))
+        words = words[rows * COLUMNS :]
+    parts.append(words)
+    if left:
+        parts.append(_bytes(storage, offset + nbytes - left, left).to(torch.int64))
+    return torch.cat(parts)
+
+
+def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
+
+
+def remember(holders: Iterable[Holder]) -> None:
+    """Fingerprints of what holders are about to give up, unless somebody has written to it since it was saved."""
+    seen: Seen = {}
+    for holder in holders:
+        if holder.unwritten and type(holder.value) is Tensor and holder.address() is not None:
+            holder.fingerprint = fingerprint(holder.value, seen)
+
+
+def first_changed(holders: Iterable[HolderRef]) -> int | None:
+    """Number of the first that was brought back with other values than it gave up."""
+    seen: Seen = {}
+    for number, reference in enumerate(holders):
+        holder = reference()
+        if holder is None or holder.fingerprint is None or holder.value is None or not holder.recomputed:
+            continue
+        if not torch.equal(holder.fingerprint, fingerprint(holder.value, seen)):
+            return number
+    return None

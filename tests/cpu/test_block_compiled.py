@@ -1,0 +1,128 @@
+"""Compiled blocks under every action, and compilations that would pass the engine by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.engine import BlockEngine
+from spillway.errors import ModelError
+from tests.cpu.block_cases import Chain, Normalised, Residual
+from tests.cpu.test_block_engine import batch, gradients, same
+
+NAMES = ["blocks.0", "blocks.1"]
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Residual(), Normalised()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x))
+
+
+def compiled_model(how: str) -> Chain:
+    torch.manual_seed(0)
+    model = Chain(Mixed(), Mixed())
+    for number, block in enumerate(model.blocks):
+        if how == "block":
+            block.compile(backend="aot_eager")
+        elif how == "part":
+            block.one.compile(backend="aot_eager")
+        else:
+            model.blocks[number] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def trained(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    found: list[Tensor] = []
+    for _ in range(2):
+        loss = model(batch()).square().mean()
+        found += [loss.detach(), *gradients(model, loss), torch.get_rng_state()]
+        found += [buffer.clone() for buffer in model.buffers()]
+    return found
+
+
+@pytest.mark.parametrize("how", ["block", "part", "wrapped"])
+def test_compiled_blocks_train_as_they_do_without_the_engine(how: str, tmp_path: Path) -> None:
+    model = compiled_model(how)
+    before = copy.deepcopy(model.state_dict())
+    plain = trained(model)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    for action in Action:
+        model.load_state_dict(before)
+        with BlockEngine(model, NAMES, actions=lambda block, call, a=action: a, spill_directory=tmp_path) as engine:
+            assert same(plain, trained(model)), action
+            assert [report.recomputes for report in engine.calls] == [int(action.recomputes)] * 2
+            assert all(report.saved_bytes > 0 for report in engine.calls)
+    model.load_state_dict(before)
+    assert same(plain, trained(model)), "the compiled blocks are there again"
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "nothing was compiled twice"
+
+
+def test_a_compiled_block_that_is_recomputed_holds_nothing_in_between() -> None:
+    model = compiled_model("block")
+    with BlockEngine(model, NAMES) as engine:
+        loss = model(batch()).square().mean()
+        for name in NAMES:
+            report = next(one for one in engine.calls if one.block == name)
+            assert engine.revoke(name) == report.own_bytes > 0
+        loss.backward()
+
+
+def test_copies_of_a_compiled_block_are_plain_and_it_is_found_as_if_it_were_not_compiled() -> None:
+    model = compiled_model("block")
+    with BlockEngine(model, sample=lambda: model(batch())) as engine:
+        assert engine.blocks == ("blocks.0", "blocks.1")
+        twin = copy.deepcopy(model)
+        twin(batch()).sum().backward()
+        assert engine.calls == []
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_compiling_a_block_afterwards_is_detected() -> None:
+    model = Chain(Residual(), Residual())
+    engine = BlockEngine(model, NAMES)
+    model.blocks[1].compile(backend="aot_eager")
+    with pytest.raises(ModelError, match=r"blocks\.1 was compiled after it had been managed"):
+        model(batch())
+    engine.close()
+    model(batch())
+
+    model = compiled_model("block")
+    with BlockEngine(model, NAMES):
+        model.blocks[0].compile(backend="eager")
+        with pytest.raises(ModelError, match=r"blocks\.0 was compiled after it had been managed"):
+            model(batch())
+
+
+def test_compiling_the_whole_model_is_detected_before_and_afterwards() -> None:
+    with pytest.raises(ModelError, match="compiled as a whole"):
+        BlockEngine(torch.compile(Chain(Residual()), backend="eager"), ["_orig_mod.blocks.0"])
+    inside = Chain(Mixed())
+    inside.blocks[0].compile(backend="eager")
+    with pytest.raises(ModelError, match=r"blocks\.0 is compiled as a whole, and so passes its block blocks\.0\.one"):
+        BlockEngine(inside, ["blocks.0", "blocks.0.one"])
+    model = Chain(Residual())
+    with BlockEngine(model, ["blocks.0"]):
+        with pytest.raises(ModelError, match=r"Chain is managed, and a compiler"):
+            torch.compile(model, backend="eager")(batch())
+        model(batch()).sum().backward()
+        with pytest.raises(ModelError, match=r"Residual is managed, and a compiler"):
+            torch.compile(lambda x: model.blocks[0](x) * 2, backend="eager")(batch())

@@ -1,0 +1,226 @@
+"""Copies of the block engine beside the ops: what is read ahead, what still leaves, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spillway.engines.blocks.actions import Action
+from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.tiers import disk
+from spillway.engines.tiers.spill_file import SpillFile
+from spillway.errors import SpillError, SpillFullError
+from tests.cpu.block_cases import Chain
+from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
+
+MOVING = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED]
+SLOTS = {Action.OFFLOAD: 3, Action.RECOMPUTE_OFFLOADED: 1}
+"""Storages of a block that leave, of one activation each."""
+
+
+def ahead(engine: BlockEngine, call: int) -> list[int]:
+    """For each block, bytes that were read before they were wanted, and not taken yet."""
+    frames = [engine._frames[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
+    return [sum(home.nbytes for home in frame.waiting() if home.ahead) if frame else 0 for frame in frames]
+
+
+def looked_at(model: Chain, engine: BlockEngine, seen: list[list[int]]) -> Tensor:
+    """A loss whose backward looks at what was read ahead whenever it has left a block."""
+    hidden = model.embed(batch())
+    call = engine._sites[0].calls
+    for block in model.blocks:
+        hidden.register_hook(lambda _: seen.append(ahead(engine, call)))
+        hidden = block(hidden)
+    engine.settle()
+    return hidden.square().sum()
+
+
+@pytest.mark.parametrize("action", MOVING)
+@pytest.mark.parametrize("blocks_ahead", [None, 0, 2])
+def test_what_the_backward_wants_next_is_read_before_it_wants_it(
+    action: Action, blocks_ahead: int | None, tmp_path: Path
+) -> None:
+    model, engine = engine_of(sines, action, count=4, spill_directory=tmp_path)
+    plain = gradients(model, model(batch()).square().sum())
+    block = SLOTS[action] * FLOATS
+    engine.read_ahead = None if blocks_ahead is None else blocks_ahead * block
+    seen: list[list[int]] = []
+    assert same(plain, gradients(model, looked_at(model, engine, seen)))
+    # The backward has left block 3, 2, 1, 0.
+    if blocks_ahead is None:
+        assert seen == [[0, 0, block, 0], [0, block, 0, 0], [block, 0, 0, 0], [0] * 4]
+    elif blocks_ahead == 0:
+        assert seen == [[0] * 4] * 4
+    else:
+        assert seen == [[0, block, block, 0], [block, block, 0, 0], [block, 0, 0, 0], [0] * 4]
+
+
+def test_a_part_of_a_block_is_read_ahead_where_all_of_it_is_too_much(tmp_path: Path) -> None:
+    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path, read_ahead=2 * FLOATS)
+    seen: list[list[int]] = []
+    looked_at(model, engine, seen).backward()
+    assert seen == [[2 * FLOATS, 0], [0, 0]]
+
+
+@contextmanager
+def held(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[threading.Event]:
+    """Workers stand still before they write or read, until the event is set."""
+    gate = threading.Event()
+    real = getattr(SpillFile, name)
+
+    def wait(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert gate.wait(60)
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, name, wait)
+        try:
+            yield gate
+        finally:
+            gate.set()
+
+
+@pytest.mark.parametrize("action", MOVING)
+def test_what_is_still_leaving_is_resident_and_used_where_it_is(
+    action: Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = engine_of(sines, action, count=2, spill_directory=tmp_path, write_behind=1 << 30)
+    plain = gradients(model, model(batch()).square().sum())
+    with held(monkeypatch, "write") as gate:
+        loss = model(batch()).square().sum()
+        assert engine.leaving_bytes == 2 * SLOTS[action] * FLOATS
+        assert same(plain, gradients(model, loss))
+        gate.set()
+        engine.settle()
+    assert engine.leaving_bytes == 0
+    store: Any = engine._conductor.store
+    assert [transfer for transfer in store._lanes.tier.log.transfers if transfer.lane == "copy-in"] == []
+    assert used(engine) == []
+
+
+def test_each_storage_is_freed_when_its_own_copy_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = engine_of(sines, Action.OFFLOAD, spill_directory=tmp_path)
+    written = threading.Semaphore(0)
+    turn = threading.Semaphore(0)
+    real = SpillFile.write
+
+    def one_by_one(*args: Any) -> None:
+        turn.acquire()
+        real(*args)
+
+    monkeypatch.setattr(SpillFile, "write", one_by_one)
+    loss = model(batch()).square().sum()
+    frame: Any = engine._frames["blocks.0", 0]()
+    for home in frame.waiting():
+        home._parcel.place.writing.add_done_callback(lambda _: written.release())
+    for left in (3, 2, 1):
+        assert engine.leaving_bytes == left * FLOATS
+        turn.release()
+        assert written.acquire(timeout=60)
+    assert engine.leaving_bytes == 0
+    loss.backward()
+
+
+@pytest.mark.parametrize("write_behind", [None, 0])
+def test_no_more_than_was_allowed_is_leaving_when_a_block_has_ended(
+    write_behind: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path, write_behind=write_behind)
+    hidden = model.embed(batch())
+    with held(monkeypatch, "write") as gate:
+        if write_behind == 0:
+            gate.set()
+        hidden = model.blocks[0](hidden)
+        assert engine.leaving_bytes == (0 if write_behind == 0 else 3 * FLOATS)
+        first: Any = engine._frames["blocks.0", 0]()
+        gate.set()
+        loss = model.blocks[1](hidden).sum()
+        assert all(home.absent for home in first.waiting())
+    loss.backward()
+
+
+def test_where_the_workers_have_enough_to_do_bytes_leave_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, engine = engine_of(sines, Action.OFFLOAD, spill_directory=tmp_path)
+    plain = gradients(model, model(batch()).square().sum())
+    with held(monkeypatch, "write"):
+        monkeypatch.setattr(disk, "MOST_JOBS", 2)
+        loss = model(batch()).square().sum()
+        assert engine.leaving_bytes == 2 * FLOATS, "the third was written by the thread that computes"
+        assert same(plain, gradients(model, loss))
+    engine.settle()
+    assert used(engine) == []
+
+
+def test_bytes_that_find_no_room_stay_and_the_next_block_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    model, engine = engine_of(sines, Action.OFFLOAD, spill_directory=tmp_path)
+    plain = gradients(model, model(batch()).square().sum())
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "write", full)
+        loss = model(batch()).square().sum()
+        with pytest.raises(SpillFullError, match="has no room"):
+            engine.settle()
+        assert same(plain, gradients(model, loss))
+        loss = model(batch()).square().sum()
+        with pytest.raises(SpillFullError, match="has no room"):
+            for _ in range(2):
+                model(batch())
+        assert same(plain, gradients(model, loss))
+    engine.close()
+
+
+def test_a_failed_read_is_told_when_the_bytes_are_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    model, engine = engine_of(sines, Action.OFFLOAD, count=2, spill_directory=tmp_path)
+    loss = model(batch()).square().sum()
+    engine.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "read", broken)
+        with pytest.raises(SpillError, match=r"Reading 5\.00 KiB back from the spill file failed"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("action", MOVING)
+@pytest.mark.parametrize("end", ["stops half-way", "fails half-way", "closes half-way", "never runs"])
+def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = engine_of(sines, action, count=3, spill_directory=tmp_path)
+    plain = gradients(model, model(batch()).square().sum())
+    hidden = model.blocks[1](model.blocks[0](model.embed(batch())))
+    middle, loss = hidden, model.blocks[2](hidden).square().sum()
+    engine.settle()
+    store: Any = engine._conductor.store
+    with held(monkeypatch, "read") as gate:
+        if end == "stops half-way":
+            torch.autograd.grad(loss, middle, retain_graph=True)
+            assert ahead(engine, 1) == [0, 0, 0], "what the backward did not come to is not held"
+        elif end == "fails half-way":
+            middle.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        elif end == "closes half-way":
+            middle.register_hook(lambda _: (gate.set(), engine.close())[0])
+            assert same(plain, gradients(model, loss))
+            assert store._lanes.tier.closed
+        del hidden, middle, loss
+        gate.set()
+    engine.settle()
+    assert end == "closes half-way" or used(engine) == []
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
