@@ -38,7 +38,7 @@ IDLE_LIMIT: Final = 1.01
 """Times the plain step."""
 RECOMPUTED_LIMIT: Final = 1.02
 """Times the step in which `torch.utils.checkpoint` stands around every block."""
-MOST_CALLS: Final = 6
+MOST_CALLS: Final = 12
 """Calls of Python functions that an idle engine may add to a call of a block, however many ops are in it."""
 WARM: Final = 2
 """Rounds that do not count."""

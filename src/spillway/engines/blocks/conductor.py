@@ -51,14 +51,14 @@ class Conductor:
         self.checks_values = checks_values
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
+        self.removed: tuple[Hook | CompiledHook, ...] = ()
+        """Hooks of an engine that was closed."""
         self.ahead = ahead
         self.store: Store | None = None
         self.sent = 0
         """How many frames have sent something away."""
         self._open_store = open_store
         self._away: weakref.WeakValueDictionary[int, Frame] = weakref.WeakValueDictionary()
-        self.removed: tuple[Hook | CompiledHook, ...] = ()
-        """Hooks of an engine that was closed."""
         self._local = _Local()
 
     @property
@@ -90,6 +90,14 @@ class Conductor:
             self._local.replays.pop()
 
     @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
+        with contextlib.ExitStack() as stack:
+            for hook in self.removed:
+                stack.enter_context(hook.back())
+            yield
+
+    @contextlib.contextmanager
     def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
         """A run of a frame under a selective action, if there is a mode for it."""
         if mode is None:
@@ -117,14 +125,6 @@ class Conductor:
                 mode.leave(output)
         return output
 
-    @contextlib.contextmanager
-    def hooked(self) -> Iterator[None]:
-        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
-        with contextlib.ExitStack() as stack:
-            for hook in self.removed:
-                stack.enter_context(hook.back())
-            yield
-
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
@@ -136,6 +136,11 @@ class Conductor:
         top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         around = getattr(top[0], "__self__", None) if top is not None else None
         return around.outer if isinstance(around, Frame) else top
+
+    def is_checkpointed(self) -> bool:
+        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
     @contextlib.contextmanager
     def sending(self, frame: Frame) -> Iterator[Store]:
@@ -169,11 +174,6 @@ class Conductor:
         """A forward of the model begins."""
         if self.store is not None:
             self.store.begin_step()
-
-    def is_checkpointed(self) -> bool:
-        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
-        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""

@@ -42,7 +42,7 @@ from spillway.engines.blocks.containers import (
     tensors,
     thaw,
 )
-from spillway.engines.blocks.holders import Holder, HolderRef, graph_is_retained, storages_of
+from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
 from spillway.engines.blocks.selective import Keeping, Selection, Supplying
 from spillway.engines.blocks.stores import Home
@@ -206,7 +206,7 @@ class Frame:
         living = self._living()
         for holder in living:
             holder.pinned = holder.pinned or holder.address() in fixed
-        saved = storages_of(living)
+        saved = storages(living)
         self.figures.saved_bytes = sum(saved.values())
         self.figures.argument_bytes = sum(arguments.values())
         self.figures.own_bytes = sum(
@@ -224,10 +224,7 @@ class Frame:
             return 0
         shared = self._shared_with_others()
         freed = sum(
-            nbytes
-            for frame in self._family()
-            for key, nbytes in storages_of(frame._living()).items()
-            if key not in shared
+            nbytes for frame in self._family() for key, nbytes in storages(frame._living()).items() if key not in shared
         )
         if self.selection is not None:
             freed += self.selection.nbytes(shared)
@@ -250,12 +247,12 @@ class Frame:
 
     def _holds(self) -> bool:
         family = self._family()
-        holders = (holder for frame in family for holder in frame._living())
-        if self.selection is not None:
+        if any(frame.selection is not None for frame in family) or any(
+            frame.frozen is not None for frame in family[1:]
+        ):
             return True
-        return any(frame.frozen is not None for frame in family[1:]) or any(
-            not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders
-        )
+        holders = (holder for frame in family for holder in frame._living())
+        return any(not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders)
 
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
@@ -307,7 +304,7 @@ class Frame:
                 value = holder.value
         if value is None:
             raise EngineError(f"A tensor saved in {self.name} did not come back.")
-        if holder.recomputed and graph_is_retained():
+        if holder.recomputed and retained():
             holder.value = None  # rule 7
         if torch._C._current_graph_task_id() == -1:
             self.clear()  # somebody looks at the graph; no end of a backward will come
@@ -400,7 +397,7 @@ class Frame:
         replay.verify()
         self.figures.recomputes += 1
         self.figures.skipped_ops += mode.skipped if mode is not None else 0
-        if torch._C._current_graph_task_id() != -1 and not graph_is_retained():
+        if torch._C._current_graph_task_id() != -1 and not retained():
             self.selection = None
         self.figures.recompute_seconds += time.perf_counter() - began
         self._clear_later()

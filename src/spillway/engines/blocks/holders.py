@@ -101,7 +101,7 @@ class Holder:
 HolderRef = weakref.ref[Holder]
 
 
-def storages_of(holders: list[Holder]) -> dict[int, Bytes]:
+def storages(holders: list[Holder]) -> dict[int, Bytes]:
     """Bytes of the storages that holders hold alive, but for parameters and buffers, by address."""
     found: dict[int, Bytes] = {}
     for holder in holders:
@@ -111,7 +111,7 @@ def storages_of(holders: list[Holder]) -> dict[int, Bytes]:
     return found
 
 
-def graph_is_retained() -> bool:
+def retained() -> bool:
     """Whether the backward that is running keeps the graph for another one."""
     if torch._C._current_graph_task_id() == -1:
         return False
