@@ -15,9 +15,9 @@ from benchmarks import machine, show
 from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
-    "host_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach", "exactness",
-    "random_programs", "mimose_speed", "mimose_planning", "mimose_budget", "dtr_reference",
-    "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
+    "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
+    "budget", "mimose_budget", "convergence", "reach", "exactness", "block_exactness", "random_programs",
+    "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
     "mimose_estimator", "mimose_blocks", "mimose_detection",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""

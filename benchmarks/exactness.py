@@ -98,14 +98,22 @@ def _wrong(expected: Trained, found: Trained, budget: Bytes) -> str | None:
     """The first thing that is not as it has to be; None if all is."""
     if found.refused is not None:
         return "REFUSED AGAIN"
-    if found.losses != expected.losses:
-        return "LOSSES DIFFER"
-    differences = map(difference, expected.states, found.states)
-    different = next((text for text in differences if text is not None), None)
-    if different is not None:
-        return f"DIFFERS: {different}"
+    wrong = different(expected, found)
+    if wrong is not None:
+        return wrong
     over = [report.step for report in found.reports if report.peak_bytes > budget]
     return f"OVER BUDGET in step {over[0]}" if over else None
+
+
+def different(expected: Trained, found: Trained) -> str | None:
+    """The first thing in which two runs of a family are not identical; None if all is."""
+    if found.losses != expected.losses:
+        return "LOSSES DIFFER"
+    if len(found.states) != len(expected.states):
+        return f"{len(found.states)} STATES INSTEAD OF {len(expected.states)}"
+    texts = map(difference, expected.states, found.states)
+    text = next((text for text in texts if text is not None), None)
+    return None if text is None else f"DIFFERS: {text}"
 
 
 def _row(name: str, cells: Sequence[tuple[int, str]], outcomes: Sequence[Outcome]) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +16,10 @@ from benchmarks.mimose_lab import MARK, Trace, blocks_at, build, tracing
 from benchmarks.mimose_regressors import OURS, PUBLISHED, of_scikit
 from benchmarks.record import Result, Skipped
 from spillway.engines.blocks.actions import Action
+from tests.cpu.benchmarks_quick import quick
 from tests.shared import shared
 
 TINY = {"layers": 2, "width": 64, "batch": 2}
-
-
-def quick(name: str) -> Result:
-    """Every figure can be shown, every column has a figure in some row, and JSON can hold everything."""
-    benchmark = command.load(name)
-    result = benchmark.run(benchmark.quick, lambda text: None)
-    data = show.document(name, result, machine.describe(), [0.0, 0.0], 1.0)
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert all(any(column) for column in zip(*data["table"]["rows"], strict=True))
-    return result
 
 
 # The estimator

@@ -10,6 +10,7 @@ import pickle
 import random
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -207,18 +208,18 @@ class Doubled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: list[weakref.ref[Any]] = []
-        self.seen: list[bool] = []
+        # Not attributes of the module: a second run would find and leave them as they were.
+        self.notes = SimpleNamespace(held=[], seen=[])
         self.one, self.two = Functional(self.inner), Functional(sines)
 
     def inner(self, block: Functional, x: Tensor) -> Tensor:
         y = torch.cos(block.one(x))
-        self.held.append(weakref.ref(y.untyped_storage()))
+        self.notes.held.append(weakref.ref(y.untyped_storage()))
         return block.two(torch.sin(y))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.one(x)
-        self.seen.append(self.held[-1]() is not None)
+        self.notes.seen.append(self.notes.held[-1]() is not None)
         return self.two(x)
 
 
@@ -229,12 +230,12 @@ def test_an_outer_block_gives_up_what_inner_ones_hold(inner: Action) -> None:
     with BlockEngine(model, ["blocks.0", "blocks.0.one", "blocks.0.two"]) as engine:
         plain = gradients(model, model(batch()).square().sum())
         engine.actions = lambda name, call: Action.RECOMPUTE if name == "blocks.0" else inner
-        block.seen.clear()
+        block.notes.seen.clear()
         loss = model(batch()).square().sum()
-        assert block.held[-1]() is None
+        assert block.notes.held[-1]() is None
         assert same(plain, gradients(model, loss))
         # In the first run and in the second of the outer block: one that recomputes by itself holds nothing in either.
-        assert block.seen == [inner is Action.KEEP] * 2
+        assert block.notes.seen == [inner is Action.KEEP] * 2
         assert [report.recomputes for report in engine.calls] == [1, int(inner.recomputes), int(inner.recomputes)]
 
 
@@ -363,11 +364,11 @@ def test_a_run_that_fails_leaves_streams_buffers_and_flags_as_they_were() -> Non
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.linear, self.norm, self.broken = nn.Linear(32, 32), nn.BatchNorm1d(32), False
+            self.linear, self.norm, self.state = nn.Linear(32, 32), nn.BatchNorm1d(32), SimpleNamespace(broken=False)
 
         def forward(self, x: Tensor) -> Tensor:
             y = torch.sin(self.norm(self.linear(x)) * random.random() * numpy.random.rand() * torch.rand(()))
-            if self.broken:
+            if self.state.broken:
                 raise KeyboardInterrupt
             return y
 
@@ -375,7 +376,7 @@ def test_a_run_that_fails_leaves_streams_buffers_and_flags_as_they_were() -> Non
     with BlockEngine(model, ["blocks.0"], actions={("blocks.0", 0): Action.RECOMPUTE}) as engine:
         loss = model(batch()).sum()
         block: Any = model.blocks[0]
-        block.broken = True
+        block.state.broken = True
         block.eval()
         before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}

@@ -47,6 +47,16 @@ class CompiledHook:
         if not self.replaced:
             vars(self.module)[_NAME] = self.original
 
+    @contextlib.contextmanager
+    def back(self) -> Iterator[None]:
+        """Stand there for a while, also after `remove`."""
+        found = vars(self.module).get(_NAME)
+        self.install()
+        try:
+            yield
+        finally:
+            vars(self.module)[_NAME] = found
+
 
 def in_front_of(module: nn.Module) -> Callable[..., Any]:
     """What a call of this module calls, and a hook has to stand in front of."""

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias, final
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway.engines.blocks.compiled import CompiledHook
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.replays import Passing, Replay
 from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
@@ -48,6 +51,8 @@ class Conductor:
         self.checks_values = checks_values
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
+        self.removed: tuple[Hook | CompiledHook, ...] = ()
+        """Hooks of an engine that was closed."""
         self.ahead = ahead
         self.store: Store | None = None
         self.sent = 0
@@ -83,6 +88,14 @@ class Conductor:
             yield
         finally:
             self._local.replays.pop()
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
+        with contextlib.ExitStack() as stack:
+            for hook in self.removed:
+                stack.enter_context(hook.back())
+            yield
 
     @contextlib.contextmanager
     def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
@@ -123,6 +136,11 @@ class Conductor:
         top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         around = getattr(top[0], "__self__", None) if top is not None else None
         return around.outer if isinstance(around, Frame) else top
+
+    def is_checkpointed(self) -> bool:
+        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
 
     @contextlib.contextmanager
     def sending(self, frame: Frame) -> Iterator[Store]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
+
+from spillway.engines.blocks.environment import Generator
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.homes import Away
@@ -97,8 +101,13 @@ class FrozenTensor:
 def empty_witness(tensor: Tensor) -> Tensor:
     """A tensor without bytes that shares the version counter of `tensor`."""
     witness = tensor.detach()
-    witness.data = tensor.new_empty(0)
+    witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
     return witness
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
@@ -108,7 +117,9 @@ def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Ten
     key = address(tensor)
     if key not in copies:
         copies[key] = cast(Any, tensor.untyped_storage()).clone()
-    return over(copies[key], tensor)
+    copy = over(copies[key], tensor)
+    copy = torch.conj(copy) if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy
 
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
@@ -120,8 +131,9 @@ def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
 def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
     """The same structure with a `FrozenTensor` for every tensor, and copies of all containers on the way.
 
-    Containers are lists, tuples, dicts, sets, dataclasses and instances of other classes that Python code defines, such
-    as the caches of transformers. Modules, functions, configurations and whatever has no `__dict__` are shared.
+    Containers are lists, tuples, dicts, sets, deques, dataclasses and instances of other classes that Python code
+    defines, such as the caches of transformers. Random streams are copied. Modules, functions, configurations and
+    whatever has no `__dict__` are shared.
 
     Raises:
         CannotCopyError: More than `MOST_OBJECTS` objects can be reached.
@@ -177,6 +189,10 @@ class _Walk:
             return self._keep(value, tuple(self.rebuilt(item) for item in value))
         if isinstance(value, tuple):
             return self._keep(value, self._tuple(value))
+        if isinstance(value, Generator):
+            return self._keep(
+                value, value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+            )
         return self._instance(value) if _is_container(value) else value
 
     def _keep(self, value: Any, made: Any) -> Any:
@@ -186,7 +202,14 @@ class _Walk:
 
     def _tuple(self, value: Any) -> Any:
         items = [self.rebuilt(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else tuple.__new__(type(value), items)
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if hasattr(value, "n_sequence_fields"):  # such as `torch.return_types.topk`
+            return type(value)(items)
+        made = tuple.__new__(type(value), items)  # not its own `__new__`, which may look into what it is given
+        for name, item in getattr(value, "__dict__", {}).items():
+            object.__setattr__(made, name, self.rebuilt(item))
+        return made
 
     def _instance(self, value: Any) -> Any:
         try:
@@ -201,14 +224,22 @@ class _Walk:
                 dict.__setitem__(made, key, self.rebuilt(item))
         elif isinstance(value, list):
             list.__setitem__(made, slice(None), [self.rebuilt(item) for item in value])
+        elif isinstance(value, deque):
+            made.clear()
+            made.extend(self.rebuilt(item) for item in value)
         for name, item in _attributes(value):
             object.__setattr__(made, name, self.rebuilt(item))
         return made
 
 
+def _twin(stream: Generator) -> Generator:
+    """A stream of its own, at the same place."""
+    return stream.clone_state() if isinstance(stream, torch.Generator) else copy.deepcopy(stream)
+
+
 def _is_container(value: Any) -> bool:
     kind = type(value)
-    if issubclass(kind, dict | list | set):
+    if issubclass(kind, dict | list | set | deque):
         return True
     if not kind.__flags__ & _HEAP_TYPE or isinstance(value, (*_NEVER, Tensor, FrozenTensor)):
         return False

@@ -100,7 +100,8 @@ def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
 
     From the root downwards, a module that has children and is no container is a block if its class occurs at least
     twice among the modules that were called, or if it was called more often than the model; unless siblings of one
-    class inside it hold `DESCEND_SHARE` of the bytes that autograd saved in it.
+    class inside it hold `DESCEND_SHARE` of the bytes that autograd saved in it. Modules beside one of their class that
+    was called count as called: layers may be left out by chance.
 
     Args:
         model: In the mode, training or not, in which it will run.
@@ -132,7 +133,8 @@ def blocks_of(model: nn.Module, watch: Watch) -> list[str]:
 
 
 def _blocks(model: nn.Module, watch: Watch) -> list[str]:
-    classes = Counter(type(module) for module in watch.calls if _has_children(module))
+    called = _called(model, watch)
+    classes = Counter(type(module) for module in called if _has_children(module))
     found: list[str] = []
     seen: set[nn.Module] = set()
 
@@ -145,13 +147,22 @@ def _blocks(model: nn.Module, watch: Watch) -> list[str]:
             if not _has_children(child):
                 continue
             repeats = classes[type(child)] >= 2 or watch.calls[child] > max(watch.calls[model], 1)
-            if isinstance(child, _CONTAINERS) or not watch.calls[child] or not repeats or _family_inside(child, watch):
+            if isinstance(child, _CONTAINERS) or child not in called or not repeats or _family_inside(child, watch):
                 visit(full, child)
             else:
                 found.append(full)
 
     visit("", model)
     return found
+
+
+def _called(model: nn.Module, watch: Watch) -> set[nn.Module]:
+    """Modules that were called, and those of their classes beside them."""
+    called = set(watch.calls)
+    for parent in model.modules():
+        classes = {type(child) for child in parent.children() if child in watch.calls}
+        called.update(child for child in parent.children() if type(child) in classes)
+    return called
 
 
 def _family_inside(module: nn.Module, watch: Watch) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from os import PathLike, sysconf
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ from spillway.units import Bytes, Seconds, parse_budget
 Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""
 Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
+
+_CHECKPOINTED: Final = "torch.utils.checkpoint, which somebody put there, runs it again itself"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +131,9 @@ class BlockEngine:
             )
         names = blocks if blocks is not None or sample is None else discover(model, sample)
         chosen = named(model, names or ())
-        self.actions: Actions = actions if actions is not None else {}
         self.model = model
         self.blocks = tuple(chosen)
+        self.actions = actions if actions is not None else {}
         self._modules = chosen
         check_compiled(model, chosen)
         pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
@@ -148,7 +150,8 @@ class BlockEngine:
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
         self.closed = False
         self.asleep = False
-        """Whether blocks run as if nobody watched."""
+        """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
+        counted and nothing can be revoked."""
         self.rehearses = False
         """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
         self.observer: Observer | None = None
@@ -172,6 +175,25 @@ class BlockEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def actions(self) -> Actions:
+        """By (block, call), or as a function of both.
+
+        Raises:
+            ModelError: When set: one of them is for a block that is not there.
+        """
+        return self._actions
+
+    @actions.setter
+    def actions(self, actions: Actions) -> None:
+        unknown = [] if callable(actions) else [block for block, _ in actions if block not in self.blocks]
+        if unknown:
+            raise ModelError(
+                f"There is an action for {unknown[0]!r}, which is none of the {len(self.blocks)} blocks: "
+                f"`BlockEngine.blocks` names them, the first is {self.blocks[0]!r}."
+            )
+        self._actions = actions
 
     @property
     def calls(self) -> list[CallReport]:
@@ -240,6 +262,7 @@ class BlockEngine:
             return
         self.closed = True
         self._remove_hooks()
+        self._conductor.removed = tuple(self._hooks)
         self._conductor.close()
 
     def _remove_hooks(self) -> None:
@@ -265,11 +288,17 @@ class BlockEngine:
         return self._model_forward(*args, **kwargs)
 
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
-        if self.closed or self.asleep or not torch.is_grad_enabled() or _hooks_are_off():
-            return site.forward(*args, **kwargs)
         conductor = self._conductor
         replay = conductor.replay
+        # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
+        off = replay is None and (self.closed or (self.asleep and conductor.frame is None))
+        if off or not torch.is_grad_enabled() or _hooks_are_off():
+            return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
+            return site.forward(*args, **kwargs)
+        if conductor.is_checkpointed() or site.checkpoints_itself():
+            if replay is None and torch._C._current_graph_task_id() == -1:
+                self._pass_by(site)
             return site.forward(*args, **kwargs)
         if replay is not None:
             return replay.call(site, args, kwargs)
@@ -297,6 +326,12 @@ class BlockEngine:
         environment, snapshot = self._conductor.environment.capture(), site.state.snapshot()
         with self._conductor.environment(environment), site.state.as_of(snapshot):
             site.forward(*args, **kwargs)
+
+    def _pass_by(self, site: Site) -> None:
+        """A call that is only counted."""
+        self._figures.append(Figures(site.name, site.calls, self._action(site.name, site.calls)))
+        self._figures[-1].kept_because = _CHECKPOINTED
+        site.calls += 1
 
     def _action(self, block: str, call: int) -> Action:
         if callable(self.actions):
@@ -347,7 +382,8 @@ def check_runs_once(model: nn.Module) -> None:
         if getattr(module, "gradient_checkpointing", False):
             raise ModelError(
                 f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
-                f"call model.gradient_checkpointing_disable() first."
+                f"switch that off first: in transformers by model.activation_checkpointing_disable(), which older "
+                f"versions call gradient_checkpointing_disable()."
             )
     if is_compiled(model):
         raise ModelError(

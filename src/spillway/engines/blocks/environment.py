@@ -183,7 +183,9 @@ class Environment:
             stack.callback(_set_flags, wanted.flags, flags)
             _set_flags(flags, wanted.flags)
             stack.callback(self._set_streams, streams)
-            self._set_streams(wanted.streams)
+            for one, old, new in zip(self._streams, streams, wanted.streams, strict=True):
+                if old is not new:
+                    one.set(new)
             for kind, enabled, dtype, cached in wanted.autocast:
                 # A cast that is cached while the user's autocast is on would outlive this.
                 cached = cached and not torch.is_autocast_enabled(kind)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from spillway.engines.blocks.containers import (
     tensors,
     thaw,
 )
-from spillway.engines.blocks.holders import Holder, HolderRef
+from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
 from spillway.engines.blocks.selective import Keeping, Selection, Supplying
 from spillway.engines.blocks.stores import Home
@@ -68,7 +68,6 @@ class Frame:
         self.call = figures.call
         self.action = figures.action
         self.parent = parent
-        self.name = f"call {figures.call} of {site.name}"
         self.children: list[weakref.ref[Frame]] = []
         self.child_sites: list[Site] = []
         self.holders: list[HolderRef] = []
@@ -88,13 +87,26 @@ class Frame:
         self.differentiates = False
         """A backward ran inside the block, so that its second run has to hold what it saves."""
         self.stops_early = False
+        self.calm = False
+        """All runs that this one is part of have ended, and its first saved tensor was asked for."""
+        self.running_again = False
+        """A second run is filling the holders; what it has brought back is not given up before somebody took it."""
         self._found: list[FrozenTensor] = []
         """The tensors among the arguments."""
         self._outputs: set[int] = set()
-        self._last: tuple[bool, int, int] = (False, -_SETTLE - 1, 0)
+        self._last_needs_grad = False
+        self._unsettled = -_SETTLE - 1
+        self._before_child = -1
+        """How many tensors had been saved when the last child began."""
         if parent is not None:
+            parent._before_child = len(parent.holders)
             parent.children.append(weakref.ref(self))
             parent.child_sites.append(site)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"call {self.call} of {self.site.name}"
 
     # ------------------------------------------------------------------------------------------------ the first run
 
@@ -135,22 +147,22 @@ class Frame:
         return (self.call, number) in self.site.written
 
     def _pack(self, tensor: Tensor) -> Holder:
-        pinned = tensor.is_leaf and tensor.requires_grad
+        needs_grad, value = tensor.requires_grad, tensor
+        pinned = needs_grad and tensor.is_leaf
         if self.outer is not None:
             value = self.outer[0](tensor)
-        else:
-            value = tensor.detach() if tensor.requires_grad and not pinned else tensor
-        holder = Holder(self, tensor, value, pinned=pinned, watched=self.outer is None)
-        unsettled = len(self.holders) if not tensor.requires_grad and tensor._version == 0 else self._last[1]
-        self._last = (tensor.requires_grad, unsettled, len(self.children))
+        elif needs_grad and not pinned:
+            value = tensor.detach()
+        if not needs_grad and tensor._version == 0:
+            self._unsettled = len(self.holders)
+        holder = Holder(self, tensor, value, pinned, self.outer is None)
+        self._last_needs_grad = needs_grad
         self.holders.append(weakref.ref(holder))
         return holder
 
     def _end(self, output: Any) -> None:
         self.ended, self.sent = True, self.conductor.sent
         fixed = self.site.state.fixed()
-        for holder in self._living():
-            holder.pinned = holder.pinned or holder.address() in fixed
         for number, frozen in enumerate(self._arguments()):
             if frozen.moved_on:
                 self.site.written.add((self.call, number))
@@ -159,14 +171,13 @@ class Frame:
                     self.figures.kept_because = "it writes to an argument, which was not copied before"
         written = self.site.state.learn(self.snapshot)
         if written:
-            self.figures.kept_because = f"it writes to {written}, which it did not do before"
-        needs_grad, unsettled, children = self._last
+            self.figures.kept_because = f"it changes {written}, which was not copied before"
         last = len(self.holders) - 1
-        self.stops_early = needs_grad and last - unsettled > _SETTLE and children == len(self.children)
+        self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
         if self.action.recomputes:
             selection, self.selection = self.selection, None
-            self.revoke()
+            self._give_up()
             if not self.figures.kept_because:
                 self._keep_for_later(selection, fixed)
         elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
@@ -192,7 +203,10 @@ class Frame:
             self._outputs = {address(tensor) for tensor in tensors(output)}
         except CannotCopyError:
             self._outputs = set()
-        saved = self._storages()
+        living = self._living()
+        for holder in living:
+            holder.pinned = holder.pinned or holder.address() in fixed
+        saved = storages(living)
         self.figures.saved_bytes = sum(saved.values())
         self.figures.argument_bytes = sum(arguments.values())
         self.figures.own_bytes = sum(
@@ -206,16 +220,39 @@ class Frame:
 
         Those of arguments and results are not counted: somebody else holds them.
         """
-        if not self.ended or not self._may_go():
+        if not self.ended or self._is_wanted() or not self._holds() or not self._may_go():
             return 0
         shared = self._shared_with_others()
         freed = sum(
-            nbytes for frame in self._family() for key, nbytes in frame._storages().items() if key not in shared
+            nbytes for frame in self._family() for key, nbytes in storages(frame._living()).items() if key not in shared
         )
         if self.selection is not None:
             freed += self.selection.nbytes(shared)
         self._let_go()
         return freed
+
+    def _give_up(self) -> None:
+        """What `revoke` does, when the block has just ended."""
+        if not self.figures.kept_because and (self.frozen is not None or self.parent is not None):
+            self._let_go()
+
+    def _is_wanted(self) -> bool:
+        """Whether a second run is bringing back what this frame, one inside it or one around it held."""
+        around: Frame | None = self.parent
+        while around is not None:
+            if around.running_again:
+                return True
+            around = around.parent
+        return any(frame.running_again for frame in self._family())
+
+    def _holds(self) -> bool:
+        family = self._family()
+        if any(frame.selection is not None for frame in family) or any(
+            frame.frozen is not None for frame in family[1:]
+        ):
+            return True
+        holders = (holder for frame in family for holder in frame._living())
+        return any(not holder.pinned and (holder.value is not None or holder.home is not None) for holder in holders)
 
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
@@ -254,17 +291,20 @@ class Frame:
             if self.when_reached is not None:
                 reached, self.when_reached = self.when_reached, None
                 reached()
+        self.calm = self.outer is None
         around: Frame | None = self
         while around is not None:
-            around.differentiates = around.differentiates or not around.ended
+            if not around.ended:
+                around.differentiates, self.calm = True, False
             around = around.parent
-        if holder.value is None:
-            with self.conductor.lock:
-                self._restore(holder)
         value = holder.value
         if value is None:
+            with self.conductor.lock:  # within it nobody revokes
+                self._restore(holder)
+                value = holder.value
+        if value is None:
             raise EngineError(f"A tensor saved in {self.name} did not come back.")
-        if holder.recomputed and _retained():
+        if holder.recomputed and retained():
             holder.value = None  # rule 7
         if torch._C._current_graph_task_id() == -1:
             self.clear()  # somebody looks at the graph; no end of a backward will come
@@ -338,6 +378,7 @@ class Frame:
         conductor.read_ahead(self)
         mode = Supplying(self.selection) if self.selection is not None else None
         with (
+            conductor.hooked(),
             conductor.replaying(replay),
             conductor.environment(self.environment),
             self.site.state.as_of(self.snapshot),
@@ -345,15 +386,18 @@ class Frame:
             saved_tensors_hooks(replay.fill, _same),
             conductor.selecting(mode),
         ):
+            self.running_again = True
             try:
                 self.site.forward(*args, **kwargs)
             except StopRecompute as stop:
                 if stop.replay is not replay:
                     raise
+            finally:
+                self.running_again = False
         replay.verify()
         self.figures.recomputes += 1
         self.figures.skipped_ops += mode.skipped if mode is not None else 0
-        if torch._C._current_graph_task_id() != -1 and not _retained():
+        if torch._C._current_graph_task_id() != -1 and not retained():
             self.selection = None
         self.figures.recompute_seconds += time.perf_counter() - began
         self._clear_later()
@@ -377,7 +421,7 @@ class Frame:
         return output
 
     def _check_unchanged(self) -> None:
-        if self.figures.kept_because or self.frozen is None:
+        if self.frozen is None:
             raise EngineError(f"The arguments of {self.name} are gone.")
         moved = next((i for i, one in enumerate(self._arguments()) if one.moved_on and not one.copied), None)
         if moved is not None:
@@ -430,21 +474,15 @@ class Frame:
     def _shared_with_others(self) -> set[int]:
         return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}
 
-    def _storages(self) -> dict[int, Bytes]:
-        """Bytes of the storages that the holders hold alive, by address."""
-        found: dict[int, Bytes] = {}
-        for holder in self._living():
-            key = None if holder.pinned else holder.address()
-            if key is not None:
-                found[key] = holder.value.untyped_storage().nbytes()
-        return found
-
     def _above_recomputes(self) -> bool:
         return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())
 
 
 def _unpack(holder: Holder) -> Tensor:
-    return holder.frame.unpack(holder)
+    value, frame = holder.value, holder.frame
+    if value is None or holder.recomputed or not frame.calm or holder.witness._version != holder.version:
+        return frame.unpack(holder)
+    return cast(Tensor, value)
 
 
 def _same(value: Any) -> Any:
@@ -455,10 +493,3 @@ def _clear(frame: weakref.ref[Frame]) -> None:
     living = frame()
     if living is not None:
         living.clear()
-
-
-def _retained() -> bool:
-    """Whether the backward that is running keeps the graph for another one."""
-    if torch._C._current_graph_task_id() == -1:
-        return False
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

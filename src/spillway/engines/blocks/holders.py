@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.containers import address, empty_witness
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.frame import Frame
@@ -33,7 +34,7 @@ class Holder:
         "witness",
     )
 
-    def __init__(self, frame: Frame, tensor: Tensor, value: Any, *, pinned: bool, watched: bool) -> None:
+    def __init__(self, frame: Frame, tensor: Tensor, value: Any, pinned: bool, watched: bool) -> None:
         self.frame = frame
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.value = value
@@ -43,8 +44,8 @@ class Holder:
         self.recomputed = False
         """The value was brought back, and can be brought back again."""
         self.home: Away | None = None
-        self.witness: Tensor | None = value if watched else None
-        """Tells of writes, as autograd does where there are no hooks but ours."""
+        self.witness: Any = value if watched else None
+        """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
         self.fingerprint: Tensor | None = None
         """Of the value when it was given up, where values are compared."""
@@ -67,9 +68,7 @@ class Holder:
         self.value, self.recomputed = value, True
 
     def differs(self, tensor: Tensor) -> str:
-        """In what a tensor is not like the one that was saved, a clause; empty if nothing tells them apart."""
-        if tensor.shape == self.shape and tensor.dtype == self.dtype:
-            return ""
+        """In what a tensor is not like the one that was saved, a clause."""
         return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {self.looks} before"
 
     @property
@@ -93,11 +92,27 @@ class Holder:
 
     def address(self) -> int | None:
         """The storage that it holds alive; None if it holds none, or one that nobody can tell apart."""
-        return address(self.value) if isinstance(self.value, Tensor) and _has_storage(self.value) else None
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return bool(tensor.layout is torch.strided and torch._C._has_storage(tensor))
+        value = self.value
+        if isinstance(value, Tensor) and value.layout is torch.strided and torch._C._has_storage(value):
+            return address(value)
+        return None
 
 
 HolderRef = weakref.ref[Holder]
+
+
+def storages(holders: list[Holder]) -> dict[int, Bytes]:
+    """Bytes of the storages that holders hold alive, but for parameters and buffers, by address."""
+    found: dict[int, Bytes] = {}
+    for holder in holders:
+        key = None if holder.pinned else holder.address()
+        if key is not None and key not in found:
+            found[key] = holder.value.untyped_storage().nbytes()
+    return found
+
+
+def retained() -> bool:
+    """Whether the backward that is running keeps the graph for another one."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
@@ -56,6 +56,19 @@ class Hook:
             del vars(self.module)[_NAME]
         else:
             vars(self.module)[_NAME] = self._patched
+
+    @contextlib.contextmanager
+    def back(self) -> Iterator[None]:
+        """Stand there for a while, also after `remove`."""
+        found = vars(self.module).get(_NAME)
+        self.install()
+        try:
+            yield
+        finally:
+            if found is None:
+                del vars(self.module)[_NAME]
+            else:
+                vars(self.module)[_NAME] = found
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # While a module is unpickled its `__dict__` is still empty: what `getattr` finds is the class's forward.

@@ -4,43 +4,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from spillway.engines.blocks.containers import FrozenTensor, address, freeze, thaw
+from spillway.engines.blocks.attributes import Attributes, Seen
+from spillway.engines.blocks.containers import address
 
-_OWN: Final = frozenset(vars(nn.Module())) | {"forward"}
-"""Attributes of every module that are torch's own business, and ours."""
-_MISSING: Final = object()
-_Place = tuple[nn.Module, str]
+_Place: TypeAlias = tuple[nn.Module, str]
+_PLAIN: Final = (Tensor, nn.Parameter)
 
 
 @final
 class Snapshot:
     """One block when one of its calls began."""
 
-    __slots__ = ("attributes", "buffers", "training", "versions")
+    __slots__ = ("buffers", "parameters", "seen", "training", "versions")
 
     def __init__(
         self,
-        training: list[bool],
+        training: tuple[bool, ...],
         buffers: dict[_Place, Tensor | None],
-        attributes: dict[_Place, Any],
+        parameters: list[tuple[Tensor, int, str, nn.Module]],
         versions: list[tuple[Tensor, int, str]],
+        seen: Seen,
     ) -> None:
         self.training = training
         self.buffers = buffers
         """Copies of those that the forward may change."""
-        self.attributes = attributes
+        self.parameters = parameters
         self.versions = versions
-        """Parameters and the other buffers: not copied, and not to be changed until the block has run again."""
+        """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
+        self.seen = seen
 
     def written(self) -> str:
-        """The name of a parameter or buffer that was written to since; empty if there is none."""
-        return next((name for tensor, version, name in self.versions if tensor._version != version), "")
+        """The name of a tensor that was written to since and of which there is no copy; empty if there is none."""
+        for tensor, version, name, _ in self.parameters:
+            if tensor._version != version:
+                return name
+        return next((n for tensor, v, n in (*self.versions, *self.seen.versions) if tensor._version != v), "")
 
 
 class ModuleState:
@@ -52,54 +56,43 @@ class ModuleState:
 
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
-        self._names = {module: name for name, module in block.named_modules()}
-        self._watched: dict[tuple[bool, ...], tuple[set[_Place], set[_Place]]] = {}
-        """Buffers and attributes that change, by the training flags of the modules."""
-        self._everything: dict[nn.Module, dict[str, Any]] = {}
+        self._attributes = Attributes(self._modules)
+        self._watched: dict[tuple[bool, ...], set[_Place]] = {}
+        """Buffers that change, by the training flags of the modules."""
 
     def snapshot(self) -> Snapshot:
         """The block now."""
-        training = [module.training for module in self._modules]
-        known = self._watched.get(tuple(training))
+        training = tuple([module.training for module in self._modules])
+        watched = self._watched.get(training)
         buffers: dict[_Place, Tensor | None] = {}
+        parameters: list[tuple[Tensor, int, str, nn.Module]] = []
         versions: list[tuple[Tensor, int, str]] = []
         for module in self._modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    versions.append((parameter, parameter._version, name))
+                    parameters.append((parameter, parameter._version, name, module))
             for name, buffer in module._buffers.items():
-                if known is None or (module, name) in known[0]:
+                if watched is None or (module, name) in watched:
                     buffers[module, name] = None if buffer is None else buffer.detach().clone()
                 elif buffer is not None:
                     versions.append((buffer, buffer._version, name))
-        attributes = {} if known is None else {place: _attribute(*place) for place in known[1]}
-        if known is None:
-            self._everything = {module: dict(vars(module)) for module in self._modules}
-        return Snapshot(training, buffers, attributes, versions)
+        return Snapshot(training, buffers, parameters, versions, self._attributes.look(training))
 
     def learn(self, snapshot: Snapshot) -> str:
         """After the forward: what it changed. The name of what it changed and no snapshot holds; empty if none."""
-        known = self._watched.get(tuple(snapshot.training))
-        if known is None:
-            self._learn_all(snapshot)
-            return ""
+        beyond = self._attributes.learn(snapshot.training, snapshot.seen)
+        watched = self._watched.get(snapshot.training)
+        if watched is None:
+            self._learn_buffers(snapshot)
         written = snapshot.written()
-        if written:
+        if written and watched is not None:
             for module in self._modules:
-                known[0].update((module, name) for name in module._buffers if name == written)
-        return written
+                watched.update((module, name) for name in module._buffers if name == written)
+        return beyond or written
 
-    def _learn_all(self, snapshot: Snapshot) -> None:
+    def _learn_buffers(self, snapshot: Snapshot) -> None:
         changed = {place for place, before in snapshot.buffers.items() if _differs(place, before)}
-        attributes: set[_Place] = set()
-        for module, before in self._everything.items():
-            now = vars(module)
-            for name in (before.keys() | now.keys()) - _OWN:
-                if before.get(name, _MISSING) is not now.get(name, _MISSING):
-                    attributes.add((module, name))
-                    snapshot.attributes[module, name] = _frozen(before.get(name, _MISSING))
-        self._everything = {}
-        self._watched[tuple(snapshot.training)] = (changed, attributes)
+        self._watched[snapshot.training] = changed
         for place in snapshot.buffers.keys() - changed:
             del snapshot.buffers[place]
             buffer = place[0]._buffers.get(place[1])
@@ -118,39 +111,48 @@ class ModuleState:
     @contextlib.contextmanager
     def as_of(self, snapshot: Snapshot) -> Iterator[None]:
         """The block as it was; afterwards it is again as before."""
-        before = [(module, module.training, dict(module._buffers)) for module in self._modules]
-        places = snapshot.attributes.keys()
-        present = {place: vars(place[0])[place[1]] for place in places if place[1] in vars(place[0])}
+        flags = tuple([module.training for module in self._modules])
+        before = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
+        replaced = _replaced(snapshot)
+        parameters = [(module, name, module._parameters.get(name)) for _, _, name, module in replaced]
         try:
-            for module, flag in zip(self._modules, snapshot.training, strict=True):
-                module.training = flag
+            self._flag(snapshot.training)
             for (module, name), buffer in snapshot.buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
-            for (module, name), value in snapshot.attributes.items():
-                if value is _MISSING:
-                    vars(module).pop(name, None)
-                else:
-                    vars(module)[name] = thaw(value)
-            yield
+            for parameter, _, name, module in replaced:
+                module._parameters[name] = _leaf(parameter)
+            with self._attributes.as_of(snapshot.seen):
+                yield
         finally:
-            for module, training, buffers in before:
-                module.training = training
-                module._buffers.clear()
-                module._buffers.update(buffers)
-            for module, name in places:
-                if (module, name) in present:
-                    vars(module)[name] = present[module, name]
-                else:
-                    vars(module).pop(name, None)
+            self._flag(flags)
+            for held, buffers in before:
+                held.clear()
+                held.update(buffers)
+            for module, name, original in parameters:
+                module._parameters[name] = original
+
+    def _flag(self, training: tuple[bool, ...]) -> None:
+        for module, flag in zip(self._modules, training, strict=True):
+            if module.training != flag:
+                module.training = flag
 
 
-def _attribute(module: nn.Module, name: str) -> Any:
-    return _frozen(vars(module).get(name, _MISSING))
+def _replaced(snapshot: Snapshot) -> list[tuple[Tensor, int, str, nn.Module]]:
+    """Parameters that somebody has put others in the place of, as `torch.func.functional_call` does for a while.
+
+    Not those of other classes: FSDP puts parts and wholes in each other's place itself, also in a second run.
+    """
+    found = []
+    for entry in snapshot.parameters:
+        parameter, _, name, module = entry
+        now = module._parameters.get(name)
+        if now is not parameter and type(parameter) in _PLAIN and type(now) in _PLAIN:
+            found.append(entry)
+    return found
 
 
-def _frozen(value: Any) -> Any:
-    """Without the graph that a tensor may hang in: the graph of one step must not hold that of the step before."""
-    return freeze(value, lambda tensor: FrozenTensor(tensor, None))
+def _leaf(tensor: Tensor) -> Any:
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
 def _differs(place: _Place, before: Tensor | None) -> bool:

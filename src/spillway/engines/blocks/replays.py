@@ -44,12 +44,11 @@ class Replay:
         """The hook that packs."""
         number, frame = self._saved, self._frame
         self._saved += 1
-        kept = detached(tensor)
+        kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
         holder = frame.holders[number]() if number < len(frame.holders) else None
         if holder is not None:
-            differs = holder.differs(tensor)
-            if differs:
-                self._fail(f"saved tensor {number} is {differs}")
+            if tensor.shape != holder.shape or tensor.dtype != holder.dtype:
+                self._fail(f"saved tensor {number} is {holder.differs(tensor)}")
             if holder.value is None:
                 holder.give_back(kept if frame.outer is None else frame.outer[0](tensor))
         if self._stops and self._saved == len(frame.holders):

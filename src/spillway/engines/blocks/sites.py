@@ -38,6 +38,11 @@ class Site:
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
         self.rewritten: set[tuple[int, int]] = set()
+        self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
+
+    def checkpoints_itself(self) -> bool:
+        """Whether a layer of transformers was told to, after the engine was there."""
+        return self._may_checkpoint and bool(self.module.gradient_checkpointing) and self.module.training
 
 
 @dataclass(slots=True)
