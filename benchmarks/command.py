@@ -15,9 +15,10 @@ from benchmarks import machine, show
 from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
-    "host_cost", "block_cost", "half_memory", "race", "overlap", "heuristics", "budget", "convergence", "reach",
-    "exactness", "block_exactness", "random_programs", "mimose_speed", "mimose_budget", "dtr_reference", "optimal",
-    "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
+    "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
+    "budget", "mimose_budget", "convergence", "reach", "exactness", "block_exactness", "random_programs",
+    "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
+    "mimose_estimator", "mimose_blocks", "mimose_detection",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 
@@ -71,7 +72,7 @@ def _run(benchmark: Benchmark, folder: Path | None, *, quick: bool) -> int:
     data = show.document(benchmark.name, result, described, loads, time.perf_counter() - began)
     show.print_document(data)
     if folder is not None:
-        show.write(folder, data)
+        show.write(folder, data, result.pictures)
     return 0 if quick or all(check.met for check in result.checks) else 1
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, final
 
 from spillway.units import format_bytes, format_seconds
@@ -75,6 +75,8 @@ class Result:
     """Every figure that has a target."""
     notes: Sequence[str] = ()
     """What a reader has to know to read the table."""
+    pictures: Mapping[str, bytes] = field(default_factory=dict)
+    """PNG by the name of its file, which stands beside the page of results."""
 
 
 @final

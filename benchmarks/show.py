@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ def document(name: str, result: Result, machine: dict[str, Any], loads: list[flo
             for c in result.checks
         ],
         "notes": list(result.notes),
+        "pictures": list(result.pictures),
         "table": {
             "head": [column.head for column in result.columns],
             "rows": [[column.cell(row) for column in result.columns] for row in result.rows],
@@ -59,9 +60,11 @@ def print_document(data: dict[str, Any]) -> None:
     console.print()
 
 
-def write(folder: Path, data: dict[str, Any]) -> None:
-    """Write one result, and the page anew from all results that lie in the folder."""
+def write(folder: Path, data: dict[str, Any], pictures: Mapping[str, bytes]) -> None:
+    """Write one result with its pictures, and the page anew from all results that lie in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
+    for name, picture in pictures.items():
+        (folder / name).write_bytes(picture)
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / f"{data['benchmark']}.json").write_text(text + "\n", "utf-8")
     everything = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
@@ -77,7 +80,8 @@ def _section(data: dict[str, Any]) -> str:
     head, rows = data["table"]["head"], data["table"]["rows"]
     table = [_table_line(head), _table_line(["---"] + ["---:"] * (len(head) - 1)), *map(_table_line, rows)]
     lines = "".join(f"- {line}\n" for line in _lines(data))
-    return f"\n## {data['benchmark']}: {data['title']}\n\n" + "".join(table) + f"\n{lines}"
+    pictures = "".join(f"\n![{data['benchmark']}]({name})\n" for name in data.get("pictures", ()))
+    return f"\n## {data['benchmark']}: {data['title']}\n\n" + "".join(table) + f"\n{lines}{pictures}"
 
 
 def _table_line(cells: Sequence[str]) -> str:

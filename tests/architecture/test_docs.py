@@ -56,7 +56,8 @@ def test_the_readme_has_one_example_of_fifteen_lines() -> None:
 
 
 def test_the_readme_lists_exactly_the_methods_that_there_are_as_ready() -> None:
-    assert ready_methods(README) == [*METHODS, *BLOCK_METHODS]
+    assert ready_methods(README) == list(METHODS)
+    assert METHODS.keys() >= BLOCK_METHODS.keys()
 
 
 def test_the_readme_prints_exactly_the_top_of_the_tree() -> None:

@@ -23,7 +23,7 @@ from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.host import Block
 from spillway.methods import AbstractPolicy
-from spillway.session import Session
+from spillway.session.tensors import TensorSession
 from tests.cpu.bits import fill
 
 PATTERN = 0xA7
@@ -243,16 +243,16 @@ def late_session(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
     host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, driver: LateDriver | None = None,
     costs: bool = False,
-) -> Session:  # fmt: skip
+) -> TensorSession:  # fmt: skip
     """A session whose tensors lie, as far as its engine can tell, on a CUDA device.
 
     With `costs` its first step measures them, which waits for the device, so that nothing in it is late.
     """
     driver = driver if driver is not None else LateDriver()
     engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
-    return Session([model], optimizers, engine, None, None, keep_timeline=False, return_freed=True)
+    return TensorSession([model], optimizers, engine, None, None, keep_timeline=False, return_freed=True)
 
 
-def driver_of(memory: Session) -> Any:
+def driver_of(memory: TensorSession) -> Any:
     place: Any = memory._engine.place
     return place.driver

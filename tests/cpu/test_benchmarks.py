@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -21,8 +20,6 @@ from benchmarks import (
     growth,
     heuristics,
     machine,
-    mimose_tasks,
-    mimose_tasks_picture,
     modelled,
     models,
     overlap,
@@ -33,8 +30,6 @@ from benchmarks import (
 )
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
-from benchmarks.mimose_tasks_lab import Lab
-from benchmarks.mimose_tasks_paper import Told
 from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
@@ -43,30 +38,10 @@ from spillway.costs import DEVICES
 from spillway.engines.dtr_runtime import Outcome
 from spillway.errors import WorkloadError
 from spillway.workloads import WORKLOADS, Workload, get
+from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
-
-
-def quick(name: str) -> Result:
-    benchmark = command.load(name)
-    result = benchmark.run(benchmark.quick, lambda text: None)
-    assert_complete(name, result)
-    return result
-
-
-def assert_complete(name: str, result: Result) -> None:
-    """Every figure can be shown, every column has a figure in some row, and JSON can hold everything."""
-    data = show.document(name, result, machine.describe(), [0.0, 0.0], 1.0)
-    assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert result.checks != []
-    for column in zip(*data["table"]["rows"], strict=True):
-        assert any(column)
-    assert show.markdown([data]).count("\n|") == 2 + len(result.rows)
-
-
-def rows_by(result: Result, key: str) -> dict[str, Any]:
-    return {row[key]: row for row in result.rows}
 
 
 def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
@@ -200,51 +175,6 @@ def test_exactness_compares_a_family_under_every_policy() -> None:
     assert result.checks[0].measured == 0
 
 
-def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() -> None:
-    pytest.importorskip("transformers")
-    from benchmarks.block_exactness import WAYS
-    from spillway.engines.blocks.actions import Action
-
-    result = quick("block_exactness")
-    rows = rows_by(result, "model")
-    assert list(rows) == ["GPT-2", "ALBERT", "stochastic-depth"]
-    assert set(WAYS) == {action.value for action in Action} | {"mixed", "keep, revoked", "mixed, revoked"}
-    for row in rows.values():
-        assert [row[way].split(",")[0] for way in WAYS] == ["identical"] * len(WAYS)
-        assert row["counts"]["recompute"]["recomputes"] == row["counts"]["recompute"]["calls"] > 0
-        assert row["counts"]["offload"]["offloaded"] > 0
-        assert row["counts"]["keep, revoked"]["revoked"] > 0
-    assert any("revoked in the backward" in row["counts"]["keep, revoked"] for row in rows.values())
-    assert [check.measured for check in result.checks] == [0, 0, 18]
-
-
-def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    from benchmarks import block_exactness
-    from spillway.engines.blocks.environment import Environment
-
-    monkeypatch.setattr(Environment, "__call__", lambda self, wanted: contextlib.nullcontext())
-    monkeypatch.setattr(block_exactness, "WAYS", {"recompute": block_exactness.WAYS["recompute"]})
-    size = dataclasses.replace(block_exactness.BENCHMARK.quick, architectures=("GPT-2",), families=())
-    result = block_exactness.run(size, lambda text: None)
-    assert result.rows[0]["recompute"] == "LOSSES DIFFER"
-    assert [check.measured for check in result.checks] == [1, 0, 19]
-
-
-def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
-    pytest.importorskip("transformers")
-    result = quick("block_cost")
-    competitors = ["plain", "asleep", "kept, to be revoked", "recomputed", "torch.utils.checkpoint"]
-    assert [row["competitor"] for row in result.rows] == competitors * 2
-    for row in result.rows:
-        assert row["seconds"] > 0
-        if row["competitor"] == "asleep":
-            assert 0 < row["added_per_call"] <= 12 < row["ops"] / row["blocks"]
-        elif row["competitor"] == "kept, to be revoked":
-            assert row["added_per_call"] > 20
-    assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.01, 1.01, 12, 1.02, 1.02, 1.02, 1.02]
-
-
 def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     # The programs themselves run in tests of their own.
     counts = dict.fromkeys(random_programs.SUMMED, 1)
@@ -310,41 +240,6 @@ def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.Monkey
         assert row["measured"] > 0
     ratio = sum(row["modelled"] for row in result.rows) / sum(row["measured"] for row in result.rows)
     assert ratio == pytest.approx(1)
-
-
-def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one(tmp_path: Path) -> None:
-    shared("papers/tables/mimose_table1_tasks.csv")
-    result = quick("mimose_tasks")
-    assert [row["task"] for row in result.rows] == ["TC-Bert", "TC-Bert"]
-    for row in result.rows:
-        assert all(1 <= row[way] <= row["checkpoint"] + mimose_tasks.SHELTERED for way in mimose_tasks.WAYS)
-        assert row["mimose, peak"] <= row["budget_bytes"]
-        assert row["dtr, peak"] <= row["budget_bytes"]
-        assert row["checkpoint, peak"] <= row["budget_bytes"] < row["plain_bytes"]
-        # A planner that thinks it fits, from two lengths, has passed the budget at the third.
-        assert (row["mimose-published, peak"] > row["budget_bytes"]) == (row["over_published"] > 0)
-    exact = [check for check in result.checks if check.what.startswith(("numbers", "plans", "block-level", "share"))]
-    assert [check.measured for check in exact] == [0, 0, 0, 0]
-    pytest.importorskip("matplotlib")
-    mimose_tasks_picture.draw({"rows": result.rows}, tmp_path / "tasks.png")
-    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_lengths_of_an_epoch_stand_for_all_of_them() -> None:
-    told = Told(dataset="SWAG", batch=16, shortest=35, longest=141)
-    lab = Lab(
-        name="MC-Roberta", told=told, device=DEVICES["v100-pcie"], options={}, lengths=8, recorded=(), iterations=10,
-        tell=lambda text: None,
-    )  # fmt: skip
-    assert (lab.grid[0], lab.grid[-1], lab.steps) == (35, 141, 4596)
-    for weights in (lab.weights, lab.uniform):
-        assert sum(weights) == pytest.approx(1)
-        assert min(weights) > 0
-    # The middle of the logarithms is the most frequent, and few batches are as short or as long as can be.
-    assert lab.grid[lab.weights.index(max(lab.weights))] in (64, 78)
-    assert lab.weights[0] + lab.weights[-1] < 0.01 < lab.uniform[-1]
-    assert lab.sheltered == lab.sheltered
-    assert len(lab.sheltered) == 10
 
 
 def test_compare_counts_the_rows_of_the_whole_command() -> None:
@@ -534,24 +429,3 @@ def test_what_the_full_benchmarks_are_run_with_exists() -> None:
     asked += [(one.model, {**one.options, **one.without_dropout}) for one in race.BENCHMARK.full.contests]
     for name, options in asked:
         inspect.signature(models.MODELS.get(name) or WORKLOADS[name]).bind(**options)
-
-
-def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget() -> None:
-    result = quick("mimose_speed")
-    rows = rows_by(result, "competitor")
-    assert list(rows) == ["plain", "mimose", "static", "checkpoint"]
-    assert all(row["identical"] for row in rows.values())
-    budget = rows["mimose"]["budget_bytes"]
-    assert all(rows[name]["peak_bytes"] <= budget for name in ("mimose", "static", "checkpoint"))
-    assert rows["checkpoint"]["peak_bytes"] < budget < rows["plain"]["peak_bytes"]
-    assert rows["mimose"]["recomputed_share"] <= rows["static"]["recomputed_share"] < 1
-    assert [check.at_most for check in result.checks] == [0.85, 0.95, 0, 0]
-
-
-def test_mimose_budget_measures_the_peak_of_every_step() -> None:
-    result = quick("mimose_budget")
-    (row,) = result.rows
-    assert (row["over"], row["refused"], row["differing_losses"]) == (0, 0, 0)
-    assert 0.5 < row["used"] <= 1
-    assert 0 < row["recomputed_share"] < 1
-    assert row["sizes"] > row["plans"] >= 4

@@ -66,8 +66,8 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
     assert {name: method_named(name).name for name in METHODS} == {name: name for name in METHODS}
     assert sorted(METHODS) == [
-        "checkmate", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest", "lru",
-        "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "zero-offload",
+        "checkmate", "checkpoint", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest",
+        "lru", "mimose", "mimose-published", "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "zero-offload",
     ]  # fmt: skip
 
 

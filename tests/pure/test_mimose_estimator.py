@@ -124,6 +124,51 @@ def test_pictures_padded_to_whole_windows_are_exact() -> None:
     ]  # fmt: skip
 
 
+SIDES = (107, 163, 195, 221, 250, 291, 362)
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        lambda x: 4 + 1296 * up(x, 4) ** 2 + 40964 * up(x, 28) ** 2,  # a block of Swin, measured
+        lambda x: 5120 + 512 * up(x, 8) ** 2 + 2560 * up(x, 16) ** 2,  # the first block of a stage of ResNet, measured
+        lambda x: 700 * (x // 2) + 96 * (x // 14),
+    ],
+)
+def test_windows_of_two_widths_are_exact_after_seven_samples(law: Callable[[int], int]) -> None:
+    found = estimate({(x,): law(x) for x in SIDES})
+    assert [found.at((x,)) for x in range(90, 700)] == [law(x) for x in range(90, 700)]
+
+
+def test_windows_of_two_widths_are_exact_for_heights_and_widths_and_samples() -> None:
+    def swin(samples: int, height: int, width: int) -> int:
+        return samples * (1296 * up(height, 4) * up(width, 4) + 40964 * up(height, 28) * up(width, 28))
+
+    others = (300, 190, 401, 222, 333, 187, 254)
+    sizes = [(1 + side % 3, side, other) for side, other in zip(SIDES, others, strict=True)]
+    found = estimate({size: swin(*size) for size in sizes}, batched=True)
+    assert [found.at(size) for size in ((2, 230, 500), (9, 100, 101))] == [swin(2, 230, 500), swin(9, 100, 101)]
+
+
+def test_of_several_pairs_of_windows_that_fit_the_largest_counts() -> None:
+    def padded(x: int) -> int:
+        return 10 * up(x, 4) ** 2 + 77 * up(x, 28) ** 2
+
+    even = {(x,): padded(x) for x in (112, 160, 192, 224, 288, 320, 352)}  # as many windows of 4 as pairs of 2
+    law = exact_polynomial(even, batched=False)
+    assert law is not None
+    assert all((law((x,)) or 0) >= padded(x) for x in range(100, 400))
+
+
+def test_windows_of_two_widths_take_five_different_samples() -> None:
+    def law(x: int) -> int:
+        return 4 + 1296 * up(x, 4) ** 2 + 40964 * up(x, 28) ** 2
+
+    assert exact_polynomial({(x,): law(x) for x in SIDES[:4]}, batched=False) is None
+    assert exact_polynomial({(x,): law(x) for x in (107, 108, 163, 164, 195, 196)}, batched=False) is None
+    assert exact_polynomial({(x,): law(x) for x in SIDES[:5]}, batched=False) is not None
+
+
 def test_as_many_samples_as_terms_prove_nothing() -> None:
     assert exact_polynomial({(x,): bert(x) for x in LENGTHS[:3]}, batched=False) is None
     assert exact_polynomial({(x,): bert(x) for x in LENGTHS[:4]}, batched=False) is not None

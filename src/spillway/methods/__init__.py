@@ -23,12 +23,13 @@ from spillway.methods.base import (
 )
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.methods.checkmate import Checkmate
-from spillway.methods.checkpoint import Checkpoint
+from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
+from spillway.methods.mimose.recorded import MimosePlanner
 from spillway.methods.planned import Planned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
@@ -48,9 +49,13 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingP
         "swap-prefetch": Swap.ahead,
         UVM.name: UVM,
         ZeroOffload.name: ZeroOffload,
+        MimosePlanner.name: MimosePlanner,
+        "mimose-published": MimosePlanner.as_published,
+        CheckpointPlanner.name: CheckpointPlanner,
     }
 )
-"""Policies and planners by the name that users write."""
+"""Policies and planners by the name that users write. Planners that stand in `BLOCK_METHODS` as well are for recorded
+steps; a session takes the method of that name."""
 
 BLOCK_METHODS: Mapping[str, Callable[[], AbstractBlockMethod]] = MappingProxyType(
     {"mimose": Mimose, "mimose-published": Mimose.as_published, Checkpoint.name: Checkpoint}

@@ -160,8 +160,10 @@ class Estimate:
         self._windows = windows
         self._raised: set[InputSize] = set()
         self._stale = True
-        self._fit = Quadratic((), 0, batched)
-        self._above = 0.0
+        self.fit = Quadratic((), 0, batched)
+        """Least squares; what `at` goes by where there is no law. As `above`, of the samples that `law` last saw."""
+        self.above = 0.0
+        """The most that a sample is above the fit."""
         self._range = (0, 0)
 
     def observe(self, size: InputSize, nbytes: Bytes) -> bool:
@@ -222,8 +224,8 @@ class Estimate:
         self._law = None if self._lawless else self._looked_up(tuple(samples.items()))
         # More samples make room for more terms only up to here; then the search is given up.
         self._lawless |= self._law is None and len(samples) >= LOOKED_FOR
-        self._fit = fit
-        self._above = max(0.0, *(nbytes - fit.at(size) for size, nbytes in samples.items()))
+        self.fit = fit
+        self.above = max(0.0, *(nbytes - fit.at(size) for size, nbytes in samples.items()))
         self._range = min(samples)[0], max(samples)[0]
         self._stale = False
 
@@ -237,7 +239,7 @@ class Estimate:
         known = self.measured.get(size)
         if known is not None:
             return known
-        fitted = max(self._fit.at(size) + self._above, 0.0)
+        fitted = max(self.fit.at(size) + self.above, 0.0)
         if len(size) > 1 or not self._range[0] <= size[0] <= self._range[1]:
             fitted = max(fitted, at_most(self.measured, size, batched=self.batched))
         return ceil(fitted)
@@ -250,9 +252,10 @@ def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: boo
     at most k squared times the bytes; the sample that this makes least of counts. For one length the growth between
     the smallest and the largest sample says more: at worst all of it is with the square.
     """
-    least = min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
     if len(size) > 1 or batched:
-        return least
+        return min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
+    length = size[0]
+    least = min([nbytes * max(1.0, length / max(known[0], 1)) ** DEGREE for known, nbytes in samples.items()])
     low, high = min(samples), max(samples)
     if size <= high or low == high:
         return least

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import gcd, lcm
+from itertools import product
+from math import gcd, lcm, prod
 from typing import Final, TypeAlias, final
 
 import numpy
@@ -22,6 +23,16 @@ from spillway.units import Bytes
 
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
 """Bytes at a size; None where the samples do not settle them."""
+
+LARGEST: Final = 2**62
+"""Whole numbers of 64 bits are below twice that."""
+
+STRIDES: Final = (1, 2, 4, 8, 16, 32, 64)
+"""What sizes are divided by where two kinds of windows are looked for: the strides of stages."""
+TIMES: Final = (2, 7, 8, 12, 14, 16)
+"""How many of these windows a wide one has: the stride of a block, and the windows in which pictures attend."""
+NEAR: Final = 1e-7
+"""A miss in floating point, of the largest number, below which it is worth solving in fractions."""
 
 DEGREE: Final = 2
 """Of the polynomials in the paper, section 4.3."""
@@ -51,7 +62,7 @@ def features_of(dimensions: int, degree: int, *, batched: bool) -> int:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Parabola:
+class Parabola:
     """A law of one length of degree 2 or less, as most are: short, because plans ask for each block's."""
 
     square: int
@@ -63,6 +74,29 @@ class _Parabola:
         length = size[0]
         value = -(-((self.square * length + self.linear) * length + self.constant) // self.denominator)
         return value if value > 0 else 0
+
+
+@final
+class Parabolas:
+    """Several of them, asked at once, exact in whole numbers of 64 bits."""
+
+    def __init__(self, laws: Sequence[Parabola]) -> None:
+        self._laws = laws
+        rows = [(law.square, law.linear, law.constant, law.denominator) for law in laws]
+        self._most = [max(map(abs, column)) for column in zip(*rows, strict=True)]
+        self._rows = numpy.array(rows if max(self._most) < LARGEST else [(0, 0, 0, 1)] * len(rows)).T
+
+    def at(self, size: InputSize) -> list[Bytes]:
+        """The bytes of each."""
+        length, (square, linear, constant, denominator) = size[0], self._most
+        if (square * length + linear) * length + max(constant, denominator) >= LARGEST:
+            return [law(size) for law in self._laws]
+        rows = self._rows
+        values = (rows[0] * length + rows[1]) * length + rows[2]
+        if denominator > 1:
+            values = -(-values // rows[3])
+        found: list[Bytes] = numpy.maximum(values, 0).tolist()
+        return found
 
 
 @final
@@ -92,7 +126,7 @@ class _Line:
 class _Rivals:
     """Laws that the sampled sizes cannot tell apart, as all of them lie on one grid: off it the largest counts."""
 
-    laws: tuple[_Line | _Parabola, ...]
+    laws: tuple[_Line | Parabola, ...]
     offset: int
     grid: int
 
@@ -102,8 +136,53 @@ class _Rivals:
         return max(law(size) for law in self.laws)
 
 
-OneLength: TypeAlias = _Parabola | _Line | _Rivals
-"""Laws of one length, which always have an answer."""
+@final
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Whole windows of two widths side by side: pictures padded for attention in windows, and blocks with a stride."""
+
+    numerators: tuple[int, ...]
+    """Of 1, of the product of all lengths in narrow windows, and of that in wide ones."""
+    denominator: int
+    shape: _Windows
+
+    def __call__(self, size: InputSize) -> Bytes:
+        return max(-(-_dot(self.numerators, self.shape.features(size)) // self.denominator), 0)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Windows:
+    """Which windows those are."""
+
+    narrow: int
+    wide: int
+    up: bool
+    power: int
+    """2 where the one number of a size is the side of a square."""
+    batched: bool
+
+    def features(self, size: InputSize) -> tuple[int, int, int]:
+        """1, narrow windows and wide ones, of all samples."""
+        factor, lengths = (size[0], size[1:]) if self.batched else (1, size)
+        narrow = prod(argument(length, self.narrow, up=self.up) for length in lengths)
+        wide = prod(argument(length, self.wide, up=self.up) for length in lengths)
+        return factor, factor * narrow**self.power, factor * wide**self.power
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """All pairs of windows that the samples allow: the largest counts."""
+
+    laws: tuple[_Pair, ...]
+
+    def __call__(self, size: InputSize) -> Bytes:
+        return max(law(size) for law in self.laws)
+
+
+Answering: TypeAlias = Parabola | _Line | _Rivals | _Pairs
+"""Laws that have an answer for every size."""
 
 
 @final
@@ -130,7 +209,8 @@ class _Surface:
 def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool, windows: bool = True) -> BytesAt | None:
     """The polynomial of the size, or of how many whole windows of it there are, that passes all samples to the byte.
 
-    None if there is none, or if so few samples prove nothing: it takes one more than terms, two more with windows.
+    If there is none, a sum of the windows of two widths is looked for. None if there is none of these, or if so few
+    samples prove nothing: it takes one more than terms, two more with windows.
 
     Args:
         samples: Bytes by size.
@@ -140,10 +220,31 @@ def exact_polynomial(samples: Mapping[InputSize, Bytes], *, batched: bool, windo
     if len(samples) < 2:
         return None
     one_length = len(next(iter(samples))) == 1 and not batched
-    return _line(samples, windows) if one_length else next(_surfaces(samples, batched, windows), None)
+    law = _line(samples, windows) if one_length else next(_surfaces(samples, batched, windows), None)
+    return law or (_pairs(samples, batched) if windows else None)
 
 
-def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> OneLength | None:
+def _pairs(samples: Mapping[InputSize, Bytes], batched: bool) -> _Pairs | None:
+    """Two kinds of windows, two samples more than their three terms."""
+    sizes, counted = list(samples), list(samples.values())
+    lengths = len(sizes[0]) - batched
+    shapes = [
+        _Windows(narrow, narrow * times, up, power, batched)
+        for narrow, times, up, power in product(STRIDES, TIMES, (True, False), (2, 1) if lengths == 1 else (1,))
+    ]
+    rows = numpy.array([[shape.features(size) for size in sizes] for shape in shapes], dtype=float)
+    basis = numpy.linalg.qr(rows / numpy.maximum(rows.max(axis=1, keepdims=True), 1))[0]
+    wanted = numpy.array(counted, dtype=float) / max(*counted, 1)
+    misses = numpy.abs(wanted - (basis @ (basis.transpose(0, 2, 1) @ wanted)[..., None])[..., 0]).max(axis=1)
+    found = []
+    for shape in (shape for shape, miss in zip(shapes, misses, strict=True) if miss < NEAR):
+        solved = _solved([shape.features(size) for size in sizes], counted, spare=2)
+        if solved is not None and not solved[1]:
+            found.append(_Pair(*_whole(solved[0]), shape))
+    return _Pairs(tuple(found)) if found else None
+
+
+def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> Parabola | _Line | _Rivals | None:
     sizes = [size[0] for size in sorted(samples)]
     counted = [samples[(size,)] for size in sizes]
     law = next(exact_laws(sizes, counted, [1, *(_likely(sizes, counted) if windows else ())]), None)
@@ -166,15 +267,15 @@ def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
     targets = wanted[:, None] / lengths[:, None] ** numpy.arange(3)  # what is left beside a power of the size
     targets /= numpy.maximum(numpy.abs(targets).max(axis=0), 1e-300)
     misses = numpy.abs(targets - basis @ (basis.transpose(0, 2, 1) @ targets)).max(axis=1).min(axis=1)
-    near = misses.reshape(2, len(QUANTA)).min(axis=0) < 1e-7
+    near = misses.reshape(2, len(QUANTA)).min(axis=0) < NEAR
     return [quantum for quantum, likely in zip(QUANTA, near, strict=True) if likely]
 
 
-def _in_whole_numbers(law: Law) -> _Line | _Parabola:
+def _in_whole_numbers(law: Law) -> _Line | Parabola:
     numerators, denominator = _whole(law.coefficients)
     if law.quantum == 1 and len(numerators) <= 3:
         constant, linear, square = (*numerators, 0, 0, 0)[:3]
-        return _Parabola(square, linear, constant, denominator)
+        return Parabola(square, linear, constant, denominator)
     return _Line(numerators[::-1], denominator, law.quantum, law.up, law.power)
 
 

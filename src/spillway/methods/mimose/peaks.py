@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import accumulate, islice
 from math import inf
+from operator import add
 from typing import Final, Literal, final
 
 from spillway.methods.by_block import Forecast
@@ -45,6 +46,12 @@ class Peak:
     part: Part
     block: int
     """The block that runs then; the last one at the turn."""
+
+
+def alike(forecast: Forecast) -> bool:
+    """Whether all blocks save the same and take the same time (ALIKE): then the earliest are the best."""
+    saved, seconds = forecast.saved, forecast.seconds
+    return not saved or (min(saved) == max(saved) and max(seconds) <= min(seconds) * ALIKE)
 
 
 def simulate(forecast: Forecast, recomputed: Collection[int]) -> Peak:
@@ -81,9 +88,10 @@ def limits(forecast: Forecast) -> list[Bytes]:
     """
     worst, created = forecast.turn, forecast.rest
     found = [worst]
-    for block in range(len(forecast.saved) - 1, -1, -1):
-        created += forecast.gradients[block]
-        needs = created + forecast.saved[block] + forecast.working[block]
+    blocks = zip(reversed(forecast.gradients), reversed(forecast.saved), reversed(forecast.working), strict=True)
+    for gradients, saved, working in blocks:
+        created += gradients
+        needs = created + saved + working
         if needs > worst:
             worst = needs
         found.append(worst)
@@ -93,13 +101,10 @@ def limits(forecast: Forecast) -> list[Bytes]:
 
 def highest(forecast: Forecast, recomputed: Collection[int], limit: Sequence[Bytes]) -> Bytes:
     """The peak that `simulate` finds, from `limits`."""
-    best, held = limit[0], 0
-    for block, (saved, needs) in enumerate(zip(forecast.saved, islice(limit, 1, None), strict=True)):
-        if block not in recomputed:
-            held += saved
-        if held + needs > best:
-            best = held + needs
-    return best
+    saved = forecast.saved
+    kept = [0 if block in recomputed else nbytes for block, nbytes in enumerate(saved)] if recomputed else saved
+    peak: Bytes = max(map(add, accumulate(kept, initial=0), limit))
+    return peak
 
 
 def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> frozenset[int]:
@@ -112,78 +117,121 @@ def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> fro
     """
     if limit[0] > available:
         return forecast.everything
-    ranks = _ranks(forecast.saved, forecast.seconds)
-    kept: list[tuple[int, int, Bytes]] = []
+    saved = forecast.saved
+    room = [available - needs for needs in islice(limit, 1, None)]
+    if alike(forecast):
+        return _earliest(saved, room)
+    blocks = len(saved)
+    kept: list[int] = []
     recomputed: set[int] = set()
     held = 0
-    for block, saved in enumerate(forecast.saved):
-        heappush(kept, (ranks[block], block, saved))
-        held += saved
-        most = available - limit[block + 1]
+    for order, nbytes, most in zip(_orders(saved, forecast.seconds), saved, room, strict=True):
+        heappush(kept, order)
+        held += nbytes
         while held > most:
-            _, cheapest, freed = heappop(kept)
+            cheapest = heappop(kept) % blocks
             recomputed.add(cheapest)
-            held -= freed
-    chosen = _without_needless(forecast, recomputed, available, limit)
-    return _with_a_cheaper_one(forecast, chosen, available, limit)
+            held -= saved[cheapest]
+    if recomputed and min(map(saved.__getitem__, recomputed)) <= room[-1] - held:  # nothing more can be kept than that
+        held += _keep_needless(forecast, recomputed, room)
+    _exchange(forecast, recomputed, room, held)
+    return frozenset(recomputed)
 
 
-def _with_a_cheaper_one(
-    forecast: Forecast, chosen: frozenset[int], available: Bytes, limit: Sequence[Bytes]
-) -> frozenset[int]:
-    """The dearest block exchanged for the cheapest that does in its place, as long as that is much cheaper."""
-    seconds = forecast.seconds
-    for _ in range(min(EXCHANGES, len(chosen))):
-        dearest = max(chosen, key=seconds.__getitem__)
-        others = chosen - {dearest}
-        left = _left(forecast.saved, others, available, limit)
-        best, cheapest, held = dearest, seconds[dearest] / ALIKE, 0
-        for block, saved in enumerate(forecast.saved):
-            if block not in others:
-                if saved + left[block] >= 0 and seconds[block] < cheapest:
-                    best, cheapest = block, seconds[block]
-                held += saved
-            if held + limit[block + 1] > available:
-                break  # later blocks come too late for this moment
-        if best == dearest:
-            return chosen
-        chosen = others | {best}
-    return chosen
+def _earliest(saved: Sequence[Bytes], room: Sequence[Bytes]) -> frozenset[int]:
+    """Of blocks that are alike the fewest that do: the first of them count in every moment."""
+    nbytes = saved[0] if saved else 0
+    if not nbytes:
+        return frozenset()
+    return frozenset(range(max(number - most // nbytes for number, most in enumerate(room, 1))))
 
 
-def _ranks(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> list[int]:
-    """Of each block: 0 for the fewest seconds per byte and all that are alike, and so on."""
+def _exchange(forecast: Forecast, recomputed: set[int], room: Sequence[Bytes], held: Bytes) -> None:
+    """Keep the dearest block in exchange for the cheapest that does in its place, as long as that is much cheaper."""
+    saved, seconds = forecast.saved, forecast.seconds
+    least = min(seconds, default=inf)
+    for _ in range(min(EXCHANGES, len(recomputed))):
+        dearest = max(sorted(recomputed), key=seconds.__getitem__)
+        if seconds[dearest] / ALIKE < least:
+            return
+        recomputed.remove(dearest)
+        held += saved[dearest]
+        best = _cheapest_that_does(forecast, recomputed, room, held, seconds[dearest] / ALIKE)
+        recomputed.add(dearest if best is None else best)
+        if best is None:
+            return
+        held -= saved[best]
+
+
+def _cheapest_that_does(
+    forecast: Forecast, recomputed: Collection[int], room: Sequence[Bytes], held: Bytes, at_most: Seconds
+) -> int | None:
+    """The block of the fewest seconds without which all that are kept fit, the earliest of equal ones.
+
+    Args:
+        forecast: The blocks.
+        recomputed: Blocks that are.
+        room: What kept blocks may save when the backward of each block runs.
+        held: What they save together.
+        at_most: More seconds are too many.
+    """
+    best, cheapest, left = None, at_most, room[-1] - held
+    for block, nbytes, seconds, most in zip(
+        range(len(room) - 1, -1, -1), reversed(forecast.saved), reversed(forecast.seconds), reversed(room), strict=True
+    ):
+        if most < held:
+            best, cheapest = None, at_most  # those behind it come too late for this moment
+            if most - held < left:
+                left = most - held
+        if block not in recomputed:
+            held -= nbytes
+            if seconds <= cheapest and nbytes + left >= 0:
+                best, cheapest = block, seconds
+    return best
+
+
+def _orders(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> Sequence[int]:
+    """Of each block a number to go by: fewest seconds per byte first, and by the block's own number among alike ones.
+
+    Alike are those within ALIKE of the cheapest of them. The block is the remainder by the number of blocks.
+    """
     prices = [time / nbytes if nbytes else inf for time, nbytes in zip(seconds, saved, strict=True)]
-    ranks, rank, alike = [0] * len(prices), -1, -1.0
-    for block in sorted(range(len(prices)), key=prices.__getitem__):
-        if prices[block] > alike:
-            rank, alike = rank + 1, prices[block] * ALIKE
-        ranks[block] = rank
-    return ranks
+    blocks = len(prices)
+    orders, rank, dearest = [0] * blocks, -blocks, -1.0
+    for block in sorted(range(blocks), key=prices.__getitem__):
+        if prices[block] > dearest:
+            rank, dearest = rank + blocks, prices[block] * ALIKE
+        orders[block] = rank + block
+    return orders
 
 
-def _without_needless(
-    forecast: Forecast, recomputed: set[int], available: Bytes, limit: Sequence[Bytes]
-) -> frozenset[int]:
-    """Keep what fits after all, the dearest in seconds first, the latest of equal ones."""
-    saved = forecast.saved
-    left = _left(saved, recomputed, available, limit)
+def _keep_needless(forecast: Forecast, recomputed: set[int], room: Sequence[Bytes]) -> Bytes:
+    """Keep what fits after all, the dearest in seconds first, the latest of equal ones; how much that saves."""
+    saved, added = forecast.saved, 0
+    left = _left(saved, recomputed, room)
     if any(saved[block] <= left[block] for block in recomputed):
         for block in sorted(recomputed, key=lambda block: (-forecast.seconds[block], -block)):
             if saved[block] <= left[block]:
                 recomputed.discard(block)
-                left = _left(saved, recomputed, available, limit)
-    return frozenset(recomputed)
+                added += saved[block]
+                left = _left(saved, recomputed, room)
+    return added
 
 
-def _left(saved: Sequence[Bytes], recomputed: Collection[int], available: Bytes, limit: Sequence[Bytes]) -> list[Bytes]:
-    """What each block may save on top if it is kept: the least that is left in all moments behind it."""
+def _left(saved: Sequence[Bytes], recomputed: Collection[int], room: Sequence[Bytes]) -> list[Bytes]:
+    """What each block may save on top if it is kept: the least that is left in all moments behind it.
+
+    Args:
+        saved: By each block.
+        recomputed: The blocks that are not kept.
+        room: What kept blocks may save when the backward of each block runs.
+    """
     found, held = [], 0
     for block, nbytes in enumerate(saved):
         if block not in recomputed:
             held += nbytes
-        found.append(available - limit[block + 1] - held)
-    least = found[-1] if found else 0
+        found.append(room[block] - held)
+    least = found[-1]
     for block in range(len(found) - 1, -1, -1):
         if found[block] < least:
             least = found[block]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import final
+from typing import Final, final
 
 from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
 from spillway.methods.mimose.estimator import (
@@ -18,11 +18,14 @@ from spillway.methods.mimose.estimator import (
     fit_quadratic,
     seconds_at,
 )
-from spillway.methods.mimose.exact import BytesAt, OneLength
+from spillway.methods.mimose.exact import BytesAt
 from spillway.methods.mimose.options import Options
-from spillway.methods.mimose.peaks import highest, holding, limits, outside, seconds_of, simulate
+from spillway.methods.mimose.peaks import alike, highest, holding, limits, outside, seconds_of, simulate
 from spillway.methods.mimose.scheduler import select
+from spillway.methods.mimose.together import Together
 from spillway.units import Bytes, Seconds
+
+NOTHING: Final = frozenset[int]()
 
 
 class AbstractPlanning(ABC):
@@ -177,7 +180,7 @@ class SimulatedPlanning(AbstractPlanning):
         self._rest = self._estimate(windows=False)
         self._margin: Bytes = 0
         self._corrected: set[InputSize] = set()
-        self._blocks: tuple[_Together, _Together, Quadratics] | None = None
+        self._blocks: tuple[Together, Quadratics] | None = None
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
         lawless = not self.options.exact_bytes
@@ -270,13 +273,9 @@ class SimulatedPlanning(AbstractPlanning):
         limit = limits(forecast)
         margin = 0 if size in self._corrected else self._margin
         projected = highest(forecast, (), limit) + margin
-        chosen = frozenset[int]()
+        chosen, seconds = NOTHING, 0.0
         if projected > available:
-            chosen = holding(forecast, available - margin, limit)
-            greedy = frozenset(select(forecast.saved, projected - available, self.options.reading).blocks)
-            cheaper = seconds_of(forecast, greedy) < seconds_of(forecast, chosen)
-            if cheaper and highest(forecast, greedy, limit) <= available - margin:
-                chosen = greedy
+            chosen, seconds = self._cheaper(forecast, limit, available - margin, projected - available)
             projected = highest(forecast, chosen, limit) + (margin if len(chosen) < len(forecast.saved) else 0)
         return BlockPlan(
             size=size,
@@ -284,42 +283,35 @@ class SimulatedPlanning(AbstractPlanning):
             blocks=len(forecast.saved),
             projected=projected,
             available=available,
-            seconds=seconds_of(forecast, chosen),
-            smallest=min((forecast.saved[block] for block in chosen), default=0),
+            seconds=seconds,
+            smallest=min(map(forecast.saved.__getitem__, chosen), default=0),
         )
+
+    def _cheaper(
+        self, forecast: Forecast, limit: Sequence[Bytes], available: Bytes, excess: Bytes
+    ) -> tuple[frozenset[int], Seconds]:
+        """`holding`'s blocks or those of Algorithm 1, with their seconds."""
+        chosen = holding(forecast, available, limit)
+        seconds = seconds_of(forecast, chosen)
+        if alike(forecast):
+            return chosen, seconds  # Algorithm 1 would take the earliest too, and as many or too few
+        greedy = frozenset(select(forecast.saved, excess, self.options.reading).blocks)
+        less = seconds_of(forecast, greedy)
+        if less < seconds and highest(forecast, greedy, limit) <= available:
+            return greedy, less
+        return chosen, seconds
 
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            self._blocks = _Together(self._saved), _Together(self._working), Quadratics(fits)
-        saved, working, seconds = self._blocks
+            self._blocks = Together([*self._saved, *self._working]), Quadratics(fits)
+        estimates, times = self._blocks
+        nbytes, blocks = estimates.at(size), len(self._saved)
         return Forecast(
-            saved=saved.at(size),
-            seconds=seconds.at(size),
+            saved=nbytes[:blocks],
+            seconds=times.at(size),
             turn=turn,
             rest=rest,
-            working=working.at(size),
+            working=nbytes[blocks:],
             gradients=self._gradients,
         )
-
-
-@final
-class _Together:
-    """Estimates of all blocks, asked at once: a law that several share is asked once."""
-
-    def __init__(self, estimates: Sequence[Estimate]) -> None:
-        laws = [estimate.law() for estimate in estimates]
-        asked: dict[int, int] = {}
-        self._ask: list[Callable[[InputSize], Bytes]] = []
-        self._answers: list[int] = []
-        for law, estimate in zip(laws, estimates, strict=True):
-            number = asked.setdefault(id(law or estimate), len(self._ask))
-            if number == len(self._ask):
-                # Laws of several lengths may not know; then the estimate does.
-                self._ask.append(law if isinstance(law, OneLength) else estimate.at)
-            self._answers.append(number)
-
-    def at(self, size: InputSize) -> list[Bytes]:
-        """Of each block."""
-        answers = [ask(size) for ask in self._ask]
-        return [answers[number] for number in self._answers]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final, Literal, Self, final
 
 from spillway.units import Bytes
@@ -86,12 +87,14 @@ def select(
     forwards = sorted(range(len(nbytes)), key=order.__getitem__) if order is not None else range(len(nbytes))
     by_bytes = sorted(forwards, key=nbytes.__getitem__, reverse=True)  # in order of the forward where bytes are equal
     buckets = buckets_of(nbytes, by_bytes, reading, order)
+    to_the_front = reading.nothing_covers == "largest-bucket"
     chosen: dict[int, None] = {}
     largest = 0
     while excess > 0 and buckets:
         while by_bytes[largest] in chosen:
             largest += 1
-        at, within = _next(buckets, nbytes, excess, nbytes[by_bytes[largest]], reading)
+        most = nbytes[by_bytes[largest]]
+        at, within = (0, 0) if to_the_front and most < excess else _next(buckets, nbytes, excess, most, reading)
         block = buckets[at].pop(within)
         if not buckets[at]:
             del buckets[at]
@@ -112,16 +115,18 @@ def buckets_of(
         order: When each block's forward ran; the numbers of the blocks if not given.
     """
     buckets: list[list[int]] = []
-    least = 0.0
+    bucket, least, share, at_least = [], inf, reading.bucket, reading.at_least
     for block in by_bytes:
         size = nbytes[block]
-        if buckets and (size > least or (reading.at_least and size == least)):
-            buckets[-1].append(block)
+        if size > least or (at_least and size == least):
+            bucket.append(block)
         else:
-            buckets.append([block])
-            least = size - size * reading.bucket
+            bucket = [block]
+            buckets.append(bucket)
+            least = size - size * share
     for bucket in buckets:
-        bucket.sort(key=order.__getitem__ if order is not None else None)
+        if len(bucket) > 1:
+            bucket.sort(key=order.__getitem__ if order is not None else None)
     return buckets
 
 

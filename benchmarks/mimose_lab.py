@@ -1,0 +1,283 @@
+"""The models of Mimose's paper from their configurations, and what their blocks take, counted and by the allocator.
+
+A block's bytes are counted by the engine, and freed one block after the other under torch's profiler, whose trace of
+the allocator is exact. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, Final, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _ExtraFields_Allocation
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.record import Skipped
+from spillway.engines.blocks.engine import BlockEngine
+from spillway.units import Bytes, Seconds
+from spillway.workloads import seed_everything
+
+_VOCABULARY: Final = 1000
+_CHOICES: Final = 4
+"""Endings of a question of SWAG, each a row of words."""
+
+Inputs = Mapping[str, Tensor]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and its inputs of any size."""
+
+    name: str
+    model: nn.Module
+    inputs: Callable[[int], Inputs]
+    """By words of a row, or by pixels along a side."""
+    blocks: Sequence[str]
+    """Their names; empty if they are to be found."""
+
+    def loss(self, size: int) -> Tensor:
+        """Of one forward."""
+        return cast(Tensor, cast(Any, self.model)(**self.inputs(size)).loss)
+
+    def engine(self, size: int, **options: Any) -> BlockEngine:
+        """One around the model, with all its blocks kept unless told otherwise."""
+        if self.blocks:
+            return BlockEngine(self.model, self.blocks, **options)
+        return BlockEngine(self.model, sample=partial(self.loss, size), **options)
+
+
+# ---------------------------------------------------------------------- the models
+
+
+def bert(task: str, *, layers: int, width: int, batch: int) -> Subject:
+    """BERT that classifies texts ("TC-Bert") or finds answers in them ("QA-Bert")."""
+    library = transformers()
+    config = library.BertConfig(**_encoder(layers, width), attn_implementation="eager")
+    if task == "TC-Bert":
+        return _of_words(task, library.BertForSequenceClassification, config, batch, {"labels": _one_of_two})
+    return _of_words(task, library.BertForQuestionAnswering, config, batch, _ANSWER)
+
+
+def roberta(task: str, *, layers: int, width: int, batch: int) -> Subject:
+    """RoBERTa that chooses one of four endings."""
+    library = transformers()
+    config = library.RobertaConfig(**_encoder(layers, width), attn_implementation="eager")
+    return _of_words(task, library.RobertaForMultipleChoice, config, batch, {"labels": _one_of_two}, choices=_CHOICES)
+
+
+def xlnet(task: str, *, layers: int, width: int, batch: int) -> Subject:
+    """XLNet that finds answers in texts."""
+    library = transformers()
+    config = library.XLNetConfig(
+        vocab_size=_VOCABULARY, d_model=width, n_layer=layers, n_head=width // 64, d_inner=4 * width
+    )  # fmt: skip
+    return _of_words(task, library.XLNetForQuestionAnsweringSimple, config, batch, _ANSWER)
+
+
+def resnet(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
+    """ResNet of bottlenecks; its blocks are the residual ones, which the search would take apart."""
+    library = transformers()
+    config = library.ResNetConfig(
+        embedding_size=width, hidden_sizes=[4 * width * 2**stage for stage in range(len(depths))], depths=list(depths),
+        num_labels=10,
+    )  # fmt: skip
+    names = [f"resnet.encoder.stages.{s}.layers.{n}" for s, layers in enumerate(depths) for n in range(layers)]
+    return _of_pictures(task, library.ResNetForImageClassification(config), batch, names)
+
+
+def swin(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
+    """Swin, padded to whole windows of 7."""
+    library = transformers()
+    config = library.SwinConfig(
+        embed_dim=width, depths=list(depths), num_heads=[max(width // 32, 1) * 2**i for i in range(len(depths))],
+        num_labels=10,
+    )  # fmt: skip
+    names = [f"swin.encoder.layers.{s}.blocks.{n}" for s, layers in enumerate(depths) for n in range(layers)]
+    return _of_pictures(task, library.SwinForImageClassification(config), batch, names)
+
+
+BUILDS: Final[Mapping[str, Callable[..., Subject]]] = {
+    "TC-Bert": bert, "QA-Bert": bert, "MC-Roberta": roberta, "QA-XLNet": xlnet, "ResNet": resnet, "Swin": swin,
+}  # fmt: skip
+"""By the names of Table 1 of the paper, and of Fig. 10."""
+
+
+def build(task: str, options: Mapping[str, Any]) -> Subject:
+    """The model of a task, with the same weights every time."""
+    seed_everything(0)
+    return BUILDS[task](task, **options)
+
+
+@cache
+def transformers() -> Any:
+    """The library. Raises Skipped where it is not installed."""
+    try:
+        import transformers as library
+    except ImportError:
+        raise Skipped("transformers is not installed: pip install 'torch-spillway[workloads]'") from None
+    return library
+
+
+def _encoder(layers: int, width: int) -> dict[str, int]:
+    return {
+        "vocab_size": _VOCABULARY, "hidden_size": width, "num_hidden_layers": layers,
+        "num_attention_heads": width // 64, "intermediate_size": 4 * width, "max_position_embeddings": 514,
+    }  # fmt: skip
+
+
+def _one_of_two(batch: int) -> Tensor:
+    return torch.arange(batch) % 2
+
+
+def _inside(batch: int) -> Tensor:
+    return torch.arange(batch) % 7 + 1
+
+
+_ANSWER: Final = {"start_positions": _inside, "end_positions": _inside}
+
+
+def _of_words(
+    name: str, kind: Any, config: Any, batch: int, labels: Mapping[str, Callable[[int], Tensor]], *, choices: int = 1
+) -> Subject:
+    """Rows of words of which all but the first are padded, by one word more each."""
+
+    def inputs(length: int) -> Inputs:
+        rows = torch.arange(batch * choices * length).reshape(batch * choices, length) % (_VOCABULARY - 2) + 2
+        mask = (torch.arange(length) < length - torch.arange(batch * choices)[:, None] % (length // 2)).long()
+        shape = (batch, choices, length) if choices > 1 else (batch, length)
+        told = {key: make(batch) for key, make in labels.items()}
+        return {"input_ids": rows.reshape(shape), "attention_mask": mask.reshape(shape), **told}
+
+    return Subject(name=name, model=kind(config).train(), inputs=inputs, blocks=())
+
+
+def _of_pictures(name: str, model: nn.Module, batch: int, blocks: Sequence[str]) -> Subject:
+    def inputs(side: int) -> Inputs:
+        pictures = torch.linspace(-1, 1, batch * 3 * side * side).reshape(batch, 3, side, side)
+        return {"pixel_values": pictures, "labels": torch.arange(batch) % 10}
+
+    return Subject(name=name, model=model.train(), inputs=inputs, blocks=blocks)
+
+
+# ---------------------------------------------------------------------- what they take
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What one block took in one forward."""
+
+    block: str
+    nbytes: Bytes
+    """Saved inside it, as the engine counts."""
+    freed: Bytes
+    """What the allocator got back when they were given up."""
+    seconds: Seconds
+
+
+def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
+    """What each block saves in a forward, as the engine counts it."""
+    loss = subject.loss(size)
+    counted = [call.own_bytes for call in engine.calls]
+    del loss
+    return counted
+
+
+def blocks_at(subject: Subject, engine: BlockEngine, size: int, *, with_results: bool = False) -> list[Taken]:
+    """A forward with every block kept, which are then given up one by one.
+
+    Args:
+        subject: The model.
+        engine: Its blocks.
+        size: Of the input.
+        with_results: Whether a block's result may go with it if nobody else holds that. Otherwise all results are held:
+            what a block hands on is not its own, and the paper's collector leaves it out as well.
+
+    Raises RuntimeError if a block could not be given up.
+    """
+    results: list[Any] = []
+    with ExitStack() as hooks:
+        for name in () if with_results else engine.blocks:
+            module = subject.model.get_submodule(name)
+            hook = module.register_forward_hook(lambda _module, _args, result: results.append(result))
+            hooks.callback(hook.remove)
+        with tracing() as profiler:
+            loss = subject.loss(size)
+            calls = engine.calls
+            for number, call in enumerate(calls):
+                with record_function(f"{MARK}{number}"):
+                    engine.revoke(call.block, call.call)
+    del loss
+    trace = Trace(profiler)
+    kept = [call for call in engine.calls if call.kept_because]
+    if kept:
+        raise RuntimeError(f"{kept[0].block} was not given up, because {kept[0].kept_because}.")
+    return [
+        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)), seconds=call.seconds)
+        for number, call in enumerate(calls)
+    ]
+
+
+MARK: Final = "spillway mark "
+
+
+def tracing() -> profile:
+    """A context whose allocations `Trace` reads when it is over."""
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+@final
+class Trace:
+    """Everything that torch's allocator hands out and gets back, in order, and marks in between."""
+
+    def __init__(self, profiler: profile) -> None:
+        result: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]
+        self._events = _changes(result)
+        self._marks = {
+            int(event.name().removeprefix(MARK)): (event.start_ns(), event.start_ns() + event.duration_ns())
+            for event in result.events()
+            if event.name().startswith(MARK)
+        }
+
+    def changes(self, mark: int) -> list[Bytes]:
+        """Within a mark."""
+        begin, end = self._marks[mark]
+        return [nbytes for at, nbytes in self._events if begin <= at <= end]
+
+    def peak(self, *, since: int | None = None, until: int | None = None) -> Bytes:
+        """Most bytes above those at the start, from the begin of one mark to the begin of another."""
+        held = list(accumulate((nbytes for _, nbytes in self._events), initial=0))
+        begin = 0 if since is None else self._before(since)
+        return max(held[begin:] if until is None else held[begin : self._before(until) + 1])
+
+    def _before(self, mark: int) -> int:
+        """How many changes there were before a mark."""
+        return bisect_left(self._events, (self._marks[mark][0], 0))
+
+
+def _changes(result: Any) -> list[tuple[int, Bytes]]:
+    """Time and bytes of what was allocated, and of its releases with a minus.
+
+    Releases of what was there before do not count: torch gives them the size of what it last saw at that address.
+    """
+    found, left = [], list(result.experimental_event_tree())
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        if isinstance(event.extra_fields, _ExtraFields_Allocation):
+            found.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr))
+    sizes: dict[int, Bytes] = {}
+    changes = []
+    for at, nbytes, address in sorted(found, key=lambda one: one[0]):
+        if nbytes > 0:
+            sizes[address] = nbytes
+        changes.append((at, nbytes if nbytes > 0 else -sizes.pop(address, 0)))
+    return changes

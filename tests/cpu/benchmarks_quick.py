@@ -1,0 +1,30 @@
+"""Benchmarks at their quick sizes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks import command, machine, show
+from benchmarks.record import Result
+
+
+def quick(name: str) -> Result:
+    benchmark = command.load(name)
+    result = benchmark.run(benchmark.quick, lambda text: None)
+    assert_complete(name, result)
+    return result
+
+
+def assert_complete(name: str, result: Result) -> None:
+    """Every figure can be shown, every column has a figure in some row, and JSON can hold everything."""
+    data = show.document(name, result, machine.describe(), [0.0, 0.0], 1.0)
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert result.checks != []
+    for column in zip(*data["table"]["rows"], strict=True):
+        assert any(column)
+    assert show.markdown([data]).count("\n|") == 2 + len(result.rows)
+
+
+def rows_by(result: Result, key: str) -> dict[str, Any]:
+    return {row[key]: row for row in result.rows}

@@ -1,0 +1,211 @@
+"""The benchmarks of Mimose run at their quick size and hand back what their tables promise. No time is looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import record_function
+
+from benchmarks import command, drawing, machine, mimose_detection, mimose_estimator, mimose_planning, show
+from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, WAYS, nothing_counted
+from benchmarks.mimose_lab import MARK, Trace, blocks_at, build, tracing
+from benchmarks.mimose_regressors import OURS, PUBLISHED, of_scikit
+from benchmarks.record import Result, Skipped
+from spillway.engines.blocks.actions import Action
+from tests.cpu.benchmarks_quick import quick
+from tests.shared import shared
+
+TINY = {"layers": 2, "width": 64, "batch": 2}
+
+
+# The estimator
+
+
+def test_mimose_estimator_lets_every_regressor_learn_and_counts_what_is_not_exact() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("sklearn")
+    result = quick("mimose_estimator")
+    rows = {(row["task"], row["regressor"], row["samples"]): row for row in result.rows}
+    boosted, more = "gradient-boosted trees", [(name, count) for name in of_scikit() for count in (10, 12)]
+    text = [(OURS, 10), (PUBLISHED, 10), ("linear", 10), ("cubic", 10), *more]
+    assert list(rows) == [("TC-Bert", *one) for one in text] + [("ResNet", OURS, 10), ("ResNet", PUBLISHED, 10)]
+    ours, linear = rows["TC-Bert", OURS, 10], rows["TC-Bert", "linear", 10]
+    assert (ours["inexact"], ours["worst"], ours["allocator"]) == (0, 0, 0)
+    assert (linear["inexact"], linear["estimates"], linear["blocks"]) == (6, 6, 2)
+    assert 0 < linear["error"] < linear["worst"] == pytest.approx(linear["allocator"])
+    assert rows["TC-Bert", boosted, 10]["error"] > 0.01
+    assert [check.at_most for check in result.checks] == [0, 0.005, 0, 0.2]
+
+
+def test_without_scikit_learn_its_rows_are_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = dataclasses.replace(mimose_estimator.BENCHMARK.quick, tasks=())
+    assert ("torch-spillway[bench]" in mimose_estimator.run(size, print).notes[-1]) == (not of_scikit())
+    monkeypatch.setattr(mimose_estimator, "of_scikit", dict)
+    assert "torch-spillway[bench]" in mimose_estimator.run(size, print).notes[-1]
+
+
+def test_sizes_to_learn_from_are_none_of_those_that_are_estimated() -> None:
+    size = mimose_estimator.BENCHMARK.full
+    for task in size.tasks:
+        learned, unseen = mimose_estimator.sizes_of(task, size)
+        assert (unseen[0], unseen[-1], len(unseen)) == (task.smallest, task.largest, 8)
+        assert len(set(learned) - set(unseen)) == (50 if task.all_regressors else 10)
+        assert task.smallest <= min(learned) <= max(learned) <= task.largest
+
+
+def test_every_number_of_the_papers_tables_stands_beside_a_row_of_ours() -> None:
+    table3 = shared("papers/tables/mimose_table3_regressors_TC-Bert.csv").read_text("utf-8").splitlines()[1:]
+    table4 = shared("papers/tables/mimose_table4_quadratic.csv").read_text("utf-8").splitlines()[1:]
+    paper = [[float(cell) for cell in line.split(",")[2:]] for line in (*table3, *table4)]
+    told = [[t.fit * 1e3, t.predict * 1e6, t.error * 100] for t in mimose_estimator.PAPER.values()]
+    for numbers in paper:
+        assert any(numbers == pytest.approx(one) for one in told)
+    tasks = {task.name for task in mimose_estimator.BENCHMARK.full.tasks}
+    assert {task for task, _, _ in mimose_estimator.PAPER} <= tasks
+
+
+def test_what_a_block_gives_back_is_what_the_engine_counts() -> None:
+    pytest.importorskip("transformers")
+    for task in ("QA-Bert", "MC-Roberta", "QA-XLNet"):
+        subject = build(task, TINY)
+        with subject.engine(11) as engine:
+            for size in (11, 14):
+                taken = blocks_at(subject, engine, size)
+                assert [one.freed for one in taken] == [one.nbytes for one in taken]
+                assert len(taken) == 2
+                assert min(one.nbytes for one in taken) > 10_000
+
+
+def test_a_result_that_only_its_block_holds_is_found_beside_what_the_block_saves() -> None:
+    pytest.importorskip("transformers")
+    subject = build("ResNet", {"depths": (1, 1), "width": 8, "batch": 2})
+    with subject.engine(33) as engine:
+        subject.loss(33)
+        first, last = blocks_at(subject, engine, 33)
+        assert (first.freed, last.freed) == (first.nbytes, last.nbytes)
+        first, last = blocks_at(subject, engine, 33, with_results=True)
+        assert (first.freed, last.freed) == (first.nbytes, last.nbytes + 2 * 64 * 5 * 5 * 4)
+
+
+# Planning
+
+
+def test_mimose_planning_times_plans_and_counts_them() -> None:
+    pytest.importorskip("transformers")
+    result = quick("mimose_planning")
+    planned, counted = result.rows[:4], result.rows[-8:]
+    assert [row["kind"] for row in planned] == ["miss", "hit"] * 2
+    assert [row["kind"] for row in result.rows[4:-8]] == list(WAYS)
+    assert [row["paper_plans"] for row in counted] == [17, 17, 69, 69, 24, 24, 51, 51]
+    for default, published in zip(counted[::2], counted[1::2], strict=True):
+        assert 0 < published["plans"] < default["plans"] <= 20
+    assert all(row["seconds"] > 0 for row in result.rows)
+    assert [check.at_most for check in result.checks] == [5.0, 5.0, 1.02, 1.02]
+
+
+def test_the_full_size_has_a_target_for_24_and_for_96_blocks() -> None:
+    rows = [
+        {"what": f"miss, {blocks}", "kind": "miss", "of": blocks, "seconds": 2e-4}
+        for blocks in mimose_planning.BENCHMARK.full.blocks
+    ]
+    steps = [{"kind": COUNTED, "ratio": 1.03}]
+    checks = mimose_planning._checks(rows, steps)
+    assert [(check.measured, check.at_most, check.met) for check in checks] == [
+        (200.0, 100.0, False), (200.0, 500.0, True), (1.03, 1.02, False),
+    ]  # fmt: skip
+
+
+def test_an_engine_with_what_it_counts_taken_out_trains_the_same() -> None:
+    pytest.importorskip("transformers")
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for way in (RECOMPUTED, COUNTED):
+        subject = build("TC-Bert", TINY)
+        with subject.engine(9, actions=lambda block, call: Action.RECOMPUTE) as engine:
+            torch.manual_seed(0)
+            if way == RECOMPUTED:
+                with nothing_counted():
+                    subject.loss(9).backward()  # type: ignore[no-untyped-call]
+            else:
+                subject.loss(9).backward()  # type: ignore[no-untyped-call]
+            assert [call.recomputes for call in engine.calls] == [1, 1]
+            assert all((call.own_bytes > 0) == (way == COUNTED) for call in engine.calls)
+        gradients[way] = [p.grad for p in subject.model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients.values(), strict=True))
+
+
+# Blocks and peaks
+
+
+def test_mimose_blocks_foretells_no_peak_too_low_and_draws_what_it_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    result = quick("mimose_blocks")
+    assert [row["figure"] for row in result.rows] == ["10b"] * 2 + ["11"] * 4
+    for row in result.rows[:2]:
+        assert row["allocator"] == row["measured"]
+        assert min(row["measured"]) > 10_000
+    first, _, last, none = (row["measured"][-1] for row in result.rows[2:])
+    assert first < last == none
+    assert result.checks[1].measured == 0
+    assert all(
+        real <= told for row in result.rows[2:] for real, told in zip(row["measured"], row["foretold"], strict=True)
+    )
+    if drawing.can_draw():
+        data = show.document("mimose_blocks", result, machine.describe(), [0.0], 1.0)
+        show.write(tmp_path, data, result.pictures)
+        page = (tmp_path / "summary.md").read_text("utf-8")
+        for name in ("mimose_blocks_10.png", "mimose_blocks_11.png"):
+            assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
+            assert f"![mimose_blocks]({name})" in page
+
+
+def test_a_trace_tells_the_peak_before_a_mark_and_after_it_and_what_happened_in_it() -> None:
+    with tracing() as profiler:
+        held = [torch.empty(1000, dtype=torch.uint8), torch.empty(500, dtype=torch.uint8)]
+        held.pop(0)
+        with record_function(f"{MARK}0"):
+            held.append(torch.empty(70, dtype=torch.uint8))
+            held.pop(0)
+        held.append(torch.empty(300, dtype=torch.uint8))
+        with record_function(f"{MARK}1"):
+            held.append(torch.empty(900, dtype=torch.uint8))
+    trace = Trace(profiler)
+    assert (trace.peak(), trace.peak(until=0), trace.peak(since=0)) == (1500, 1500, 1270)
+    assert (trace.peak(since=0, until=1), trace.peak(since=1), trace.peak(until=1)) == (570, 1270, 1500)
+    assert trace.changes(0) == [70, -500]
+
+
+def test_a_trace_leaves_out_what_was_there_before_it_began() -> None:
+    with tracing():
+        before = [torch.empty(4000, dtype=torch.uint8)]
+    with tracing() as profiler:
+        held = torch.empty(100, dtype=torch.uint8)
+        before.clear()
+        more = torch.empty(30, dtype=torch.uint8)
+    assert Trace(profiler).peak() == 130 == held.nbytes + more.nbytes
+
+
+# The detection run
+
+
+def test_mimose_detection_splits_the_published_run_by_what_could_have_held() -> None:
+    shared("data/mimose/detection_r101_run1.csv")
+    benchmark = command.load("mimose_detection")
+    result = benchmark.run(benchmark.full, lambda text: None)
+    rows = [[row[key] for key in ("steps", "over", "told", "passed")] for row in result.rows]
+    assert rows == [[29, 21, 21, 21], [133, 133, 133, 133], [24, 24, 0, 1], [19, 19, 19, 19]]
+    assert all(check.met for check in result.checks)
+    assert len(quick("mimose_detection").rows) > 1
+
+
+def test_without_the_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(Skipped, match="there is no"):
+        mimose_detection.run(mimose_detection.Size(data=tmp_path / "none.csv"), lambda text: None)
+
+
+def test_a_result_without_pictures_is_written_without() -> None:
+    data: dict[str, Any] = show.document("x", Result(title="t", columns=[], rows=[], checks=[]), {}, [], 1.0)
+    assert data["pictures"] == []
