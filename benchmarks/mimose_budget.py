@@ -173,11 +173,14 @@ def _train(
     losses: list[str | None] = []
     with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
         for batch in batches:
+            loss = None
             try:
                 with memory.step(batch):
-                    losses.append(_step(model, optimizer, batch, subject))
+                    loss = _step(model, optimizer, batch, subject)
+                losses.append(loss)
             except BudgetInfeasible:
                 losses.append(None)
+                optimizer.zero_grad()
     return losses, memory.history
 
 

@@ -243,7 +243,7 @@ def test_a_step_report_may_lack_what_has_a_default_and_nothing_else(tmp_path: Pa
     (old,) = read_run(tmp_path / "run.jsonl").steps
     assert StepReport.from_json(StepReport.from_json(old).to_json()) == StepReport.from_json(old)
     for changed in ({**old, "colour": 1}, {name: value for name, value in old.items() if name != "ops"}):
-        with pytest.raises(ValueError, match="a step report has the fields allowed, bytes_in, bytes_in_beside"):
+        with pytest.raises(ValueError, match="a step report has the fields allowed, blocks, bytes_in, bytes_in_beside"):
             StepReport.from_json(changed)
 
 

@@ -78,8 +78,8 @@ def demo(
     else:
         print_rows(WORKLOAD, method, rows)
         print_methods(WORKLOAD, [rows[0], *by_block])
-        print(f"Memory and lanes over the time of a step: {output}")
-        print(f"Memory against input size under Mimose: {page_by_size(output)}")
+        for page, what in runs.pages.items():
+            print(f"{what}: {page}")
     for broken in broken_promises([*rows, *by_block]):
         raise EngineError(broken)
 
@@ -100,6 +100,8 @@ class _Demo:
         self._method = method
         self._run_file = folder / "run.jsonl"
         self._run_file_by_size = folder / "by-size.jsonl"
+        self.pages: dict[Path, str] = {}
+        """What was written, and what it shows."""
         self._plain: RunResult | None = None
         self._peak: Bytes = 0
         middle = wanted[self._middle]
@@ -117,6 +119,7 @@ class _Demo:
         middle = rows[self._middle]
         if isinstance(middle, Row):
             write_page(output, self._run_file, page_facts(WORKLOAD, middle))
+            self.pages[output] = "Memory and lanes over the time of a step"
         return [first, *rows]
 
     def by_block(self, output: Path) -> list[Row | RefusedRow]:
@@ -129,6 +132,7 @@ class _Demo:
             rows.append(self._run(task, replace(request, method=name, run_file=figures), self._plain))
         if isinstance(rows[0], Row):
             write_page(output, self._run_file_by_size, page_facts(WORKLOAD, rows[0]))
+            self.pages[output] = "Memory against input size under Mimose"
         return rows
 
     @property

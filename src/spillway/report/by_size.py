@@ -63,7 +63,8 @@ def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None) -> SizeChart |
 
 
 def _point(step: StepReport, x: float, y: float) -> Point:
-    name = ("planned" if step.projected_bytes else "sheltered") if step.peak_measured else "expected"
+    every = step.recomputed_blocks == step.blocks > 0 and not step.projected_bytes
+    name = ("sheltered" if every else "planned") if step.peak_measured else "expected"
     size = " x ".join(map(str, step.input_size or ()))
     told = (
         f"step {step.step}, size {size}: {short_bytes(step.peak_bytes)}, "

@@ -48,9 +48,9 @@ def manage(
         budget: Bytes, "6GiB", or a share of the memory of the model's device, "80%". It covers every storage that the
             step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
             hands out to anybody else in the process. None only keeps account.
-        method: How to decide what leaves: a name or an object. Policies, such as "lru" and "delta", run on the tensor
-            engine, which watches every op; "mimose", "mimose-published" and "checkpoint" on the block engine, which
-            recomputes blocks of the model and costs nothing per op.
+        method: How to decide what leaves: a name or an object (of a block engine's method its options count).
+            Policies, such as "lru" and "delta", run on the tensor engine, which watches every op; "mimose",
+            "mimose-published" and "checkpoint" on the block engine, which recomputes blocks and costs nothing per op.
         host_budget: For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as
             a share of the machine's memory; half of that by default.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
@@ -84,11 +84,16 @@ def manage(
             raise BudgetError(f"host_budget= is for what is moved to the host, and {decides.name!r} moves nothing.")
         allowed = allowed_bytes(device_of(models), budget)
         writer = None if run_file is None else RunWriter(run_file, by_block.header(allowed, decides, device_of(models)))
-        return BlockSession(
-            models, optimizers, writer, _live(allowed, live), blocks=blocks, method=decides, allowed=allowed,
-            size_of=size, generators=generators, spill_directory=spill_directory, traces=timeline,
-            return_freed=return_freed,
-        )  # fmt: skip
+        try:
+            return BlockSession(
+                models, optimizers, writer, _live(allowed, live), blocks=blocks, method=decides, allowed=allowed,
+                size_of=size, generators=generators, spill_directory=spill_directory, traces=timeline,
+                return_freed=return_freed,
+            )  # fmt: skip
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
     if blocks is not None or size is not None or tuple(generators):
         raise UsageError(
             f"blocks=, size= and generators= are for methods of the block engine, {', '.join(BLOCK_METHODS)}; "

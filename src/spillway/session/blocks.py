@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,9 @@ from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.finding import find_blocks
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
-from spillway.engines.blocks.trace import trace_for
+from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors.devices import machine_memory
+from spillway.engines.tensors.devices import device_of, machine_memory
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
 from spillway.errors import BudgetInfeasible, ModelError
 from spillway.ir import Kind, RunWriter, StepReport
@@ -120,19 +121,24 @@ class BlockSession(Session):
         self._generators = tuple(generators)
         self._spill_directory = spill_directory
         self._traces = traces
-        self._device = next(self._model.parameters()).device
+        self._device = device_of(models)
         self._meter = meter_for(self._device)
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
+        self._told_unseen = False
         self._resources = ExitStack()
         self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
-        if blocks is not None:
-            self._open(blocks)
-        else:
-            self._finder = Hook(self._model, self._find)
-            self._finder.install()
+        try:
+            if blocks is not None:
+                self._open(blocks)
+            else:
+                self._finder = Hook(self._model, self._find)
+                self._finder.install()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def allowed(self) -> Bytes:
@@ -194,9 +200,14 @@ class BlockSession(Session):
         if not isinstance(running, _Step) or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         names = find_blocks(self._model, forward, args, kwargs, environment_of(self._model, self._generators))
-        self._finder.remove()
-        self._finder = None
-        self._open(names)
+        finder, self._finder = self._finder, None
+        finder.remove()
+        try:
+            self._open(names)
+        except BaseException:
+            self._finder = finder
+            finder.install()
+            raise
         running.watch()
         return self._model.forward(*args, **kwargs)
 
@@ -233,36 +244,53 @@ class _Step:
         self._signature = signature_of(self._batch)
         self._planning: Seconds = 0.0
         self._watch: StepWatch | None = None
+        self._trace: AbstractTrace | None = None
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
+        self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
+        self._optimized = False
         reset_peak()
         session._running = self
         self._began = time.perf_counter()
-        if session._engine is not None:
-            self.watch()
+        try:
+            sheltered = self._family.method.sheltered
+            self._key = self._dimensions, sheltered
+            wanted = session._traces or sheltered or self._key not in self._family.traced
+            self._base = session._meter.read()
+            self._trace = trace_for(session._device, self._known) if wanted else None
+            if self._trace is not None:
+                self._trace.mark()
+            if session._engine is not None:
+                self.watch()
+        except BaseException:
+            self._leave()
+            raise
         return session
 
     def watch(self) -> None:
         """From here on the engine's blocks are told what to do, and measured."""
         session = self._session
         assert session._engine is not None
-        sheltered = self._family.method.sheltered
-        self._key = self._dimensions, sheltered
-        wanted = session._traces or sheltered or self._key not in self._family.traced
         self._watch = StepWatch(
             session._engine,
             session._meter,
-            trace_for(session._device, self._known) if wanted else None,
+            self._trace,
+            base=self._base,
             start=self._start,
-            gradients=storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None),
+            gradients=self._gradients,
             allowed=session._allowed,
+            known=self._known_now,
             decide=self._decide,
             reclaimer=session._reclaimer,
         )
+        self._gradients = []
         session._engine.observer = self._watch
+
+    def _known_now(self) -> Bytes:
+        return sum(storage.nbytes() for storage in storages(self._session._tensors(self._batch)))
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         engine = self._session._engine
@@ -280,7 +308,8 @@ class _Step:
         return decision, forecast, self._size, fits and self._key in self._family.traced
 
     def optimizer_begins(self) -> None:
-        """The first optimizer of the step is about to change something."""
+        """An optimizer is about to change something."""
+        self._optimized = True
         if self._watch is not None:
             self._watch.optimizer_begins()
 
@@ -293,25 +322,38 @@ class _Step:
             session._engine.actions = {}
         if self._watch is not None:
             self._watch.stop()
+        elif self._trace is not None:
+            self._trace.stop()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._leave()
         if error is None:
             seconds = time.perf_counter() - self._began
+            self._say_if_unseen()
             self._learn()
             self._conclude(seconds)
+
+    def _say_if_unseen(self) -> None:
+        if self._optimized and not (self._watch is not None and self._watch.passes) and not self._session._told_unseen:
+            self._session._told_unseen = True
+            warnings.warn(
+                f"This step updated {type(self._session._model).__name__} without calling it: only what its forward "
+                f"runs is kept under the budget. Give manage() the module that the steps call.",
+                stacklevel=3,
+            )
 
     def _learn(self) -> None:
         watch = self._watch
         if watch is None:
             return
         if not watch.traced:
-            if any(watch.highest > one.resident + one.decision.plan.projected for one in watch.passes):
+            if any(0 < one.expected < watch.highest for one in watch.passes):
                 self._family.traced.discard(self._key)  # it took more than was expected: measure it the next time
             return
         for one, step, blocks in watch.samples():
             self._family.learn(self._dimensions, step, blocks)
-            if step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
+            unlimited = self._session._allowed >= UNLIMITED
+            if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
                 self._family.traced.add(self._key)
 
     def _conclude(self, seconds: Seconds) -> None:
@@ -335,7 +377,7 @@ class _Step:
         session._finish(report)
         if report.peak_measured and peak > session.allowed:
             raise BudgetInfeasible(
-                needed=peak, allowed=session.allowed, op="the optimizer", op_index=len(calls), smallest_budget=peak,
+                needed=peak, allowed=session.allowed, op="the step", op_index=len(calls), smallest_budget=peak,
                 exact=len(again) == len(calls),
             )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,9 @@ def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
     elif isinstance(batch, list | tuple):
         for value in batch:
             yield from leaves(value)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from leaves(getattr(batch, field.name))
 
 
 def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -76,8 +77,8 @@ class SizeReader:
         shapes = [tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         if not any(shapes):
             raise UsageError(
-                "A method of the block engine plans by the size of the input, and this step has none: enter it with "
-                "its batch, memory.step(batch), or give manage() size=, a function of the batch."
+                "A method of the block engine plans by the size of the input, and no tensor was found to tell it: "
+                "enter the step with its batch, memory.step(batch), or give manage() size=, a function of the batch."
             )
         if not self._takes_vectors:
             first = next(shape for shape in shapes if shape)
@@ -111,7 +112,11 @@ def largest_size(batches: Sequence[Any]) -> InputSize:
 
 
 def _checked(size: int | Sequence[int]) -> InputSize:
-    numbers = (size,) if isinstance(size, int) else tuple(size)
-    if not numbers or not all(isinstance(number, int) and number > 0 for number in numbers):
+    given = tuple(size) if isinstance(size, Sequence) else (size,)
+    try:
+        numbers = tuple(operator.index(number) for number in given if not isinstance(number, bool))
+    except TypeError:
+        numbers = ()
+    if not numbers or len(numbers) < len(given) or min(numbers) < 1:
         raise UsageError(f"size= has to give a whole number above 0 for every batch, or several; got {size!r}.")
     return numbers

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.actions import Action
-from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.meter import AbstractMeter
+from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.system import Reclaimer
 from spillway.errors import BudgetInfeasible
@@ -40,6 +42,8 @@ class Mark(NamedTuple):
     """"step", "forward", "begins", "ended", "reached" or "optimizer"."""
     number: int
     """Of the block; -1 without one."""
+    of: int
+    """The pass, by its number; -1 before the first."""
 
 
 @dataclass(slots=True)
@@ -55,11 +59,11 @@ class Pass:
     """When it began."""
     missing: set[int]
     """Parameters that had no gradient then, by id."""
-    kept: list[int] = field(default_factory=list)
-    """Calls that are kept and could be revoked, in order."""
+    kept: dict[int, Callable[[], Bytes]] = field(default_factory=dict)
+    """Calls that are kept and could be revoked, in order, and what revokes each."""
     revoked: set[int] = field(default_factory=set)
-    calls: Sequence[CallReport] = ()
-    """As they were when the next pass began or the step ended."""
+    calls: Sequence[Figures] = ()
+    """What each took, known when the next pass has begun or the step ended."""
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
 
@@ -81,10 +85,12 @@ class StepWatch:
     Args:
         engine: Whose blocks run.
         meter: Read at every seam.
-        trace: Of the whole step, begun; None if this step is not traced.
+        base: What it read when the step began.
+        trace: Of the whole step, begun and marked once; None if this step is not traced.
         start: Bytes of the storages that are known by name when the step begins; on CUDA what is allocated then.
         gradients: Of these, gradients: a step may begin by giving them up.
         allowed: The budget.
+        known: Bytes of the storages that are known by name now.
         decide: Asked when a forward begins.
         reclaimer: Returns freed memory to the system; None to leave it.
     """
@@ -95,9 +101,11 @@ class StepWatch:
         meter: AbstractMeter,
         trace: AbstractTrace | None,
         *,
+        base: Bytes,
         start: Bytes,
         gradients: Sequence[torch.UntypedStorage],
         allowed: Bytes,
+        known: Callable[[], Bytes],
         decide: Decide,
         reclaimer: Reclaimer | None,
     ) -> None:
@@ -109,6 +117,7 @@ class StepWatch:
         self._engine = engine
         self._meter = meter
         self._trace = trace
+        self._known = known
         self._start = start
         self._allowed = allowed
         self._decide = decide
@@ -116,22 +125,22 @@ class StepWatch:
         self._largest: Bytes = 0
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
-        self._optimizer_at: int | None = None
         self._gradients: list[tuple[Any, int, Bytes]] = []
         if trace is not None:
             weak: Any = StorageWeakRef
             self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
-        self._base = meter.read()
-        self._mark("step")
+        self._base = base
+        self._marks.append(Mark("step", -1, -1))
 
     # ------------------------------------------------------------------------------------------------- while it runs
 
     def forward_begins(self) -> None:
         """Ask the method what to do."""
-        self._end_pass()
         at = len(self._marks)
-        self._mark("forward")
+        self._mark("forward", of=len(self.passes))
         resident = self._taken()
+        if resident < self._start:  # what has gone since the step began need not have counted
+            resident = max(resident, self._known())
         decision, forecast, size, asleep = self._decide(self._allowed - resident - coarse(self._allowed))
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
@@ -143,11 +152,17 @@ class StepWatch:
             return Action.KEEP
         return Action.KEEP if self.passes[-1].decision.plan.keeps(self._engine.begun) else Action.RECOMPUTE
 
-    def block_begins(self, number: int) -> None:
+    def forward_is_over(self) -> None:
+        """Keep what the engine is about to forget."""
+        self._end_pass()
+
+    def block_begins(self, number: int) -> Callable[[], None]:
         """Make room for what it saves, and works with, kept or not."""
         self._mark("begins", number)
-        if self.passes:
-            self._make_room(self._needs(number), number)
+        if not self.passes:
+            return _nothing
+        self._make_room(self._needs(self.passes[-1], number), number)
+        return partial(self._backward_reaches, len(self.passes) - 1, number)
 
     def block_ended(self, number: int) -> None:
         """After the last block comes the turn, whose needs are known as a whole."""
@@ -157,57 +172,52 @@ class StepWatch:
             return
         now = self.passes[-1]
         if now.decision.plan.keeps(number):
-            now.kept.append(number)
+            now.kept[number] = self._engine.giver(number)
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
             held = sum(forecast.saved[kept] for kept in now.kept)
             beside = self._taken() - now.resident - held
             self._make_room(max(forecast.turn - beside, 0), number)
 
-    def backward_reaches(self, number: int) -> None:
+    def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
-        self._mark("reached", number)
-        if not self.passes:
-            return
-        now = self.passes[-1]
-        returns = number not in now.kept
-        if not returns:
-            now.kept.remove(number)
-        self._make_room(self._needs(number, returns=returns), number)
+        self._mark("reached", number, of=of)
+        one = self.passes[of]
+        returns = one.kept.pop(number, None) is None
+        self._make_room(self._needs(one, number, returns=returns), number)
 
     def optimizer_begins(self) -> None:
-        """The first optimizer of the step is about to change something: whatever is wrong is said now.
+        """An optimizer is about to change something: whatever is wrong is said now.
 
         Raises:
-            BudgetInfeasible: The forward or the backward took more than is allowed.
+            BudgetInfeasible: What came before it took more than is allowed.
         """
-        if self._optimizer_at is None:
-            self._optimizer_at = len(self._marks)
-            peak = self.highest - coarse(self._allowed)
-            if self._trace is not None:
-                peak = self._start + max(window.peak for window in self._trace.so_far())
-            self._refuse_above(peak, self._engine.begun)
-            self._mark("optimizer")
+        peak = self.highest - coarse(self._allowed)
+        windows = self._trace.so_far() if self._trace is not None else []
+        if windows:
+            peak = self._start + max(window.peak for window in windows)
+        self._mark("optimizer")
+        self._refuse_above(peak, self._engine.begun)
 
-    def _needs(self, number: int, *, returns: bool = True) -> Bytes:
-        forecast = self.passes[-1].forecast
+    def _needs(self, one: Pass, number: int, *, returns: bool = True) -> Bytes:
+        forecast = one.forecast
         if forecast is None or number >= len(forecast.saved):
             return 0
         return forecast.working[number] + (forecast.saved[number] if returns else 0)
 
     def _make_room(self, needed: Bytes, number: int) -> None:
-        now = self.passes[-1]
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self._largest))
         over = self._taken() + needed - self._allowed
         if over <= 0:
             return
-        while over > 0 and now.kept:
-            first = now.kept.pop(0)
-            freed = self._engine.revoke(*self._engine.unit(first))
-            if freed:
-                now.revoked.add(first)
-            over -= freed
+        for one in self.passes:
+            while over > 0 and one.kept:
+                first = next(iter(one.kept))
+                freed = one.kept.pop(first)()
+                if freed:
+                    one.revoked.add(first)
+                over -= freed
         self._refuse_above(self._taken() - coarse(self._allowed), number)
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
@@ -222,8 +232,8 @@ class StepWatch:
         self.highest = max(self.highest, taken)
         return taken
 
-    def _mark(self, kind: str, number: int = -1) -> None:
-        self._marks.append(Mark(kind, number))
+    def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
+        self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
         if self._trace is not None:
             for gone in [one for one in self._gradients if one[0].expired()]:
                 self._gradients.remove(gone)
@@ -232,7 +242,7 @@ class StepWatch:
 
     def _end_pass(self) -> None:
         if self.passes and not self.passes[-1].calls:
-            self.passes[-1].calls = self._engine.calls
+            self.passes[-1].calls = self._engine.figures
             self.passes[-1].gradients = self._created(self.passes[-1].missing)
 
     def _created(self, missing: set[int]) -> list[Bytes]:
@@ -267,10 +277,15 @@ class StepWatch:
 
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
-        ends = [one.at for one in self.passes[1:]]
-        last = self._optimizer_at if self._optimizer_at is not None else len(self._marks)
+        latest = 0
+        for mark in self._marks:
+            latest = max(latest, mark.of)
+            if mark.kind == "reached" and mark.of < latest:
+                return []  # a backward of an earlier forward beside a later one: no step that a forecast is of
         found = []
-        for one, end in zip(self.passes, [*ends, last], strict=True):
+        for one in self.passes:
+            later = range(one.at + 1, len(self._marks))
+            end = next((at for at in later if self._marks[at].kind in ("forward", "optimizer")), len(self._marks))
             measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end])
             if measured.went_backward:
                 found.append((one, *measured.samples()))
@@ -290,8 +305,9 @@ class _Measured:
 
     @property
     def went_backward(self) -> bool:
-        """Whether every block was reached: otherwise the graph was not used, or not to its end."""
-        return bool(self._pass.calls) and len(self._reached) == len(self._pass.calls)
+        """Whether every block was reached that saved anything: otherwise the graph was not used, or not to its end."""
+        calls = self._pass.calls
+        return bool(self._reached) and all(n in self._reached for n, call in enumerate(calls) if call.saved_bytes)
 
     def samples(self) -> tuple[StepSample, list[BlockSample]]:
         """Of the step and of all blocks."""
@@ -309,14 +325,14 @@ class _Measured:
         )
         saved = [0 if call.kept_because else call.own_bytes for call in one.calls]
         totals = self._totals(saved, recomputed)
-        least = min(totals)
+        least = min(totals[number] for number in self._reached)
         blocks = [
             BlockSample(
                 block=number,
                 size=one.size,
                 nbytes=saved[number],
                 seconds=call.seconds,
-                working=totals[number] - least,
+                working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
             )
             for number, call in enumerate(one.calls)
@@ -355,6 +371,10 @@ class _Measured:
 
     def _most(self, start: int, end: int) -> Bytes:
         return max((window.peak for window in self._windows[start:end]), default=self._base) - self._base
+
+
+def _nothing() -> None:
+    return None
 
 
 def without_gradient(model: torch.nn.Module) -> set[int]:

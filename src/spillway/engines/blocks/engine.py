@@ -227,6 +227,11 @@ class BlockEngine:
             self._conductor.store.settle()
 
     @property
+    def figures(self) -> Sequence[Figures]:
+        """What `calls` copies: it goes on to change as long as the calls are run again."""
+        return self._figures
+
+    @property
     def begun(self) -> int:
         """How many calls have begun since the model's forward last began."""
         return len(self._figures)
@@ -244,13 +249,20 @@ class BlockEngine:
         figures = self._figures[number]
         return figures.block, figures.call
 
+    def giver(self, number: int) -> Callable[[], Bytes]:
+        """What revokes a call, by its number; it can be called after another forward has begun."""
+        return partial(self._revoke, self._frames[self.unit(number)])
+
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
 
         At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
         nothing left, or cannot run again; `CallReport.kept_because` then says why.
         """
-        frame = self._frames.get((block, call), _nothing)()
+        return self._revoke(self._frames.get((block, call), _nothing))
+
+    def _revoke(self, of: Callable[[], Frame | None]) -> Bytes:
+        frame = of()
         if frame is None:
             return 0
         with self._conductor.lock:
@@ -276,14 +288,17 @@ class BlockEngine:
         return hook
 
     def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._conductor.replay is None and self._conductor.frame is None:
+        watched = torch.is_grad_enabled() and self._conductor.replay is None and self._conductor.frame is None
+        if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
+            if self.observer is not None:
+                self.observer.forward_is_over()
             for site, front in zip(self._sites, self._fronts, strict=True):
                 if not self.closed:
                     check_still(front, site.name)
                 site.calls = 0
             self._figures, self._frames = [], {}
             self._conductor.begin_step()
-            if self.observer is not None and torch.is_grad_enabled():
+            if self.observer is not None:
                 self.observer.forward_begins()
         return self._model_forward(*args, **kwargs)
 
@@ -307,15 +322,14 @@ class BlockEngine:
         if self.rehearses:
             self._rehearse(site, args, kwargs)
         observer = self.observer
-        if observer is not None:
-            observer.block_begins(len(self._figures))
+        reached = observer.block_begins(len(self._figures)) if observer is not None else None
         frame = Frame(conductor, site, figures, conductor.frame)
         self._figures.append(figures)
         self._frames[figures.block, figures.call] = weakref.ref(frame)
         if observer is None:
             return frame.run(args, kwargs)
         number = len(self._figures) - 1
-        frame.when_reached = partial(observer.backward_reaches, number)
+        frame.when_reached = reached
         output = frame.run(args, kwargs)
         observer.block_ended(number)
         return output

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from spillway.engines.blocks.containers import CannotCopyError, FrozenTensor, freeze, thaw
 from spillway.engines.blocks.discovery import BackwardInside, Watch, blocks_of
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.module_state import ModuleState
+from spillway.errors import ModelError
 
 
 def find_blocks(
@@ -23,18 +25,28 @@ def find_blocks(
 ) -> list[str]:
     """Names of the blocks that this call of the model's forward has.
 
-    The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
-    Random streams, and buffers and attributes of modules, are afterwards as they were; what the forward changes
-    elsewhere it changes once more.
+    The forward runs under gradients, on copies of its arguments, and what autograd saves in it is let go at once, so
+    that it needs little memory. Random streams, and buffers and attributes of modules, are afterwards as they were;
+    what the forward changes elsewhere it changes once more, and hooks on modules inside are called once more.
 
     Raises:
-        ModelError: The model has no blocks.
+        ModelError: The model has no blocks, or its arguments cannot be copied.
     """
+    copies: dict[int, torch.UntypedStorage] = {}
+    try:
+        frozen = freeze((args, kwargs), lambda tensor: FrozenTensor(tensor, copies))
+    except CannotCopyError as error:
+        raise ModelError(
+            f"The blocks of {type(model).__name__} cannot be found in a forward that runs once more, because {error}: "
+            f"name them with blocks=[...]."
+        ) from error
+    args, kwargs = thaw(frozen)
     watch = Watch(model, keeps=False)
     try:
         _run(model, forward, args, kwargs, environment, watch)
     except BackwardInside:
         watch = Watch(model)
+        args, kwargs = thaw(frozen)
         _run(model, forward, args, kwargs, environment, watch)
     return blocks_of(model, watch)
 

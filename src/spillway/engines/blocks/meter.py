@@ -12,6 +12,8 @@ import torch
 from spillway.engines.tensors.system import ResidentSet
 from spillway.units import Bytes
 
+_PROBE: Final[Bytes] = 1 << 20
+
 
 class AbstractMeter(ABC):
     """Reads what an allocator has handed out. Differences of two readings are what was taken in between."""
@@ -85,7 +87,14 @@ def meter_for(device: torch.device) -> AbstractMeter:
     """The best that there is for this device."""
     if device.type == "cuda":
         return CudaMeter(device)
-    return HeapMeter() if _mallinfo2 is not None else ResidentMeter()
+    return HeapMeter() if _mallinfo2 is not None and _is_ours(HeapMeter()) else ResidentMeter()
+
+
+def _is_ours(meter: AbstractMeter) -> bool:
+    """Whether the C library's allocator is the one that tensors come from: another may have been loaded before it."""
+    before = meter.read()
+    held = torch.empty(_PROBE, dtype=torch.uint8)
+    return bool(held.numel() and meter.read() - before >= _PROBE)
 
 
 def _find_mallinfo2() -> Callable[[], _Heap] | None:

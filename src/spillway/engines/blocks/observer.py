@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -12,11 +13,12 @@ class Observer(Protocol):
     def forward_begins(self) -> None:
         """The model's forward begins, under gradients."""
 
-    def block_begins(self, number: int) -> None:
-        """A call of a block begins; its action is known already."""
+    def forward_is_over(self) -> None:
+        """Another forward is about to begin: what the engine knows of the calls so far is forgotten after this."""
+
+    def block_begins(self, number: int) -> Callable[[], None]:
+        """A call of a block begins; its action is known already. What this returns is called when the backward asks for
+        the first time for something that was saved in it."""
 
     def block_ended(self, number: int) -> None:
         """It ended, and what is not kept of it is gone."""
-
-    def backward_reaches(self, number: int) -> None:
-        """The backward asks for the first time for something that was saved in it."""

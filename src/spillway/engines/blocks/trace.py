@@ -14,9 +14,9 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 from torch._C._profiler import (
@@ -27,6 +27,8 @@ from torch._C._profiler import (
     _ExperimentalConfig,
     _ExtraFields_Allocation,
 )  # fmt: skip
+from torch.autograd.profiler import KinetoStepTracker
+from torch.autograd.profiler import profile as autograd_profile
 
 from spillway.units import Bytes
 
@@ -35,6 +37,7 @@ _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 _NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
 """No eager op and no `record_function` has this scope. One that is open while the profiler ends, as `Optimizer.step` is
 when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
+_prepare_trace: Final[Any] = cast(Any, autograd_profile)._prepare_trace
 _SILENT: Final = "99"
 
 
@@ -64,8 +67,8 @@ class AbstractTrace(ABC):
 
     @abstractmethod
     def stop(self) -> list[Window]:
-        """From each mark to the next one, from the last to now. Nothing is traced any more; calling it again gives the
-        same."""
+        """From each mark to the next one, from the last to now; empty if somebody else ended the trace. Nothing is
+        traced any more; calling it again gives the same."""
 
 
 @final
@@ -77,21 +80,26 @@ class AllocationTrace(AbstractTrace):
         self._known = dict(known)
         self._memory: list[Event] = []
         self._stopped = False
+        self._lost = False
+        """Whether something was missed, so that nothing is known."""
         self._begin()
 
     @staticmethod
     def possible() -> bool:
-        """Whether nobody else has the profiler."""
-        return not _profiler._profiler_enabled()
+        """Whether nobody else has the profiler, or is about to have it: a schedule that warms up, or waits, loses its
+        own if another one begins."""
+        return not _profiler._profiler_enabled() and not _others_profile()
 
     def mark(self) -> None:
         self._marks.append(time.time_ns())  # the clock of the profiler's events
 
     def died(self, address: int, nbytes: Bytes) -> None:
-        self._memory.append(Event(time.time_ns(), -nbytes, address))
+        self._memory.append(Event(time.time_ns(), -nbytes, address, told=True))
 
     def so_far(self) -> list[Window]:
         self._end()
+        if self._lost:
+            return []
         self._begin()
         return _windows(self._memory, self._marks, self._known)
 
@@ -99,7 +107,7 @@ class AllocationTrace(AbstractTrace):
         if not self._stopped:
             self._stopped = True
             self._end()
-        return _windows(self._memory, self._marks, self._known)
+        return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
     def _begin(self) -> None:
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
@@ -107,10 +115,20 @@ class AllocationTrace(AbstractTrace):
         with _silence():
             _profiler._prepare_profiler(config, activities)
             _profiler._enable_profiler(config, activities, {_NOBODYS})
+        _give_way(self._lose)
+
+    def _lose(self) -> None:
+        """Somebody begins to profile."""
+        self._end()
+        self._lost = True
 
     def _end(self) -> None:
+        if self._lost:
+            return
+        _give_way_to_none()
         if not _profiler._profiler_enabled():
-            return  # somebody has ended it for us
+            self._lost = True  # somebody has ended it for us
+            return
         with _silence():
             result = _profiler._disable_profiler()
         for event in result.experimental_event_tree():
@@ -125,10 +143,12 @@ class Event(NamedTuple):
     at: int
     nbytes: Bytes
     address: int
+    told: bool = False
+    """Whether somebody who knew the storage says so, and not the allocator."""
 
 
 def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) -> list[Window]:
-    ours = dict(known)
+    ours, before = dict[int, Bytes](), dict(known)
     held = 0
     found: list[Window] = []
     events = sorted(memory, key=lambda event: event.at)
@@ -138,16 +158,38 @@ def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) 
             at += 1  # before the first mark
         level = peak = held
         while at < len(events) and events[at].at < end:
-            _, nbytes, address = events[at]
+            _, nbytes, address, told = events[at]
             at += 1
             if nbytes > 0:
+                # What is there now was not before: the release of what had this address was not heard of.
+                held += nbytes - before.pop(address, 0)
                 ours[address] = nbytes
-                held += nbytes
                 peak = max(peak, held)
+            elif told or address not in ours:
+                held -= before.pop(address, 0)
             else:
-                held -= ours.pop(address, 0)
+                held -= ours.pop(address)
         found.append(Window(level, peak))
     return found
+
+
+def _give_way(lose: Callable[[], None]) -> None:
+    """Two profilers at a time end in a segmentation fault: call `lose` before another one is prepared."""
+
+    def prepare(profile: Any, *args: Any, **kwargs: Any) -> Any:
+        lose()
+        return _prepare_trace(profile, *args, **kwargs)
+
+    cast(Any, autograd_profile)._prepare_trace = prepare
+
+
+def _give_way_to_none() -> None:
+    cast(Any, autograd_profile)._prepare_trace = _prepare_trace
+
+
+def _others_profile() -> bool:
+    """Whether a `torch.profiler.profile` is open, in whatever part of its schedule."""
+    return "ProfilerStep" in KinetoStepTracker._step_dict
 
 
 @contextmanager

@@ -112,7 +112,8 @@ class Mimose(AbstractBlockMethod):
 
         Raises ValueError before every block and the whole model were measured.
         """
-        rounded = self.cache.rounded(self.options.static_size or size)
+        static = self.options.static_size
+        rounded = self.cache.rounded(static if static is not None and len(static) == len(size) else size)
         available -= self.options.reserve
         plan = self.cache.find(rounded, available)
         if plan is None:

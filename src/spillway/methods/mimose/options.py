@@ -58,8 +58,8 @@ class Options:
     """Whether the first number of an input size counts samples, by which all bytes are multiplied. Paper: the size is
     one number, and the number of samples is fixed."""
     static_size: InputSize | None = None
-    """A size for which one plan is made and used for all sizes: what the paper's Fig. 13 calls Sublinear. Meant for
-    comparing; None is Mimose."""
+    """A size for which one plan is made and used for all sizes of as many numbers: what the paper's Fig. 13 calls
+    Sublinear. Meant for comparing; None is Mimose."""
     reading: Reading = field(default_factory=Reading)
     """How Algorithm 1 is read. Where it is compared with `checks_peak`, only its selection is used, not its excess."""
 

@@ -208,9 +208,10 @@ class SimulatedPlanning(AbstractPlanning):
         changed = [
             self._saved[sample.block].observe(sample.size, sample.nbytes),
             self._working[sample.block].observe(sample.size, sample.working),
-            self._gradients[sample.block] != sample.gradients,
+            self._gradients[sample.block] < sample.gradients,
         ]
-        self._gradients[sample.block] = sample.gradients
+        # The most: whoever accumulates creates them in some steps only.
+        self._gradients[sample.block] = max(sample.gradients, self._gradients[sample.block])
         if shorter or any(changed):
             self._blocks = None
         return any(changed)
