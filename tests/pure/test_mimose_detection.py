@@ -11,8 +11,8 @@ import csv
 
 import pytest
 
-from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
-from spillway.methods.mimose.planning import SimulatedPlanning
+from benchmarks.mimose_detection import floor, learned
+from spillway.methods.mimose import BlockSample, InputSize, StepSample
 from spillway.units import Bytes, GiB, MiB
 from tests.shared import shared
 
@@ -27,20 +27,6 @@ def trace() -> list[tuple[InputSize, Bytes]]:
     with shared("data/mimose/detection_r101_run1.csv").open(newline="") as lines:
         rows = [(int(row["H"]) * int(row["W"]), float(row["peak_MiB"])) for row in csv.DictReader(lines)]
     return [((pixels,), round(peak * MiB)) for pixels, peak in rows]
-
-
-def learned(trace: list[tuple[InputSize, Bytes]]) -> SimulatedPlanning:
-    """What the sheltered steps show, one block standing for all: with what it saves 0, plans are of the floor alone."""
-    planning = SimulatedPlanning(Options())
-    for step, (size, peak) in enumerate(trace[:SHELTERED]):
-        block = BlockSample(block=0, size=size, nbytes=0, seconds=1.0)
-        planning.observe(StepSample(size=size, recomputed=frozenset({0}), peak=peak), [block], whole=step > 0)
-    return planning
-
-
-def floor(planning: SimulatedPlanning, size: InputSize) -> Bytes:
-    """What a step is expected to need with every block recomputed."""
-    return planning.plan(size, 0).projected
 
 
 def test_the_published_planner_passed_its_budget_at_every_step_that_it_planned(

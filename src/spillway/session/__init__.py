@@ -16,11 +16,10 @@ from spillway.ir import RunWriter
 from spillway.methods import BLOCK_METHODS, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.live import LiveLine
-from spillway.session import blocks as by_block
-from spillway.session.base import Session
+from spillway.session.base import Session, header
 from spillway.session.blocks import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several
-from spillway.session.tensors import TensorSession, header
+from spillway.session.tensors import TensorSession, tensor_header
 
 
 def manage(
@@ -83,7 +82,7 @@ def manage(
         if host_budget is not None:
             raise BudgetError(f"host_budget= is for what is moved to the host, and {decides.name!r} moves nothing.")
         allowed = allowed_bytes(device_of(models), budget)
-        writer = None if run_file is None else RunWriter(run_file, by_block.header(allowed, decides, device_of(models)))
+        writer = None if run_file is None else RunWriter(run_file, header(allowed, decides.name, device_of(models)))
         try:
             return BlockSession(
                 models, optimizers, writer, _live(allowed, live), blocks=blocks, method=decides, allowed=allowed,
@@ -102,7 +101,7 @@ def manage(
     engine = engine_for(device_of(models), decides, budget, host_budget, spill_directory, spill_io)
     allowed = engine.controller.allowed
     try:
-        first = header(allowed, engine, return_freed=return_freed)
+        first = tensor_header(allowed, engine, return_freed=return_freed)
         writer = None if run_file is None else RunWriter(run_file, first)
         return TensorSession(
             models, optimizers, engine, writer, _live(allowed, live), keep_timeline=timeline, return_freed=return_freed

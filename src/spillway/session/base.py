@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,14 +11,29 @@ from typing import Any, Final, Protocol, Self
 
 import torch
 
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.devices import machine_memory
 from spillway.errors import SessionError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.report.html import write_report
 from spillway.report.live import LiveLine
-from spillway.session.inputs import leaves
-from spillway.units import Bytes
+from spillway.session.inputs import leaves, storages
+from spillway.units import Bytes, format_bytes
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+
+
+def header(allowed: Bytes, method: str, device: torch.device) -> dict[str, Any]:
+    """The first line of a run file."""
+    return {
+        "budget_bytes": None if allowed >= UNLIMITED else allowed,
+        "method": method,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
 
 
 class Step(Protocol):
@@ -122,6 +138,10 @@ class Session(ABC):
                         if isinstance(value, torch.Tensor):
                             yield states, value
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+    def _named_bytes(self, batch: Any) -> Bytes:
+        """Of the storages of all these tensors."""
+        return sum(storage.nbytes() for storage in storages(self._tensors(batch)))
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -20,7 +20,7 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors.devices import device_of, machine_memory
+from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
 from spillway.errors import BudgetInfeasible, ModelError
 from spillway.ir import Kind, RunWriter, StepReport
@@ -35,11 +35,11 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.report.live import LiveLine
-from spillway.session.base import Session
+from spillway.session.base import Session, header
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.sizes import Shape, SizeOf, SizeReader
 from spillway.session.watch import StepWatch
-from spillway.units import Bytes, Seconds, format_bytes
+from spillway.units import Bytes, Seconds
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -171,7 +171,7 @@ class BlockSession(Session):
                 stack.callback(handle.remove)
 
     def _header(self) -> dict[str, Any]:
-        return header(self._allowed, self._method, self._device)
+        return header(self._allowed, self._method.name, self._device)
 
     def _watch_resident_set(self) -> Reclaimer:
         resident_set = ResidentSet()
@@ -180,7 +180,7 @@ class BlockSession(Session):
         self._resources.callback(release_heap)
         reclaimer = Reclaimer(resident_set)
         if self._allowed < UNLIMITED:
-            known = sum(storage.nbytes() for storage in storages(self._tensors(())))
+            known = self._named_bytes(())
             reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._allowed)
         return reclaimer
 
@@ -282,15 +282,12 @@ class _Step:
             start=self._start,
             gradients=self._gradients,
             allowed=session._allowed,
-            known=self._known_now,
+            known=partial(session._named_bytes, self._batch),
             decide=self._decide,
             reclaimer=session._reclaimer,
         )
         self._gradients = []
         session._engine.observer = self._watch
-
-    def _known_now(self) -> Bytes:
-        return sum(storage.nbytes() for storage in storages(self._session._tensors(self._batch)))
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         engine = self._session._engine
@@ -365,7 +362,7 @@ class _Step:
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
-            end_bytes=sum(storage.nbytes() for storage in storages(session._tensors(self._batch))),
+            end_bytes=session._named_bytes(self._batch),
             peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=0.0, recomputed_ops=0,
             recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0, bytes_out=0, bytes_in=0,
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=0, refusals={}, escaped=0,
@@ -392,16 +389,3 @@ def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
     if isinstance(vars(model).get("forward"), Hook):
         raise ModelError("This model is managed by another session; close that first.")
     return model
-
-
-def header(allowed: Bytes, method: AbstractBlockMethod, device: torch.device) -> dict[str, Any]:
-    """The first line of a run file."""
-    return {
-        "budget_bytes": None if allowed >= UNLIMITED else allowed,
-        "method": method.name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
-        "threads": torch.get_num_threads(),
-        "device": str(device),
-    }

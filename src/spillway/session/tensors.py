@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import platform
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -13,8 +11,6 @@ from typing import Any, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors.devices import machine_memory
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
@@ -26,9 +22,9 @@ from spillway.engines.tensors.turns import check_thread, end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.report.live import LiveLine
-from spillway.session.base import NAMED, Session
-from spillway.session.inputs import leaves, signature_of, storages
-from spillway.units import Bytes, format_bytes
+from spillway.session.base import NAMED, Session, header
+from spillway.session.inputs import leaves, signature_of
+from spillway.units import Bytes
 
 
 @final
@@ -55,7 +51,7 @@ class TensorSession(Session):
         self._most_pressure = (-1, 0)
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
-        known = sum(storage.nbytes() for storage in storages(self._tensors(())))
+        known = self._named_bytes(())
         on_cpu = isinstance(engine.place, CpuPlace)
         self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed and on_cpu else None
 
@@ -68,7 +64,7 @@ class TensorSession(Session):
         return _Step(self, batch)
 
     def _header(self) -> dict[str, Any]:
-        return header(self.allowed, self._engine, return_freed=self._return_freed)
+        return tensor_header(self.allowed, self._engine, return_freed=self._return_freed)
 
     def close(self) -> None:
         if self._closed:
@@ -275,16 +271,7 @@ class _Step:
         )  # fmt: skip
 
 
-def header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:
+def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:
     """The first line of a run file."""
-    return {
-        "budget_bytes": None if allowed == UNLIMITED else allowed,
-        "method": engine.controller.policy.name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
-        "threads": torch.get_num_threads(),
-        "device": str(engine.place.device),
-        "spill_io": engine.place.spill_io,
-        "return_freed": return_freed,
-    }
+    own = {"spill_io": engine.place.spill_io, "return_freed": return_freed}
+    return header(allowed, engine.controller.policy.name, engine.place.device) | own

@@ -125,7 +125,7 @@ class AllocationTrace(AbstractTrace):
     def _end(self) -> None:
         if self._lost:
             return
-        _give_way_to_none()
+        _give_way(None)
         if not _profiler._profiler_enabled():
             self._lost = True  # somebody has ended it for us
             return
@@ -173,18 +173,18 @@ def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) 
     return found
 
 
-def _give_way(lose: Callable[[], None]) -> None:
-    """Two profilers at a time end in a segmentation fault: call `lose` before another one is prepared."""
+def _give_way(lose: Callable[[], None] | None) -> None:
+    """Two profilers at a time end in a segmentation fault: call `lose` before another one is prepared. None: we have no
+    profiler any more, and everything is as torch has it."""
+    if lose is None:
+        cast(Any, autograd_profile)._prepare_trace = _prepare_trace
+        return
 
     def prepare(profile: Any, *args: Any, **kwargs: Any) -> Any:
         lose()
         return _prepare_trace(profile, *args, **kwargs)
 
     cast(Any, autograd_profile)._prepare_trace = prepare
-
-
-def _give_way_to_none() -> None:
-    cast(Any, autograd_profile)._prepare_trace = _prepare_trace
 
 
 def _others_profile() -> bool:
