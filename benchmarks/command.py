@@ -16,9 +16,10 @@ from benchmarks.record import Benchmark, Skipped
 
 NAMES = (
     "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
-    "budget", "mimose_budget", "convergence", "reach", "exactness", "block_exactness", "random_programs",
+    "budget", "mimose_budget", "convergence", "mimose_convergence", "reach", "exactness", "block_exactness",
+    "random_programs",
     "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
-    "mimose_estimator", "mimose_blocks", "mimose_detection",
+    "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "compression",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

@@ -25,6 +25,8 @@ class Line:
     """Of `COLOURS`."""
     style: str = "-o"
     """As matplotlib has it."""
+    x: Sequence[float] | None = None
+    """Places of its own instead of the panel's."""
 
 
 @final
@@ -54,8 +56,9 @@ def png(panels: Sequence[Panel]) -> bytes:
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         for line in panel.lines:
             axes.plot(
-                panel.x, line.y, line.style, label=line.label or None, color=COLOURS[line.colour % len(COLOURS)],
-                markersize=3.5, linewidth=1.2,
+                panel.x if line.x is None else line.x, line.y, line.style,
+                label=line.label or None, color=COLOURS[line.colour % len(COLOURS)],
+                markersize=2 if line.style == "." else 3.5, linewidth=1.2,
             )  # fmt: skip
         axes.set_title(panel.title, loc="left", fontsize=10, color=INK)
         axes.set_xlabel(panel.across, color=INK)

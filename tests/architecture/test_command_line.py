@@ -71,6 +71,7 @@ COMMAND_LINE = {
     ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
     "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
+    "advise": ["[WORKLOAD]", "[--from]", "[--memory]", "[--small-batches]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

@@ -39,8 +39,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 TOGETHER = {"errors", "units"}
-COMMON = ("base", "by_block")
-"""What methods of the two engines have in common."""
+COMMON = ("actions", "base", "by_block")
+"""What methods of the two engines have in common, and what may become of a block."""
 NEED_TORCH = (
     "recording",
     "costs.measured",
@@ -50,7 +50,7 @@ NEED_TORCH = (
     "engines.blocks",
     "engines.arena",
     "session",
-    "advisor",
+    "advisor.measuring",
     "integrations",
     "workloads",
     "doctor.on_spill",  # measures through a tier
@@ -110,7 +110,7 @@ def _brings_torch(found: Import) -> bool:
 
 
 def methods_that_lean_on_each_other(sources: Mapping[str, str]) -> list[str]:
-    """Imports of one method by another; they have `methods.base` in common, or `methods.by_block`, and no more."""
+    """Imports of one method by another; they have the modules of `COMMON` in common, and no more."""
     return [str(found) for found in imports(sources) if _method(found.importer) and _is_neighbour(found)]
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import compare, demo, doctor, plan, record, report, simulate, train
+from spillway.cli import advise, compare, demo, doctor, plan, record, report, simulate, train
 from spillway.errors import SpillwayError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command(name="simulate")(simulate.simulate)
 app.command(name="report")(report.report)
 app.command(name="doctor")(doctor.doctor)
 app.command(name="plan")(plan.plan)
+app.command(name="advise")(advise.advise_)
 
 
 def _print_version(wanted: bool) -> None:

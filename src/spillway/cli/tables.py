@@ -16,27 +16,27 @@ from spillway.units import format_bytes, format_seconds
 WIDTH_OF_FILES = 160
 """Columns of a table that does not go to a terminal."""
 
-COLUMNS = (
-    "budget",
-    "peak, our account",
-    "peak RSS above start",
-    "time per step",
-    "times plain",
-    "to disk",
-    "recomputed",
-    "compared with plain",
-)
+BEFORE_TIMES = ("budget", "peak, our account", "peak RSS above start")
+TIMES = ("time per step", "times plain")
+LATER_TIMES = ("time, later half", "times plain")
+AFTER_TIMES = ("to disk", "recomputed", "compared with plain")
 
 
 def print_rows(workload: str, method: str, rows: Sequence[Row | RefusedRow]) -> None:
     """Print the table of one method under several budgets to standard output."""
-    _print(_table(f"{workload}, {_steps(rows)}, method {method}, one thread"), rows, [[] for _ in rows])
+    table = _table(f"{workload}, {_steps(rows)}, method {method}, one thread", (), TIMES)
+    for row in rows:
+        table.add_row(*_cells(row))
+    _print(table)
 
 
 def print_methods(workload: str, rows: Sequence[Row | RefusedRow]) -> None:
     """Print the table of several methods under one budget to standard output; the plain run comes first."""
-    table = _table(f"{workload}, {_steps(rows)}, methods side by side; ops recomputed, or blocks", "method")
-    _print(table, rows, [[row.method or "plain"] for row in rows])
+    what = "methods side by side, freed memory kept; recomputed: ops, or blocks"
+    table = _table(f"{workload}, {_steps(rows)}, {what}", ("method",), LATER_TIMES)
+    for row in rows:
+        table.add_row(row.method or "plain", *_cells(row, later=True))
+    _print(table)
 
 
 def _steps(rows: Sequence[Row | RefusedRow]) -> str:
@@ -44,18 +44,16 @@ def _steps(rows: Sequence[Row | RefusedRow]) -> str:
     return f"{steps} {'step' if steps == 1 else 'steps'}"
 
 
-def _table(title: str, *first: str) -> Table:
+def _table(title: str, first: tuple[str, ...], times: tuple[str, str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="")
     for name in first:
         table.add_column(name)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name == COLUMNS[-1] else "right")
+    for name in (*BEFORE_TIMES, *times, *AFTER_TIMES):
+        table.add_column(name, justify="left" if name == AFTER_TIMES[-1] else "right")
     return table
 
 
-def _print(table: Table, rows: Sequence[Row | RefusedRow], first: Sequence[Sequence[str]]) -> None:
-    for row, cells in zip(rows, first, strict=True):
-        table.add_row(*cells, *(_refused(row) if isinstance(row, RefusedRow) else _cells(row)))
+def _print(table: Table) -> None:
     Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES).print(table)
 
 
@@ -81,13 +79,16 @@ def broken_promises(rows: Sequence[Row | RefusedRow]) -> Iterator[str]:
             yield f"{run} is not the plain one: it differs {_difference(row)}."
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row | RefusedRow, *, later: bool = False) -> list[str]:
+    if isinstance(row, RefusedRow):
+        return _refused(row)
+    seconds, ratio = (row.later_seconds, row.later_ratio) if later else (row.seconds_per_step, row.ratio)
     return [
         _budget(row),
         "" if row.peak_bytes is None else format_bytes(row.peak_bytes),
         format_bytes(row.peak_rss_bytes),
-        format_seconds(row.seconds_per_step),
-        "" if row.ratio is None else f"{row.ratio:.2f}",
+        format_seconds(seconds),
+        "" if ratio is None else f"{ratio:.2f}",
         format_bytes(row.bytes_to_disk),
         format_share(row.recomputed_share),
         _verdict(row),

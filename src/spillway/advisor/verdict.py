@@ -1,0 +1,375 @@
+"""From measurements of one network on one kind of hardware to an answer: which method, which batch, how sure.
+
+The uncertainty is that of fits to scattered points (standard errors carried through 1/v to first order, Student's t).
+That a line is the wrong law is not in it; `Row.warnings` tell where the points say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, sqrt
+from typing import Any, Final, Literal, TypeAlias, final
+
+from spillway.advisor.fits import FEWEST, LEVEL, Line, fit_knee, fit_line
+from spillway.advisor.measurements import Experiment, Samples
+from spillway.advisor.model import Cost, pays, pays_by_score, pays_with_fragments, point, score, whole
+from spillway.advisor.student import below
+
+PLAIN_NAMES: Final = ("exact", "plain", "keep-all")
+"""What training without a method is called, in this order."""
+LINEAR: Final = 0.97
+"""R from which on a line is the law: the paper's of all methods but DTR."""
+ENOUGH: Final = 4
+"""Batch sizes: fewer leave one degree of freedom, and intervals without use."""
+FAR: Final = 1.5
+"""A batch of so many times the largest that ran is beyond what was measured."""
+APART: Final = 1.1
+"""The ratio of two peaks of the same batch from which on something besides the batch decides."""
+
+Verdict: TypeAlias = Literal["plain", "pays", "does not pay", "does not fit", "unknown"]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The batch at which a method is fastest, and how fast."""
+
+    size: int
+    throughput: float
+    """Samples per second."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A method's two laws."""
+
+    memory: Line
+    time: Line
+    knee: Line
+    """Time with a flat part for small batches."""
+    cost: Cost
+    """By `time`, or by `knee` if that was asked for."""
+    limit: float
+    """Bytes that its steps may take: what ran where memory ran out earlier than the device says."""
+    most: int
+    """The largest batch that ran."""
+
+    @property
+    def largest(self) -> float:
+        """The batch whose peak is the limit; infinite if peaks do not grow."""
+        return self.cost.largest(self.limit)
+
+    def best(self, cost: Cost) -> Best | None:
+        """At the largest whole batch, or where peaks do not grow the largest that ran; None if none fits."""
+        size = whole(cost.largest(self.limit))
+        size = self.most if size == inf else int(size)
+        return Best(size=size, throughput=cost.throughput(size)) if size >= 1 else None
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A method of an experiment. What cannot be told is None."""
+
+    experiment: Experiment
+    method: str
+    verdict: Verdict
+    limit: float
+    """Bytes that steps may take."""
+    fitted: Fitted | None
+    """None if there are fewer than two batch sizes with a peak, or with a time."""
+    predicted: Best | None
+    measured: Best | None
+    score: float | None = None
+    """P, bytes per second; of methods whose plain training was fitted."""
+    point: float | None = None
+    by_score: bool | None = None
+    """Whether it pays by Inequality 14."""
+    by_ratio: bool | None = None
+    """Whether it pays by Inequality 11."""
+    by_fragments: bool | None = None
+    """Whether it pays by Inequality 20 with the shares of memory that were found."""
+    sure: float | None = None
+    """Probability of the verdict, as far as scatter goes."""
+    warnings: tuple[str, ...] = ()
+    """Sentences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON can hold it: bytes, seconds, samples per second; null for the unknown and the infinite."""
+        there = self.experiment
+        return {
+            "network": there.network, "hardware": there.hardware, "method": self.method, "layers": there.layers or None,
+            "hidden": there.hidden or None, "precision": there.precision or None, "source": there.source or None,
+            "limit_bytes": _finite(self.limit), **_laws(self.fitted),
+            "score": _finite(self.score), "point": _finite(self.point),
+            "predicted_batch": self.predicted and self.predicted.size,
+            "predicted_throughput": self.predicted and self.predicted.throughput,
+            "measured_batch": self.measured and self.measured.size,
+            "measured_throughput": self.measured and self.measured.throughput,
+            "by_score": self.by_score, "by_ratio": self.by_ratio, "by_fragments": self.by_fragments,
+            "sure": self.sure, "verdict": self.verdict, "warnings": list(self.warnings),
+        }  # fmt: skip
+
+
+def _laws(fitted: Fitted | None) -> dict[str, Any]:
+    if fitted is None:
+        names = (
+            "alpha",
+            "beta",
+            "gamma",
+            "delta",
+            "r_memory",
+            "r_time",
+            "intervals",
+            "small_batches",
+            "own_limit_bytes",
+        )
+        return dict.fromkeys(names)
+    memory, time, knee = fitted.memory, fitted.time, fitted.knee
+    best = fitted.best(_cost(memory, knee))
+    return {
+        "alpha": memory.slope, "beta": memory.intercept, "gamma": time.slope, "delta": time.intercept,
+        "r_memory": memory.r, "r_time": time.r,
+        "intervals": {
+            "level": LEVEL, "alpha": memory.slope_interval, "beta": memory.intercept_interval,
+            "gamma": time.slope_interval, "delta": time.intercept_interval,
+        },
+        "small_batches": {
+            "a": knee.slope * knee.knee, "k": knee.slope, "b": knee.intercept, "r_time": knee.r,
+            "predicted_batch": best and best.size, "predicted_throughput": best and best.throughput,
+        },
+        "own_limit_bytes": fitted.limit,
+    }  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def default_limit(experiment: Experiment) -> float:
+    """The largest peak that ran, with any method: what is known to fit. Infinite without any peak, and so any fit."""
+    return max((peak for samples in experiment.methods.values() for peak in samples.peaks.values()), default=inf)
+
+
+def advise(experiment: Experiment, limit: float, *, small_batches: bool = False) -> list[Row]:
+    """A row for every method, the plain one first.
+
+    Arguments:
+        limit: Bytes that steps may take.
+        small_batches: Decide by t = max(a, k x) + b instead of the line.
+    """
+    fits = {name: fit(samples, limit, small_batches=small_batches) for name, samples in experiment.methods.items()}
+    name = plain_name(experiment)
+    plain = fits.get(name) if name else None
+    return [
+        _row(experiment, method, experiment.methods[method], fits[method], None if method == name else plain,
+             limit, is_plain=method == name)
+        for method in sorted(fits, key=lambda method: method != name)
+    ]  # fmt: skip
+
+
+def plain_name(experiment: Experiment) -> str | None:
+    """The method that is none; None if it was not measured."""
+    return next((name for name in PLAIN_NAMES if name in experiment.methods), None)
+
+
+def fit(samples: Samples, limit: float, *, small_batches: bool = False) -> Fitted | None:
+    """Both laws of a method; None without two batch sizes for each."""
+    if min(len(samples.seconds), len(samples.peaks)) < FEWEST:
+        return None
+    memory, time, knee = fit_line(samples.peaks), fit_line(samples.seconds), fit_knee(samples.seconds)
+    cost = _cost(memory, knee if small_batches else time)
+    most = max(samples.ran)
+    failed = min((size for size in samples.failed if size > most), default=None)
+    # Fragments: where memory ran out before the device is full by the fit, what ran is what there is.
+    if failed is not None and cost.largest(limit) >= failed:
+        limit = min(limit, cost.nbytes(most))
+    return Fitted(memory=memory, time=time, knee=knee, cost=cost, limit=limit, most=most)
+
+
+def _cost(memory: Line, time: Line) -> Cost:
+    return Cost(alpha=memory.slope, beta=memory.intercept, gamma=time.slope, delta=time.intercept, knee=time.knee)
+
+
+def _row(
+    experiment: Experiment, method: str, samples: Samples, fitted: Fitted | None, plain: Fitted | None, limit: float, *,
+    is_plain: bool,
+) -> Row:  # fmt: skip
+    fastest = samples.fastest
+    best = None if fitted is None else fitted.best(fitted.cost)
+    common: dict[str, Any] = {
+        "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
+        "measured": None if fastest is None else Best(size=fastest[0], throughput=fastest[1]),
+        "warnings": tuple(_warnings(samples, fitted, limit)),
+    }  # fmt: skip
+    if is_plain:
+        fits = fitted is None or best is not None
+        return Row(verdict="plain" if fits else "does not fit", point=_point(fitted, limit), **common)
+    if fitted is None or plain is None:
+        return Row(verdict="unknown", **common)
+    verdict = _verdict(plain, fitted)
+    chance = _chance(plain, fitted)
+    shares = {"plain_share": plain.limit / limit, "method_share": fitted.limit / limit}
+    return Row(
+        verdict=verdict, score=score(plain.cost, fitted.cost), point=_point(plain, limit),
+        by_score=pays_by_score(plain.cost, fitted.cost, limit),
+        by_ratio=pays(plain.cost, fitted.cost, limit),
+        by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
+        sure={"pays": chance, "does not pay": None if chance is None else 1 - chance}.get(verdict), **common,
+    )  # fmt: skip
+
+
+def _point(plain: Fitted | None, limit: float) -> float | None:
+    return None if plain is None else point(plain.cost, limit)
+
+
+def _verdict(plain: Fitted, method: Fitted) -> Verdict:
+    """By whole batches, which is what can be trained."""
+    theirs, mine = plain.best(plain.cost), method.best(method.cost)
+    if mine is None:
+        return "does not fit"
+    return "pays" if theirs is None or mine.throughput >= theirs.throughput else "does not pay"
+
+
+def _chance(plain: Fitted, method: Fitted) -> float | None:
+    """The probability that the method's best is the faster one; None where scatter is not known, or one cannot run."""
+    fits = (plain.memory, plain.time, method.memory, method.time)
+    if any(line.covariance is None for line in fits) or not plain.largest or not method.largest:
+        return None
+    (mine, my_variance), (theirs, their_variance) = _slowness(method), _slowness(plain)
+    gain, error = theirs - mine, sqrt(my_variance + their_variance)
+    if not error:
+        return 1.0 if gain >= 0 else 0.0
+    return below(gain / error, min(line.freedom for line in fits))
+
+
+def _slowness(fitted: Fitted) -> tuple[float, float]:
+    """1/v at the largest batch, seconds per sample, and its variance."""
+    size, cost = fitted.largest, fitted.cost
+    time = fitted.knee if cost.knee else fitted.time
+    if size == inf:
+        return cost.gamma, (time.covariance or ((0.0, 0.0),))[0][0]
+    falls = (cost.delta if size > cost.knee else cost.seconds(size)) / size**2
+    off = fitted.memory.error_at(size) / cost.alpha
+    return cost.seconds(size) / size, (time.error_at(size) / size) ** 2 + (falls * off) ** 2
+
+
+def _warnings(samples: Samples, fitted: Fitted | None, limit: float) -> Iterator[str]:
+    if samples.spread > APART:
+        yield (
+            f"Peaks of the same batch size differ by up to {samples.spread:.2f} times: something besides the batch "
+            f"decides them, as in DTR, and the last one of each was taken."
+        )
+    if fitted is None:
+        yield (
+            f"Not fitted: {len(samples.peaks)} batch sizes have a peak and {len(samples.seconds)} a time, and a line "
+            f"takes {FEWEST} of each."
+        )
+        return
+    for what, line in (("memory", fitted.memory), ("time", fitted.time)):
+        coefficients = {"slope": "growth", "intercept": "fixed part"}
+        if line.count < ENOUGH:
+            yield f"The line of {what} goes through {line.count} batch sizes alone; take {ENOUGH} or more."
+        if line.r is not None and line.r < LINEAR:
+            yield f"The {what} is not linear in the batch: R is {line.r:.3f}, and {LINEAR} or more where the law holds."
+        if line.held:
+            yield f"The {coefficients[line.held]} of {what} came out below 0 and was held at 0."
+    straight, bent = fitted.time.r, fitted.knee.r
+    if straight is not None and straight < LINEAR and bent is not None and bent >= LINEAR:
+        yield (
+            f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
+            f"--small-batches."
+        )
+    yield from _beyond(fitted, limit)
+
+
+def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
+    """What is odd about the largest batch."""
+    if fitted.largest == inf:
+        yield "Its memory does not grow with the batch: no largest batch can be told, the largest that ran is taken."
+    elif fitted.limit < limit:
+        yield (
+            f"Memory ran out above batch {fitted.most}, by the fit at {fitted.limit / limit:.0%} of what steps "
+            f"may take: that much is taken as its own limit."
+        )
+    elif fitted.largest > FAR * fitted.most:
+        yield (
+            f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that was "
+            f"measured, {fitted.most}."
+        )
+
+
+def ratios(rows: Sequence[Row]) -> Mapping[str, float]:
+    """By method its predicted best as a multiple of the plain one's; none without that."""
+    plain = next((row.predicted for row in rows if row.verdict == "plain"), None)
+    if plain is None:
+        return {}
+    return {row.method: row.predicted.throughput / plain.throughput for row in rows if row.predicted is not None}
+
+
+def sentence(rows: Sequence[Row]) -> str:
+    """The answer about one experiment."""
+    there = rows[0].experiment
+    about = f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
+    plain = next((row for row in rows if row.method == plain_name(there)), None)
+    known = [row for row in rows if row is not plain and row.predicted is not None]
+    if plain is None or plain.fitted is None or not known:
+        return f"{about}: nothing can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
+    best = max(known, key=lambda row: row.predicted.throughput if row.predicted else 0.0)
+    if best.predicted is None:
+        raise ValueError("a known row has a prediction")
+    return f"{about}: {_answer(plain, best, best.predicted)}"
+
+
+def _answer(plain: Row, best: Row, predicted: Best) -> str:
+    sure = "how sure cannot be told" if best.sure is None else f"{_percent(best.sure)} sure"
+    if remarked := [row.method for row in (plain, best) if row.warnings]:
+        sure += f" (see the remarks on {' and '.join(remarked)})"
+    if plain.predicted is None:
+        return (
+            f"plain training does not fit in memory; take {best.method} at batch {predicted.size} for "
+            f"{predicted.throughput:.4g} samples/s{_measured(best)}."
+        )
+    ratio = predicted.throughput / plain.predicted.throughput
+    alone = f"{plain.predicted.throughput:.4g} samples/s at batch {plain.predicted.size}{_measured(plain)}"
+    if best.verdict == "pays":
+        return (
+            f"{best.method} pays: at batch {predicted.size} {predicted.throughput:.4g} samples/s{_measured(best)}, "
+            f"{ratio:.2f} times plain's {alone}; {sure}."
+        )
+    return (
+        f"stay plain: {alone}; the nearest method, {best.method}, reaches {ratio:.2f} times that at batch "
+        f"{predicted.size}{_measured(best)}; {sure}."
+    )
+
+
+def _percent(share: float) -> str:
+    return "over 99 %" if share > 0.99 else f"{100 * share:.0f} %"
+
+
+def _measured(row: Row) -> str:
+    best = row.measured
+    return "" if best is None else f" (measured: {best.throughput:.4g} at {best.size})"
+
+
+def _lack(plain: Row | None, rows: Sequence[Row]) -> str:
+    if plain is None:
+        return f"because plain training ({', '.join(PLAIN_NAMES[:-1])} or {PLAIN_NAMES[-1]}) was not measured"
+    samples = plain.experiment.methods[plain.method]
+    if not samples.ran:
+        return f"because plain training ran out of memory wherever it was tried, from batch {min(samples.failed)} on"
+    if plain.fitted is None:
+        return "because plain training has no peaks and times at two batch sizes each"
+    if len(rows) == 1:
+        return "because no method was measured"
+    return "because no method has peaks and times at two batch sizes each that let it fit"
+
+
+def _fastest(rows: Sequence[Row]) -> str:
+    measured = [row for row in rows if row.measured is not None]
+    if len(measured) < 2:
+        return ""
+    best = max(measured, key=lambda row: row.measured.throughput if row.measured else 0.0)
+    return f" Fastest as measured: {best.method}{_measured(best)}."

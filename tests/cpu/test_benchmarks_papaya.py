@@ -1,0 +1,93 @@
+"""PAPAYA's figures, from its published measurements."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import papaya_paper
+from benchmarks.papaya_paper import MEMORY, SWEEPS, start
+from benchmarks.record import Skipped
+from spillway.advisor import Experiment, Samples
+from spillway.advisor.model import Cost
+from tests.cpu.benchmarks_quick import quick, rows_by
+from tests.shared import shared
+
+
+def layered(speeds: dict[int, dict[str, float]]) -> list[Experiment]:
+    """Experiments of the first sweep, with the samples per second of each method by the number of layers."""
+    return [
+        Experiment(
+            hardware="v100", network="bert-large-cased", layers=str(layers), hidden="1024", precision="",
+            source=SWEEPS[0].source, methods={name: Samples(seconds={4: 4 / speed}) for name, speed in methods.items()},
+        )
+        for layers, methods in speeds.items()
+    ]  # fmt: skip
+
+
+def test_the_published_figures_are_found_again_but_for_one_average() -> None:
+    shared("data/papaya/measurements_v100.csv")
+    result = quick("papaya_paper")
+    missed = [check.what for check in result.checks if not check.met]
+    assert missed == ["GPT-Small: average throughput, apart from the paper's 64.4%, nearer reading"]
+    rows = rows_by(result, "what")
+    assert rows["ResNet-50: largest batch, x plain"]["here"] == "2.63"
+    assert rows["Wide-ResNet-50: throughput, of plain"]["here"] == "48.8% highest, 46.1% at the largest batch"
+    assert [rows[f"{sweep.name}: a method is faster from"]["here"] for sweep in SWEEPS] == ["34", "1344", "280", "256"]
+    ratios = {what: row["ratio"] for what, row in rows.items() if row.get("ratio") is not None and row["ratio"] > 1}
+    assert ratios == {
+        "transformer_lm_gpt3_medium, ckpt": pytest.approx(1.303, abs=1e-3),
+        "swin_large, O1, ckpt": pytest.approx(1.370, abs=1e-3),
+        "swin_large, O1, L1": pytest.approx(2.110, abs=1e-3),
+        "bert-large-cased, 36 layers, hidden 1024, ckpt": pytest.approx(1.309, abs=1e-3),
+        "bert-large-cased, 48 layers, hidden 1024, ckpt": pytest.approx(2.941, abs=1e-3),
+    }
+
+
+def test_without_the_measurements_there_is_nothing_to_show(tmp_path: Path) -> None:
+    with pytest.raises(Skipped, match="there is no"):
+        papaya_paper.run(papaya_paper.Size(data=tmp_path / "none.csv"), lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ({8: (9, 5), 16: (8, 5), 24: (4, 5)}, 24),
+        ({8: (9, 5), 16: (4, 5), 24: (8, 5), 32: (4, 5)}, 32),  # from there on, and not once
+        ({8: (9, 5), 16: (8, 5)}, None),
+        ({8: (9, 5), 16: (None, 5)}, 16),  # plain ran nowhere
+    ],
+)
+def test_a_sweep_starts_where_a_method_is_faster_from_then_on(
+    speeds: dict[int, Sequence[float | None]], expected: int | None
+) -> None:
+    named = {
+        layers: {name: speed for name, speed in zip(("exact", "ckpt"), pair, strict=True) if speed is not None}
+        for layers, pair in speeds.items()
+    }
+    assert start(SWEEPS[0], layered(named)) == expected
+
+
+def test_networks_of_another_sweep_do_not_count() -> None:
+    experiments = layered({8: {"exact": 9.0}})
+    assert [sweep.size(experiments[0]) for sweep in SWEEPS] == [8, None, None, None]
+
+
+def test_of_exact_lines_a_quarter_of_the_sizes_foretells_the_rest() -> None:
+    cost = Cost(alpha=100e6, beta=800e6, gamma=0.01, delta=0.2)
+    sizes = range(1, 121)
+    samples = Samples(
+        seconds={size: cost.seconds(size) for size in sizes}, peaks={size: cost.nbytes(size) for size in sizes}
+    )
+    assert cost.largest(MEMORY) == pytest.approx(120)
+    errors = [papaya_paper._error(samples, random.Random(seed)) for seed in range(5)]
+    for error in errors:
+        # A draw with the largest batch in it is compared with the largest that is left.
+        assert error == pytest.approx(0, abs=0.01)
+    drawn = papaya_paper._quarter(samples.seconds, random.Random(0))
+    assert len(drawn) == 29
+    assert min(drawn) > 3
+    assert len(papaya_paper._quarter({1: 1.0, 2: 2.0, 3: 3.0}, random.Random(0))) == 2
