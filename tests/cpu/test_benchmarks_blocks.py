@@ -13,12 +13,12 @@ from tests.cpu.benchmarks_quick import quick, rows_by
 def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() -> None:
     pytest.importorskip("transformers")
     from benchmarks.block_exactness import WAYS
-    from spillway.engines.blocks.actions import Action
+    from spillway.methods.actions import LOSSLESS
 
     result = quick("block_exactness")
     rows = rows_by(result, "model")
     assert list(rows) == ["GPT-2", "ALBERT", "stochastic-depth"]
-    assert set(WAYS) == {action.value for action in Action} | {"mixed", "keep, revoked", "mixed, revoked"}
+    assert set(WAYS) == {action.value for action in LOSSLESS} | {"mixed", "keep, revoked", "mixed, revoked"}
     for row in rows.values():
         assert [row[way].split(",")[0] for way in WAYS] == ["identical"] * len(WAYS)
         assert row["counts"]["recompute"]["recomputes"] == row["counts"]["recompute"]["calls"] > 0
@@ -26,6 +26,28 @@ def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() 
         assert row["counts"]["keep, revoked"]["revoked"] > 0
     assert any("revoked in the backward" in row["counts"]["keep, revoked"] for row in rows.values())
     assert [check.measured for check in result.checks] == [0, 0, 18]
+
+
+def test_compression_measures_bytes_bias_and_training() -> None:
+    result = quick("compression")
+    shares = {row["what"]: row["ratio"] for row in result.rows if row["bits"] == 4 and "ratio" in row}
+    assert {what: round(share, 4) for what, share in shares.items() if what != "held"} == {
+        "values": 0.1328, "values, zeros exact": 0.1328, "masks": 0.0312,
+    }  # fmt: skip
+    assert shares["held"] < 0.3
+    assert [row["bits"] for row in result.rows if row["what"] == "training"] == ["plain", 4]
+    assert all(row["bias"] > 0 for row in result.rows if row["what"] in ("unpacked", "gradient"))
+    assert [check.at_most for check in result.checks] == [0.135, 0.165, *[1.2] * 5, 0.02]
+
+
+def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import compression
+    from spillway.engines.blocks.quantize import Quantized
+
+    unpack = Quantized.unpack
+    monkeypatch.setattr(Quantized, "unpack", lambda self, data: unpack(self, data) + 0.01)
+    wrong = compression._values("normal values", 400)
+    assert wrong["bias"] > compression.BIAS
 
 
 def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,3 +96,13 @@ def test_mimose_budget_measures_the_peak_of_every_step() -> None:
     assert 0.5 < row["used"] <= 1
     assert 0 < row["recomputed_share"] < 1
     assert row["sizes"] > row["plans"] >= 4
+    assert result.pictures["mimose_budget.png"].startswith(b"\x89PNG")
+
+
+def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> None:
+    result = quick("mimose_convergence")
+    (row,) = result.rows
+    assert row["differing"] == 0
+    assert 0 < row["recomputed_share"] < 1
+    assert all(check.met for check in result.checks)
+    assert result.pictures["mimose_convergence.png"].startswith(b"\x89PNG")

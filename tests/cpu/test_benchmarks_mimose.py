@@ -15,7 +15,7 @@ from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, WAYS, nothing_coun
 from benchmarks.mimose_lab import MARK, Trace, blocks_at, build, tracing
 from benchmarks.mimose_regressors import OURS, PUBLISHED, of_scikit
 from benchmarks.record import Result, Skipped
-from spillway.engines.blocks.actions import Action
+from spillway.methods.actions import Action
 from tests.cpu.benchmarks_quick import quick
 from tests.shared import shared
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.holders import Holder
 from spillway.errors import ModelError
+from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Outer, Residual, mean_square
 from tests.cpu.families import FAMILIES
 
@@ -57,7 +57,11 @@ def test_parameters_and_buffers_are_never_counted_given_up_or_sent_away(action: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Holder, "let_go", noted)
         with BlockEngine(
-            model, ["blocks.0", "blocks.1"], actions=lambda block, call: action, spill_directory=tmp_path
+            model,
+            ["blocks.0", "blocks.1"],
+            actions=lambda block, call: action,
+            spill_directory=tmp_path,
+            lossy=action.lossy,
         ) as engine:
             for _ in range(2):
                 before = len(given)

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import SpillError, SpillFullError
+from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import CASES, Case
 from tests.cpu.families import State, difference, state_of
 
@@ -102,11 +102,11 @@ def under(
 
 
 def mixed(block: str, call: int) -> Action:
-    return list(Action)[(len(block) + ord(block[-1]) + call) % len(Action)]
+    return LOSSLESS[(len(block) + ord(block[-1]) + call) % len(LOSSLESS)]
 
 
 WAYS: dict[str, tuple[Callable[[str, int], Action], bool]] = {
-    **{action.value: (lambda block, call, action=action: action, False) for action in Action},
+    **{action.value: (lambda block, call, action=action: action, False) for action in LOSSLESS},
     "mixed": (mixed, False),
     "kept, then revoked": (lambda block, call: Action.KEEP, True),
     "offloaded, then revoked": (lambda block, call: Action.OFFLOAD, True),

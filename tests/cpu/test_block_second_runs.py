@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.containers import FrozenTensor, freeze, thaw
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.errors import RecomputeError
+from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Normalised, Outer, Residual, mean_square
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.families_of_sequences import Mixture
@@ -45,7 +45,9 @@ def trained(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     found = Trained([], [], model)
     names = [f"blocks.{number}" for number in range(len(model.blocks))]
-    engine = BlockEngine(model, names, actions=lambda block, call: action, **options) if action is not None else None
+    engine = None
+    if action is not None:
+        engine = BlockEngine(model, names, actions=lambda block, call: action, lossy=action.lossy, **options)
     for number in range(steps):
         optimizer.zero_grad()
         loss_of(model, torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(number))).backward()
@@ -445,3 +447,17 @@ def test_a_first_run_that_fails_leaves_no_frame_behind() -> None:
         assert engine.revoke("blocks.0") == 0
         mean_square(model, torch.ones(4, WIDTH)).backward()
         assert [report.recomputes for report in engine.calls] == [1]
+
+
+def test_a_block_that_decides_by_values_is_told_to_compress_what_it_saves() -> None:
+    def function(block: Functional, x: Tensor) -> Tensor:
+        large = block.one(x).flatten()
+        return x + large[large > 0.3].exp().sum()
+
+    model = Chain(Functional(function))
+    x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
+    with (
+        BlockEngine(model, ["blocks.0"], actions=lambda block, call: Action.RECOMPUTE_COMPRESSED, lossy=True, bits=2),
+        pytest.raises(RecomputeError, match=r"arguments that had been quantized.* \(Action\.COMPRESS\), or keep"),
+    ):
+        mean_square(model, x).backward()

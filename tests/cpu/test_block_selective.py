@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.selective import EXPENSIVE, Selection, Supplying
 from spillway.errors import ModelError
+from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Residual
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
 

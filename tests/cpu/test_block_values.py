@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks import fingerprints
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.fingerprints import COLUMNS, ROWS, fingerprint
 from spillway.errors import RecomputeError, UsageError
+from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Residual
 from tests.cpu.test_block_engine import batch, engine_of, gradients, same
 from tests.cpu.test_block_exactness import WAYS, difference, plainly, trained, under

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.quantize import pack, pack_bits
 from spillway.errors import SpillFullError
+from spillway.methods.actions import LOSSLESS, Action
 from tests.gpu.models import DEVICE, Residual
 
 pytestmark = pytest.mark.gpu
@@ -99,7 +100,7 @@ def equal(one: Trained, other: Trained) -> bool:
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("action", list(Action))
+@pytest.mark.parametrize("action", LOSSLESS)
 @pytest.mark.parametrize("name", ["pictures", "attention", "attention with dropout"])
 def test_steps_end_as_plain_ones_do(name: str, action: Action, autocast: bool) -> None:
     expected = plain(name, autocast=autocast)
@@ -107,7 +108,7 @@ def test_steps_end_as_plain_ones_do(name: str, action: Action, autocast: bool) -
     assert equal(expected, train(name, action, autocast=autocast))
 
 
-@pytest.mark.parametrize("action", [action for action in Action if action is not Action.KEEP])
+@pytest.mark.parametrize("action", [action for action in LOSSLESS if action is not Action.KEEP])
 def test_less_device_memory_is_handed_out_than_without_the_engine(action: Action) -> None:
     assert train("attention", action).peak < 0.8 * plain("attention").peak
 
@@ -163,3 +164,25 @@ def test_nothing_stays_pinned_or_allocated() -> None:
 def test_a_full_host_budget_is_said() -> None:
     with pytest.raises(SpillFullError, match="host_budget="):
         train("pictures", Action.OFFLOAD, host_budget="16MiB")
+
+
+@pytest.mark.parametrize("action", [action for action in Action if action.lossy])
+def test_lossy_actions_hold_less_and_change_the_gradients_alone(action: Action) -> None:
+    expected, got = plain("attention"), train("attention", action, lossy=True)
+    assert torch.equal(expected.found[0], got.found[0]), "the first loss"
+    assert not equal(expected, got)
+    assert got.peak < expected.peak
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_values_are_quantized_on_the_device_as_they_are_on_the_cpu(positive: bool) -> None:
+    flat = torch.randn(100_000, generator=torch.Generator().manual_seed(0)).cuda()
+    flat = flat.relu() if positive else flat
+    packed, mask = pack(flat, 4, torch.Generator("cuda").manual_seed(0)), pack(flat > 0, None, None)
+    assert packed is not None
+    assert mask is not None
+    back = packed[1].unpack(packed[0])
+    assert torch.equal(back == 0, flat == 0)
+    assert float((back - flat).abs().max()) < float(flat.max() - flat.min()) / 14
+    assert torch.equal(mask[1].unpack(mask[0]), flat > 0)
+    assert mask[0].cpu().tolist() == pack_bits((flat > 0).cpu()).tolist()

@@ -68,6 +68,10 @@ class Shelves:
     def copied(self, storage: Candidate) -> bool:
         return self._shelf(storage).copied
 
+    @property
+    def anything_moved(self) -> bool:
+        return bool(self.away)
+
     def moved(self) -> Iterator[Shelf]:
         return iter(self.away)
 

@@ -168,7 +168,7 @@ def test_a_value_that_an_earlier_step_left_away_is_fetched_if_the_plan_has_it_th
 def test_a_plan_for_another_step_is_refused() -> None:
     with pytest.raises(UsageError, match=r"The plan is for step [0-9a-f]{12}, and this is step"):
         Planned(plan_of(layers(3)), DEEP)
-    with pytest.raises(UsageError, match="no engine has a compressed tier"):
+    with pytest.raises(UsageError, match="the tensor engine has no compressed tier"):
         Planned(told(DEEP, replace(idle(1, Host()), home=Packed(nbytes=0, lossy=False))), DEEP)
     with pytest.raises(UsageError, match="`ahead` of 0 or more"):
         Planned(plan_of(DEEP), DEEP, ahead=-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -262,6 +263,30 @@ def test_rounding_the_relaxation_makes_a_plan_too() -> None:
     peaks = [account(step, found, graph.lives).peak for found in gaps if found is not None]
     assert len(peaks) == 3
     assert min(peaks) <= 7 * UNIT
+
+
+def test_checkpoints_compete_with_what_the_solver_finds() -> None:
+    from spillway.methods.checkmate import _Search
+
+    step = linear_step(24)
+    plain = sum(op.seconds or 0 for op in step.ops)
+    search = _Search(graph_of(step, 60, backward_again=False), 14 * UNIT, inf)
+    search._keep_checkpoints()
+    assert search.best is not None
+    seconds, gaps, peak, _ = search.best
+    verify(Plan(step=step.digest(), allowed=14 * UNIT, projected=peak, gaps=gaps), step, 14 * UNIT)
+    assert plain < seconds < 1.4 * plain
+
+
+def test_a_step_whose_nodes_are_too_large_for_the_budget_is_cut_finer() -> None:
+    step = training_step(1, layers=12)
+    coarse = graph_of(step, 8, backward_again=False)
+    needs = max(
+        node.running + sum(coarse.data[index].nbytes for index in {*node.reads, *node.makes}) for node in coarse.nodes
+    )
+    solved = Checkmate(time_limit=20, most_nodes=8).solve(problem(step, needs - 1))
+    assert len(coarse.nodes) < solved.nodes
+    verify(solved.plan, step, needs - 1)
 
 
 def test_checkmate_without_scipy_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

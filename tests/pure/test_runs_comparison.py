@@ -66,6 +66,8 @@ def test_a_row_adds_up_the_steps_and_compares_them_with_the_plain_ones() -> None
         peak_rss_bytes=120,
         seconds_per_step=3.0,
         ratio=1.5,
+        later_seconds=3.0,
+        later_ratio=1.5,
         stall_seconds=0.75,
         transfer_seconds=1.5,
         hidden_seconds=1.125,

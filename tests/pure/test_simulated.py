@@ -74,8 +74,11 @@ def test_watching_and_handling_take_what_the_device_says_unless_the_step_fits() 
     assert ran.seconds == pytest.approx(ran.plain_seconds + ran.stall_seconds + ran.python_seconds)
     dropped = simulate(DEEP, allowed=PEAK - LAYER, method=DROPS, device=device, steps=2)
     assert dropped.python_seconds == pytest.approx(32e-4 + 2e-3)  # one left, one op ran again; the last step counts
-    looking = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
+    always = Delta(early=0.01, spare=100, looks_after=1)
+    looking = simulate(DEEP, allowed=PEAK - LAYER, method=always, device=device)
     assert looking.python_seconds > 20  # once after every op that creates, but for the last
+    seldom = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
+    assert seldom.python_seconds < 5  # where there is something to do
     ending = simulate(DEEP, allowed=int(PEAK * 0.85), method=DTR("largest"), device=replace(device, look_seconds=0.0))
     assert ending.status == "ok"
     events = ending.drops + ending.moves + ending.recomputed_ops + ending.bytes_in // LAYER

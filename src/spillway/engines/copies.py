@@ -59,10 +59,12 @@ class Copies:
         controller = self._controller
         if self._foreseeing:  # making room for a copy is no occasion for another
             return
+        self.land()
+        if not controller.policy.looks(controller.view):
+            return
         self._foreseeing = True
         controller.counters.looks += 1
         try:
-            self.land()
             controller.empty_graveyard()
             grant_in_turn(controller, controller.policy.foresee(controller.view), lambda: False)
         finally:

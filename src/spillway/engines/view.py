@@ -134,6 +134,11 @@ class View:
         """Whether its value has a home."""
         return isinstance(storage, Storage) and storage.value is not None and storage.value.home is not None
 
+    @property
+    def anything_moved(self) -> bool:
+        """Whether `moved` has any."""
+        return self._controller.away > len(self._controller.copies.arriving)
+
     def moved(self) -> Iterator[Storage]:
         """Moved storages, the one that left first in front."""
         return self._controller.copies.in_order_of_leaving()

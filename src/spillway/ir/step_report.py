@@ -61,7 +61,7 @@ class StepReport:
     logged: dict[str, float]
     """What the user logged during the step, the loss for example."""
     transfer_seconds: Seconds = 0.0
-    """Time that copies took, out and in; two at a time count twice."""
+    """Time that copies took, out and in; two at a time count twice. The block engine does not tell, here and below."""
     hidden_seconds: Seconds = 0.0
     """The part of it in which compute did not wait for any copy."""
     bytes_out_beside: Bytes = 0

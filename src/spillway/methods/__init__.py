@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from spillway.errors import UnknownMethodError
+from spillway.methods.actions import Action
 from spillway.methods.base import (
     AbstractPlanner,
     AbstractPolicy,
@@ -102,6 +103,7 @@ __all__ = [
     "AbstractBlockMethod",
     "AbstractPlanner",
     "AbstractPolicy",
+    "Action",
     "Candidate",
     "Checkmate",
     "Checkpoint",

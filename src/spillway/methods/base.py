@@ -152,6 +152,10 @@ class MemoryView(Protocol):
     def copied(self, storage: Candidate) -> bool:
         """Whether a copy of it in the slower tier is there or under way."""
 
+    @property
+    def anything_moved(self) -> bool:
+        """Whether `moved` has any."""
+
     def moved(self) -> Iterator[Candidate]:
         """Storages in the slower tier that are not on their way back, the one that left first in front."""
 
@@ -231,6 +235,10 @@ class AbstractPolicy(ABC):
 
     follows: bool = False
     """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
+
+    def looks(self, view: MemoryView) -> bool:
+        """Whether `foresee` would look at anything now. Asked before it, more often than anything else: be quick."""
+        return True
 
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.

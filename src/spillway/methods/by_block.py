@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Self, TypeAlias, final
 
+from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 
 InputSize: TypeAlias = tuple[int, ...]
@@ -150,8 +151,16 @@ class AbstractBlockMethod(ABC):
     """What users write."""
     takes_vectors: bool = True
     """Whether the size of an input may be several numbers; otherwise it is the one that the paper takes."""
+    action: Action = Action.RECOMPUTE
+    """What becomes of blocks that are not kept."""
+    bits: int = 4
+    """An element, where that is to be quantized."""
     forwards: int = 1
     """How often a block's forward runs where it is measured."""
+
+    def in_header(self) -> dict[str, object]:
+        """What a run file says of it beside its name."""
+        return {"action": self.action.value, **({"bits": self.bits} if self.action.lossy else {})}
 
     @abstractmethod
     def fresh(self, *, batched: bool) -> Self:

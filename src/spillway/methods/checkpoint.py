@@ -1,5 +1,7 @@
 """Every block is recomputed, at every size: what `torch.utils.checkpoint` around every block does. The baseline.
 
+Or something else becomes of every block, the same of each: see `Checkpoint`.
+
 `Checkpoint` runs on the block engine, `CheckpointPlanner` on a recorded step: the left star of Mimose's Fig. 13, and
 what its sheltered phase does. Chen et al., arXiv:1604.06174, with every block a segment.
 
@@ -13,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self, final
 
-from spillway.errors import BudgetInfeasible
+from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Plan
 from spillway.ir.account import account
 from spillway.ir.blocks import block_calls
 from spillway.ir.lives import lives_of
+from spillway.methods.actions import Action, check_bits
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.by_block import (
     AbstractBlockMethod,
@@ -34,13 +37,29 @@ from spillway.units import Bytes
 
 @final
 class Checkpoint(AbstractBlockMethod):
-    """Recomputes every block and learns nothing."""
+    """Recomputes every block and learns nothing.
+
+    Arguments:
+        action: What becomes of every block instead: what it saves is moved or quantized, its input is, or it runs again
+            without its expensive ops. Where it quantizes, a session has to be told `lossy=True`.
+        bits: An element, of what is quantized: 2, 4 or 8. PAPAYA's is 4.
+
+    Raises:
+        UsageError: `action` is none, or keeps everything; `bits` are none of these.
+    """
 
     name = "checkpoint"
 
+    def __init__(self, action: Action = Action.RECOMPUTE, *, bits: int = 4) -> None:
+        if not isinstance(action, Action) or action is Action.KEEP:
+            others = ", ".join(f"Action.{one.name}" for one in Action if one is not Action.KEEP)
+            raise UsageError(f"Checkpoint does one of {others} with every block; got {action!r}.")
+        check_bits(bits)
+        self.action, self.bits = action, bits
+
     def fresh(self, *, batched: bool) -> Self:
         """Another one."""
-        return type(self)()
+        return type(self)(self.action, bits=self.bits)
 
     @property
     def sheltered(self) -> bool:

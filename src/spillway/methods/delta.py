@@ -168,6 +168,7 @@ class Delta(AbstractPolicy):
         self._judged: dict[int, Judged] = {}
         self._view: MemoryView | None = None
         self._ranked_at = self._looked_at = -RANKED_FOR
+        self._ahead = 0  # until this op nobody looks: what is next to leave has its copies, and nothing has left since
 
     @classmethod
     def as_published(cls) -> Self:
@@ -186,6 +187,7 @@ class Delta(AbstractPolicy):
         if view.in_backward and not self.releases_in_backward:
             return
         self._meet(view)
+        self._ahead = 0
         for storage in self._by_score(view):
             granted = False
             evicts = self._evicts(view, storage)
@@ -198,7 +200,7 @@ class Delta(AbstractPolicy):
         """What is remembered is about storages that one view shows."""
         if view is not self._view:
             self._view = view
-            self._ranking, self._judged = [], {}
+            self._ranking, self._judged, self._ahead = [], {}, 0
             self._ranked_at = self._looked_at = view.clock - RANKED_FOR
 
     def _by_score(self, view: MemoryView) -> Generator[Candidate, None, None]:
@@ -305,17 +307,39 @@ class Delta(AbstractPolicy):
 
     # ------------------------------------------------------------------ early start and Prefetcher
 
+    def looks(self, view: MemoryView) -> bool:
+        """Whether anything may leave early, or come."""
+        if self.only_beside and not view.overlaps:
+            return False
+        self._meet(view)
+        return self._looks_out(view) or self._looks_in(view)
+
+    def _looks_out(self, view: MemoryView) -> bool:
+        return (
+            view.clock >= self._ahead
+            and view.resident > self.early * view.allowed
+            and (self.releases_in_backward or not view.in_backward)
+            and view.clock - self._looked_at >= self.looks_after
+        )
+
+    def _looks_in(self, view: MemoryView) -> bool:
+        return (
+            view.arriving < self.most_copies_in
+            and (view.in_backward or not self.in_order_of_use)
+            and view.resident < self.enough * view.allowed
+            and view.anything_moved
+        )
+
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Begin copies out above the early mark (algorithm 1, line 11), and copies in below it (algorithm 4)."""
-        if self.only_beside and not view.overlaps:
-            return
         self._meet(view)
-        mark = self.early * view.allowed
-        may_release = self.releases_in_backward or not view.in_backward
-        if view.resident > mark and may_release and view.clock - self._looked_at >= self.looks_after:
+        if self._looks_out(view):
             self._looked_at = view.clock
-            yield from self._release_down_to(view, mark) if self.releases_early else self._copy_ahead(view)
-        if self.most_copies_in and (view.in_backward or not self.in_order_of_use):
+            if self.releases_early:
+                yield from self._release_down_to(view, self.early * view.allowed)
+            else:
+                yield from self._copy_ahead(view)
+        if self._looks_in(view):
             yield from self._prefetch(view, self.enough * view.allowed)
 
     def _release_down_to(self, view: MemoryView, mark: float) -> Generator[Proposal, bool, None]:
@@ -335,20 +359,21 @@ class Delta(AbstractPolicy):
                 self._judged.pop(storage.number, None)
 
     def _copy_ahead(self, view: MemoryView) -> Generator[Proposal, bool, None]:
-        begun, ahead = 0, 0
+        begun, ahead, asked = 0, 0, False
         for storage in self._by_score(view):
             if begun >= self.most_copies_out or ahead >= self.spare * view.allowed:
-                return
+                break
             ahead += storage.nbytes
             if not (view.copied(storage) or self.offload_pinned(storage) or self._evicts(view, storage)):
+                asked = True
                 begun += yield Copy(storage)
                 self._judged.pop(storage.number, None)
+        if ahead >= self.spare * view.allowed and not asked:
+            self._ahead = view.clock + RANKED_FOR
 
     def _prefetch(self, view: MemoryView, enough: float) -> Generator[Proposal, bool, None]:
         """While memory is enough and fewer than n are under way."""
         under_way = view.arriving
-        if under_way >= self.most_copies_in or view.resident >= enough:
-            return
         for storage in view.due() if self.in_order_of_use else view.moved():
             if under_way >= self.most_copies_in or view.resident + storage.nbytes > enough:
                 return

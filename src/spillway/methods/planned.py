@@ -51,7 +51,8 @@ class Planned(AbstractPolicy):
         ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
 
     Raises:
-        UsageError: The plan is for another step, has a compressed home, which no engine has, or `ahead` is negative.
+        UsageError: The plan is for another step, has a compressed home, of which the tensor engine has none, or `ahead`
+            is negative.
     """
 
     name = "planned"
@@ -62,7 +63,7 @@ class Planned(AbstractPolicy):
         if plan.step != step.digest():
             raise UsageError(f"The plan is for step {plan.step:.12}, and this is step {step.digest():.12}.")
         if any(isinstance(gap.home, Packed) for gap in plan.gaps):
-            raise UsageError("The plan packs values, and no engine has a compressed tier.")
+            raise UsageError("The plan packs values, and the tensor engine has no compressed tier.")
         if not ahead >= 0:
             raise UsageError(f"A plan is followed with `ahead` of 0 or more, got {ahead}.")
         self.plan = plan

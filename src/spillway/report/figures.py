@@ -35,6 +35,11 @@ def seconds_per_step(seconds: Sequence[Seconds]) -> Seconds:
     return statistics.median(seconds[1:] or seconds) if seconds else 0.0
 
 
+def later_seconds(seconds: Sequence[Seconds]) -> Seconds:
+    """The mean of the second half, the one in the middle included; 0.0 without steps."""
+    return statistics.fmean(seconds[len(seconds) // 2 :]) if seconds else 0.0
+
+
 def format_share(share: float) -> str:
     """Write a share for people: `"8 %"`, `"0.4 %"`, `"0 %"`."""
     percent = share * 100

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from spillway.errors import BudgetInfeasible
-from spillway.report.figures import highest_peak, recomputed_share, seconds_per_step
+from spillway.report.figures import highest_peak, later_seconds, recomputed_share, seconds_per_step
 from spillway.runs.records import RunRequest, RunResult
 from spillway.units import Bytes, Seconds
 
@@ -34,6 +34,10 @@ class Row:
     """Median without the first step."""
     ratio: float | None
     """Seconds per step, as a multiple of the plain run's; None if there was no plain run."""
+    later_seconds: Seconds
+    """Mean of the second half of the steps, when a method that measures first has measured."""
+    later_ratio: float | None
+    """The same, as a multiple of the plain run's; None if there was no plain run."""
     stall_seconds: Seconds
     """Time that compute waited for copies, in all steps."""
     transfer_seconds: Seconds
@@ -91,7 +95,7 @@ def _names(row: type[Row] | type[RefusedRow]) -> list[str]:
 def row(request: RunRequest, result: RunResult, plain: RunResult | None) -> Row:
     """The figures of a run, compared with those of the plain run if there was one."""
     reports = result.reports
-    seconds = seconds_per_step(result.seconds)
+    seconds, later = seconds_per_step(result.seconds), later_seconds(result.seconds)
     difference = None if plain is None else first_difference(result, plain)
     return Row(
         budget_bytes=request.budget_bytes,
@@ -101,6 +105,8 @@ def row(request: RunRequest, result: RunResult, plain: RunResult | None) -> Row:
         peak_rss_bytes=result.peak_rss_bytes,
         seconds_per_step=seconds,
         ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
+        later_seconds=later,
+        later_ratio=None if plain is None else later / later_seconds(plain.seconds),
         stall_seconds=sum(report.stall_seconds for report in reports),
         transfer_seconds=sum(report.transfer_seconds for report in reports),
         hidden_seconds=sum(report.hidden_seconds for report in reports),

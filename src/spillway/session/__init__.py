@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spillway.engines.blocks.environment import Generator
-from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for
+from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
@@ -38,8 +38,9 @@ def manage(
     blocks: Sequence[str] | None = None,
     size: Callable[[Any], int | Sequence[int]] | None = None,
     generators: Iterable[Generator] = (),
+    lossy: bool = False,
 ) -> Session:
-    """Train `model` under a memory budget, bit-identically to plain PyTorch.
+    """Train `model` under a memory budget, bit-identically to plain PyTorch unless `lossy` allows another way.
 
     Arguments:
         model: The module, or several that train together. Nothing about them is changed.
@@ -69,6 +70,8 @@ def manage(
             shapes: the dimensions that differ between batches.
         generators: For the block engine: random streams that the model draws from, beside the global ones and those
             that are attributes of its modules.
+        lossy: Allow methods that quantize what the backward reads, such as `Checkpoint(Action.COMPRESS)`: their losses
+            and gradients are other than plain PyTorch's. Nothing else quantizes because of it.
 
     Raises:
         UsageError: Something given makes no sense; the message says what would.
@@ -79,15 +82,16 @@ def manage(
     check_models(models, optimizers)
     decides = resolve(method)
     if isinstance(decides, AbstractBlockMethod):
-        if host_budget is not None:
-            raise BudgetError(f"host_budget= is for what is moved to the host, and {decides.name!r} moves nothing.")
-        allowed = allowed_bytes(device_of(models), budget)
-        writer = None if run_file is None else RunWriter(run_file, header(allowed, decides.name, device_of(models)))
+        _check_action(decides, host_budget, lossy=lossy)
+        device = device_of(models)
+        pinned, allowed = pinned_bytes(device, host_budget), allowed_bytes(device, budget)
+        first = header(allowed, decides.name, device) | decides.in_header()
+        writer = None if run_file is None else RunWriter(run_file, first)
         try:
             return BlockSession(
                 models, optimizers, writer, _live(allowed, live), blocks=blocks, method=decides, allowed=allowed,
-                size_of=size, generators=generators, spill_directory=spill_directory, traces=timeline,
-                return_freed=return_freed,
+                size_of=size, generators=generators, spill_directory=spill_directory, spill_io=spill_io,
+                traces=timeline, pinned=pinned, return_freed=return_freed, lossy=lossy,
             )  # fmt: skip
         except BaseException:
             if writer is not None:
@@ -109,6 +113,20 @@ def manage(
     except BaseException:
         engine.close()
         raise
+
+
+def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *, lossy: bool) -> None:
+    action = method.action
+    if host_budget is not None and not action.moves:
+        raise BudgetError(
+            f"host_budget= is for what is moved to the host, and {method.name!r}, which is to {action.value}, moves "
+            f"nothing."
+        )
+    if action.lossy and not lossy:
+        raise UsageError(
+            f"{method.name!r} is to {action.value} ({action}), in {method.bits} bits an element, so that gradients are "
+            f"other than plain PyTorch's; allow that with lossy=True, or choose another action."
+        )
 
 
 def _live(allowed: int, wanted: bool) -> LiveLine | None:

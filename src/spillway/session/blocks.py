@@ -22,6 +22,8 @@ from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
+from spillway.engines.tiers.disk import DiskTier
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, ModelError
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.methods.by_block import (
@@ -89,8 +91,12 @@ class BlockSession(Session):
         allowed: The budget in bytes.
         size_of: The user's own way to read the size of a batch.
         generators: Random streams that blocks draw from, beside the global ones and those of modules.
+        pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
+        spill_directory: Where the spill file goes.
+        spill_io: Through the page cache or past it.
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
         return_freed: Whether freed memory goes back to the system when the resident set is above the budget.
+        lossy: Whether the method's action may quantize.
 
     Raises:
         ModelError: More than one model, or one that a block engine cannot have.
@@ -108,9 +114,12 @@ class BlockSession(Session):
         allowed: Bytes,
         size_of: SizeOf | None,
         generators: Iterable[Generator],
+        pinned: Bytes,
         spill_directory: str | os.PathLike[str] | None,
+        spill_io: SpillIO,
         traces: bool,
         return_freed: bool,
+        lossy: bool,
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
@@ -119,14 +128,19 @@ class BlockSession(Session):
         self._allowed = allowed
         self._size_of = size_of
         self._generators = tuple(generators)
-        self._spill_directory = spill_directory
+        self._pinned = pinned
+        self._spill_directory, self._spill_io = spill_directory, spill_io
         self._traces = traces
+        self._lossy = lossy
         self._device = device_of(models)
+        if method.action.moves and self._device.type == "cpu":
+            DiskTier(spill_directory, spill_io).close()  # what is wrong with it is said now, and not within a step
         self._meter = meter_for(self._device)
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = False
+        self._largest: Bytes = 0
         self._resources = ExitStack()
         self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
@@ -188,8 +202,10 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> None:
         self._engine = BlockEngine(
-            self._model, names, generators=self._generators, spill_directory=self._spill_directory
-        )
+            self._model, names, generators=self._generators, spill_directory=self._spill_directory,
+            spill_io=self._spill_io,
+            host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits,
+        )  # fmt: skip
         self._engine.asleep = True
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,6 +232,9 @@ class BlockSession(Session):
             self._running.optimizer_begins()
 
     # ------------------------------------------------------------------ for _Step
+
+    def _transfers(self) -> tuple[float, ...]:
+        return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
 
     def _family(self, batch: Any) -> _Family:
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -252,13 +271,16 @@ class _Step:
             self._start = session._meter.read()
         self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
         self._optimized = False
+        self._before = session._transfers()
         reset_peak()
         session._running = self
         self._began = time.perf_counter()
         try:
             sheltered = self._family.method.sheltered
             self._key = self._dimensions, sheltered
-            wanted = session._traces or sheltered or self._key not in self._family.traced
+            # How long copies take is not the same in every step.
+            wanted = session._traces or sheltered or session._method.action.moves
+            wanted = wanted or self._key not in self._family.traced
             self._base = session._meter.read()
             self._trace = trace_for(session._device, self._known) if wanted else None
             if self._trace is not None:
@@ -284,6 +306,8 @@ class _Step:
             allowed=session._allowed,
             known=partial(session._named_bytes, self._batch),
             decide=self._decide,
+            action=session._method.action,
+            largest=session._largest,
             reclaimer=session._reclaimer,
         )
         self._gradients = []
@@ -319,6 +343,7 @@ class _Step:
             session._engine.actions = {}
         if self._watch is not None:
             self._watch.stop()
+            session._largest = max(session._largest, self._watch.largest)
         elif self._trace is not None:
             self._trace.stop()
 
@@ -359,14 +384,18 @@ class _Step:
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
         peak = watch.peak if watch is not None else self._start
+        sent, bytes_out, bytes_in, stall = (
+            now - then for now, then in zip(session._transfers(), self._before, strict=True)
+        )
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
             end_bytes=session._named_bytes(self._batch),
-            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=0.0, recomputed_ops=0,
-            recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0, bytes_out=0, bytes_in=0,
-            dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=0, refusals={}, escaped=0,
-            unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
+            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=stall, recomputed_ops=0,
+            recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0,
+            bytes_out=int(bytes_out), bytes_in=int(bytes_in),
+            dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
+            escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
             projected_bytes=max((one.expected for one in passes), default=0),
             planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,

@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.system import Reclaimer
 from spillway.errors import BudgetInfeasible
+from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.units import Bytes, MiB
 
@@ -92,6 +92,8 @@ class StepWatch:
         allowed: The budget.
         known: Bytes of the storages that are known by name now.
         decide: Asked when a forward begins.
+        action: What becomes of blocks that are not kept.
+        largest: What the largest block of earlier steps saved.
         reclaimer: Returns freed memory to the system; None to leave it.
     """
 
@@ -107,6 +109,8 @@ class StepWatch:
         allowed: Bytes,
         known: Callable[[], Bytes],
         decide: Decide,
+        action: Action,
+        largest: Bytes,
         reclaimer: Reclaimer | None,
     ) -> None:
         self.passes: list[Pass] = []
@@ -121,14 +125,16 @@ class StepWatch:
         self._start = start
         self._allowed = allowed
         self._decide = decide
+        self._action = action
         self._reclaimer = reclaimer
-        self._largest: Bytes = 0
+        self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
         self._gradients: list[tuple[Any, int, Bytes]] = []
         if trace is not None:
             weak: Any = StorageWeakRef
             self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
+            engine.when_freed.append(trace.freed)
         self._base = base
         self._marks.append(Mark("step", -1, -1))
 
@@ -145,12 +151,12 @@ class StepWatch:
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.asleep = asleep
-        self._engine.actions = self._action
+        self._engine.actions = self._action_of
 
-    def _action(self, block: str, call: int) -> Action:
+    def _action_of(self, block: str, call: int) -> Action:
         if not self.passes:
             return Action.KEEP
-        return Action.KEEP if self.passes[-1].decision.plan.keeps(self._engine.begun) else Action.RECOMPUTE
+        return Action.KEEP if self.passes[-1].decision.plan.keeps(self._engine.begun) else self._action
 
     def forward_is_over(self) -> None:
         """Keep what the engine is about to forget."""
@@ -167,9 +173,11 @@ class StepWatch:
     def block_ended(self, number: int) -> None:
         """After the last block comes the turn, whose needs are known as a whole."""
         self._mark("ended", number)
-        self._largest = max(self._largest, self._engine.saved_bytes(number))
+        self.largest = max(self.largest, self._engine.saved_bytes(number))
         if not self.passes:
             return
+        if self._action.moves:  # it may be the last: nobody looks again before the backward
+            self._make_room(0, number)
         now = self.passes[-1]
         if now.decision.plan.keeps(number):
             now.kept[number] = self._engine.giver(number)
@@ -182,6 +190,9 @@ class StepWatch:
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
+        if self._action.moves:  # what comes back before it is wanted must not take the room of what is
+            free = self._allowed - self._taken() - coarse(self._allowed)
+            self._engine.read_ahead = max(min(free - 2 * self.largest, self.largest), 0)
         one = self.passes[of]
         returns = one.kept.pop(number, None) is None
         self._make_room(self._needs(one, number, returns=returns), number)
@@ -207,8 +218,11 @@ class StepWatch:
 
     def _make_room(self, needed: Bytes, number: int) -> None:
         if self._reclaimer is not None:
-            self._reclaimer.settle(max(needed, self._largest))
+            self._reclaimer.settle(max(needed, self.largest))
         over = self._taken() + needed - self._allowed
+        if over + 2 * self.largest > 0 and self._action.moves and self._engine.leaving_bytes:
+            self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
+            over = self._taken() + needed - self._allowed
         if over <= 0:
             return
         for one in self.passes:
@@ -259,6 +273,7 @@ class StepWatch:
     def stop(self) -> None:
         """Nothing is measured from here on. Calling it again does nothing."""
         if self._trace is not None:
+            self._engine.when_freed.remove(self._trace.freed)
             self.windows = self._trace.stop()
             self._trace = None
         self._end_pass()

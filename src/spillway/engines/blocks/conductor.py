@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.engines.blocks.compiled import CompiledHook
+from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
@@ -35,6 +36,7 @@ class Conductor:
         by_module: Whether the user has named modules whose results are to be kept.
         checks_values: Whether values that a second run brings back are compared with those of the first.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
+        compressor: Quantizes what blocks saved.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Conductor:
         open_store: Callable[[], Store],
         ahead: Bytes | None,
         *,
+        compressor: Compressor,
         by_module: bool,
         checks_values: bool,
     ) -> None:
         self.environment = environment
         self.by_module = by_module
         self.checks_values = checks_values
+        self.compressor = compressor
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
         self.removed: tuple[Hook | CompiledHook, ...] = ()

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.compiled import (
     CompiledHook,
     check_compiled,
@@ -24,6 +23,7 @@ from spillway.engines.blocks.compiled import (
     in_front_of,
     is_compiled,
 )
+from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.conductor import Conductor
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
@@ -34,11 +34,13 @@ from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
-from spillway.engines.blocks.stores import DiskLanes, Store
+from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.host import HostPool
+from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import ModelError, UsageError
+from spillway.methods.actions import Action, check_bits
 from spillway.units import Bytes, Seconds, parse_budget
 
 Unit: TypeAlias = tuple[str, int]
@@ -65,6 +67,8 @@ class CallReport:
     """Storages of the tensors that the block was called with."""
     kept_bytes: Bytes
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    packed_bytes: Bytes
+    """What became of storages that were compressed; of one that several calls share, with the first of them."""
     recomputes: int
     skipped_ops: int
     """Ops that did not run in second runs, since their results had been kept."""
@@ -95,15 +99,20 @@ class BlockEngine:
         check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
             values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
+        spill_io: Through the page cache or past it, as for `spillway.manage`.
         host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
             bytes, as "6GiB" or as a share of the machine's memory.
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
         write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
             default those of one block; 0 for none.
+        lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
+        bits: An element, of what is quantized: 2, 4 or 8.
+        rounding_seed: Of the chance by which elements are rounded, a stream of its own.
 
     Raises:
-        UsageError: `check` is neither.
+        UsageError: `check` is neither, `bits` are none of these, or an action is lossy and that is not allowed; the
+            latter also by a forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -118,34 +127,34 @@ class BlockEngine:
         selected: Selected | None = None,
         check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
+        spill_io: SpillIO = "buffered",
         host_budget: Bytes | str = "50%",
         read_ahead: Bytes | None = None,
         write_behind: Bytes | None = None,
+        lossy: bool = False,
+        bits: int = 4,
+        rounding_seed: int = 0,
     ) -> None:
         check_runs_once(model)
+        check_bits(bits)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
-        if blocks is None and sample is None:
-            raise ModelError(
-                "Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=."
-            )
-        names = blocks if blocks is not None or sample is None else discover(model, sample)
-        chosen = named(model, names or ())
+        chosen = _chosen(model, blocks, sample)
         self.model = model
+        self._lossy = lossy
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
         self._modules = chosen
         check_compiled(model, chosen)
+        self.when_freed: list[Freed] = []
+        """Told of every storage that a thread of the engine's frees, by that thread."""
         pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
-        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-        open_store = partial(_open_store, device, spill_directory, pinned, write_behind)
+        where = partial(_open_store, _device_of(model), spill_directory, spill_io)
+        open_store = partial(where, pinned, write_behind, self.when_freed)
         self._conductor = Conductor(
-            environment_of(model, generators),
-            open_store,
-            read_ahead,
-            by_module=selected is not None,
-            checks_values=check == "values",
-        )
+            environment_of(model, generators), open_store, read_ahead, compressor=Compressor(bits, rounding_seed),
+            by_module=selected is not None, checks_values=check == "values",
+        )  # fmt: skip
         self._figures: list[Figures] = []
         self._frames: dict[Unit, weakref.ref[Frame]] = {}
         self.closed = False
@@ -182,6 +191,7 @@ class BlockEngine:
 
         Raises:
             ModelError: When set: one of them is for a block that is not there.
+            UsageError: When set: one of them is lossy, and that is not allowed.
         """
         return self._actions
 
@@ -193,6 +203,8 @@ class BlockEngine:
                 f"There is an action for {unknown[0]!r}, which is none of the {len(self.blocks)} blocks: "
                 f"`BlockEngine.blocks` names them, the first is {self.blocks[0]!r}."
             )
+        for action in () if callable(actions) else actions.values():
+            self._check_lossy(action)
         self._actions = actions
 
     @property
@@ -216,6 +228,12 @@ class BlockEngine:
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
         return self._conductor.store.leaving_bytes if self._conductor.store is not None else 0
+
+    @property
+    def transfers(self) -> tuple[int, Bytes, Bytes, Seconds]:
+        """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited."""
+        store = self._conductor.store
+        return (0, 0, 0, 0.0) if store is None else (store.sent, store.bytes_out, store.bytes_in, store.stall_seconds)
 
     def settle(self) -> None:
         """Wait until what is offloaded has left.
@@ -348,18 +366,46 @@ class BlockEngine:
         site.calls += 1
 
     def _action(self, block: str, call: int) -> Action:
-        if callable(self.actions):
-            return self.actions(block, call)
-        return self.actions.get((block, call), Action.KEEP)
+        if not callable(self.actions):
+            return self.actions.get((block, call), Action.KEEP)
+        action = self.actions(block, call)
+        self._check_lossy(action)
+        return action
+
+    def _check_lossy(self, action: Action) -> None:
+        if action.lossy and not self._lossy:
+            raise UsageError(
+                f"Action.{action.name} quantizes what the backward reads, so that gradients are other than plain "
+                f"PyTorch's; allow that with lossy=True, or choose another action."
+            )
+
+
+def _chosen(
+    model: nn.Module, blocks: Sequence[str] | None, sample: Callable[[], object] | None
+) -> dict[str, nn.Module]:
+    if blocks is not None:
+        return named(model, blocks)
+    if sample is None:
+        raise ModelError("Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=.")
+    return named(model, discover(model, sample))
 
 
 def _open_store(
-    device: torch.device, directory: str | PathLike[str] | None, pinned: Bytes, write_behind: Bytes | None
+    device: torch.device,
+    directory: str | PathLike[str] | None,
+    io: SpillIO,
+    pinned: Bytes,
+    write_behind: Bytes | None,
+    when_freed: Sequence[Freed],
 ) -> Store:
     if device.type == "cuda":
         driver = CudaDriver(device)
         return Store(HostLanes(driver, HostPool(driver.pin, pinned)), write_behind)
-    return Store(DiskLanes(DiskTier(directory)), write_behind)
+    return Store(DiskLanes(DiskTier(directory, io), when_freed), write_behind)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> Environment:

@@ -23,6 +23,7 @@ runs decides whether that is allowed:
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -33,7 +34,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.engines.blocks import fingerprints, homes
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.containers import (
     CannotCopyError,
     FrozenTensor,
@@ -43,10 +43,10 @@ from spillway.engines.blocks.containers import (
     thaw,
 )
 from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
-from spillway.engines.blocks.replays import Passing, Replay, StopRecompute
+from spillway.engines.blocks.replays import Passing, Replay, StopRecompute, check_unchanged
 from spillway.engines.blocks.selective import Keeping, Selection, Supplying
-from spillway.engines.blocks.stores import Home
-from spillway.errors import EngineError, RecomputeError
+from spillway.errors import EngineError
+from spillway.methods.actions import Action
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Frame:
         self._outputs: set[int] = set()
         self._last_needs_grad = False
         self._unsettled = -_SETTLE - 1
+        self._cleared_by = -1
+        """The backward at whose end this is cleared."""
         self._before_child = -1
         """How many tensors had been saved when the last child began."""
         if parent is not None:
@@ -163,7 +165,7 @@ class Frame:
     def _end(self, output: Any) -> None:
         self.ended, self.sent = True, self.conductor.sent
         fixed = self.site.state.fixed()
-        for number, frozen in enumerate(self._arguments()):
+        for number, frozen in enumerate(self.arguments()):
             if frozen.moved_on:
                 self.site.written.add((self.call, number))
                 frozen.written = True
@@ -180,9 +182,25 @@ class Frame:
             self._give_up()
             if not self.figures.kept_because:
                 self._keep_for_later(selection, fixed)
-        elif self.action is Action.OFFLOAD and not self._above_recomputes() and self.outer is None:
+        elif self._above_recomputes() or self.outer is not None:
+            return  # it is about to be given up, or what the user's hooks have made of it
+        elif self.action is Action.OFFLOAD:
             with self.conductor.sending(self) as store:
                 homes.send_saved(self._living(), self._shared_with_others(), store)
+        elif self.action.compresses:
+            self._compress()
+
+    def _compress(self) -> None:
+        """Arguments as well: what held them for a second run would hold them in full."""
+        sending = self.conductor.sending(self) if self.action.moves else contextlib.nullcontext()
+        with sending as store:
+            self.figures.packed_bytes = homes.compress_saved(self._living(), self.conductor.compressor, store)
+        if any(holder.home is not None for holder in self._living()):
+            self._drop_arguments()
+            self.figures.kept_because = self.figures.kept_because or "what it was called with is held compressed"
+
+    def _drop_arguments(self) -> None:
+        self.frozen, self._found = None, []
 
     def _keep_for_later(self, selection: Selection | None, fixed: set[int]) -> None:
         """What the second run will be given."""
@@ -192,13 +210,16 @@ class Frame:
             self.figures.kept_bytes = selection.nbytes(self._shared_with_others())
         if self.action is Action.RECOMPUTE_OFFLOADED:
             with self.conductor.sending(self) as store:
-                homes.send_frozen([one for one in self._arguments() if one.needs_grad], fixed, store)
+                homes.send_frozen([one for one in self.arguments() if one.needs_grad], fixed, store)
+        elif self.action is Action.RECOMPUTE_COMPRESSED and not self._above_recomputes():
+            arguments = [one for one in self.arguments() if one.needs_grad]
+            self.figures.packed_bytes = homes.compress_frozen(arguments, fixed, self.conductor.compressor)
         elif self.action is Action.SELECTIVE_OFFLOADED and selection is not None:
             with self.conductor.sending(self) as store:
                 homes.send_frozen(selection.kept, self._shared_with_others(), store)
 
     def _measure(self, output: Any, fixed: set[int]) -> None:
-        arguments = {one.key: one.nbytes for one in self._arguments() if one.key is not None and one.key not in fixed}
+        arguments = {one.key: one.nbytes for one in self.arguments() if one.key is not None and one.key not in fixed}
         try:
             self._outputs = {address(tensor) for tensor in tensors(output)}
         except CannotCopyError:
@@ -257,7 +278,7 @@ class Frame:
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
             return False
-        if not self.figures.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self._arguments()):
+        if not self.figures.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self.arguments()):
             self.figures.kept_because = "an argument of it was written to after it had ended"
         written = self.snapshot.written()
         if not self.figures.kept_because and written:
@@ -266,7 +287,7 @@ class Frame:
 
     def _let_go(self) -> None:
         self.selection = None
-        if self.conductor.checks_values:
+        if self.conductor.checks_values and not self.inexact:
             fingerprints.remember(self._living())
         for holder in self._living():
             holder.let_go()
@@ -274,7 +295,7 @@ class Frame:
         for child in self._children():
             child._judge()
             child._let_go()
-            child.frozen = None
+            child._drop_arguments()
 
     # ----------------------------------------------------------------------------------------------- bringing back
 
@@ -316,13 +337,15 @@ class Frame:
         if self.call in self.site.judged or self.frozen is None:
             return
         self.site.judged.add(self.call)
-        for number, frozen in enumerate(self._arguments()):
+        for number, frozen in enumerate(self.arguments()):
             if frozen.moved_on:
                 self.site.written.add((self.call, number))
 
     def _restore(self, holder: Holder) -> None:
         if holder.home is not None:
-            homes.bring_saved(self._living())
+            homes.bring_saved_for(holder, self._living())
+            if self.action.compresses:  # the next one is compressed by itself
+                self.start_in(None)
             self.conductor.read_ahead(self)
             self._clear_later()
             return
@@ -333,27 +356,15 @@ class Frame:
 
     def come_home(self) -> None:
         """Let nothing of this frame wait in the spill file any more."""
-        living = self._living()
-        homes.bring_saved(living)
-        for holder in living:
-            if holder.home is not None:
-                holder.home, holder.recomputed = None, False
-        for frozen in (*self._arguments(), *self._kept()):
-            frozen.come_home()
+        homes.come_home(self._living(), (*self.arguments(), *self._kept()))
 
-    def waiting(self) -> list[Home]:
+    def waiting(self) -> list[homes.AnyHome]:
         """Of what the backward will want of this frame, what waits elsewhere or was read ahead."""
-        places = [holder.home for holder in self._living() if holder.value is None]
-        places += [frozen.away for frozen in (*self._arguments(), *self._kept())]
-        return list(dict.fromkeys(place.home for place in places if place is not None))
+        return homes.waiting(self._living(), (*self.arguments(), *self._kept()))
 
     def start_in(self, most: Bytes | None) -> Bytes:
         """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
-        coming = 0
-        for home in self.waiting():
-            if home.absent and (most is None or coming + home.nbytes <= most):
-                home.start_in()
-            coming += home.nbytes * home.ahead
+        coming = homes.start_in(self.waiting(), most)
         if coming:
             self._clear_later()
         return coming
@@ -370,7 +381,7 @@ class Frame:
         Raises:
             RecomputeError: It cannot run as it ran, or did not.
         """
-        self._check_unchanged()
+        check_unchanged(self)
         began = time.perf_counter()
         args, kwargs = thaw(self.frozen)
         replay = Replay(self)
@@ -415,27 +426,10 @@ class Frame:
         with self.conductor.replaying(replay), saved_tensors_hooks(replay.fill, _same):
             output = self.site.forward(*args, **kwargs)
         if self.armed:
-            for frozen in self._arguments():
+            for frozen in self.arguments():
                 frozen.written = frozen.moved_on
         replay.verify()
         return output
-
-    def _check_unchanged(self) -> None:
-        if self.frozen is None:
-            raise EngineError(f"The arguments of {self.name} are gone.")
-        moved = next((i for i, one in enumerate(self._arguments()) if one.moved_on and not one.copied), None)
-        if moved is not None:
-            self.site.written.add((self.call, moved))
-            raise RecomputeError(
-                f"Argument {moved} of {self.name} was written to in place after the block had run, for the first time "
-                f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
-            )
-        written = self.snapshot.written()
-        if written:
-            raise RecomputeError(
-                f"{written} of {self.site.name} was written to between its forward and its backward, so "
-                f"the block cannot run again as it ran; keep this block, or write after the backward."
-            )
 
     def clear(self) -> None:
         """Forget what was brought back and not taken, of this frame and of those inside it."""
@@ -447,10 +441,13 @@ class Frame:
         for child in self._children():
             child.clear()
             if child.armed:
-                child.frozen, child.armed = None, False
+                child.armed = False
+                child._drop_arguments()
 
     def _clear_later(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._cleared_by):
+            self._cleared_by = task
             mine = weakref.ref(self)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _clear(mine))
 
@@ -465,14 +462,21 @@ class Frame:
     def _family(self) -> list[Frame]:
         return [self, *(frame for child in self._children() for frame in child._family())]
 
-    def _arguments(self) -> list[FrozenTensor]:
+    def arguments(self) -> list[FrozenTensor]:
+        """Tensors that another run is called with, as far as this frame holds them."""
         return self._found if self.frozen is not None else []
 
     def _kept(self) -> list[FrozenTensor]:
         return self.selection.kept if self.selection is not None else []
 
     def _shared_with_others(self) -> set[int]:
-        return self._outputs | {frozen.key for frozen in self._arguments() if frozen.key is not None}
+        return self._outputs | {frozen.key for frozen in self.arguments() if frozen.key is not None}
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it runs again on other values than it ran on, by itself or in a block around it."""
+        mine = self.action is Action.RECOMPUTE_COMPRESSED
+        return mine or (self.parent is not None and self.parent.inexact)
 
     def _above_recomputes(self) -> bool:
         return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())

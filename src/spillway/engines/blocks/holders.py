@@ -22,6 +22,7 @@ class Holder:
 
     __slots__ = (
         "__weakref__",
+        "differentiable",
         "dtype",
         "fingerprint",
         "frame",
@@ -36,7 +37,7 @@ class Holder:
 
     def __init__(self, frame: Frame, tensor: Tensor, value: Any, pinned: bool, watched: bool) -> None:
         self.frame = frame
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.shape, self.dtype, self.differentiable = tensor.shape, tensor.dtype, tensor.requires_grad
         self.value = value
         """None while it is away. Where the user has hooks of his own, what they made of the tensor."""
         self.pinned = pinned

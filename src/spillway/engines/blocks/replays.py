@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 from torch import Tensor
 
 from spillway.engines.blocks.fingerprints import first_changed
-from spillway.errors import RecomputeError
+from spillway.errors import EngineError, RecomputeError
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.frame import Frame
@@ -18,6 +18,29 @@ if TYPE_CHECKING:
 def detached(tensor: Tensor) -> Tensor:
     """Without its graph, which a node that saves its own result would hold for ever."""
     return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def check_unchanged(frame: Frame) -> None:
+    """Before a second run.
+
+    Raises:
+        RecomputeError: What the first ran on has been written to.
+    """
+    if frame.frozen is None:
+        raise EngineError(f"The arguments of {frame.name} are gone.")
+    moved = next((i for i, one in enumerate(frame.arguments()) if one.moved_on and not one.copied), None)
+    if moved is not None:
+        frame.site.written.add((frame.call, moved))
+        raise RecomputeError(
+            f"Argument {moved} of {frame.name} was written to in place after the block had run, for the first time "
+            f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
+        )
+    written = frame.snapshot.written()
+    if written:
+        raise RecomputeError(
+            f"{written} of {frame.site.name} was written to between its forward and its backward, so "
+            f"the block cannot run again as it ran; keep this block, or write after the backward."
+        )
 
 
 @final
@@ -82,9 +105,16 @@ class Replay:
             self._fail(f"saved tensor {number}, {holder.looks}, holds other values")
 
     def _fail(self, clause: str) -> None:
+        decides = "a stream of random numbers or a state outside of the model decides what it does: register it with "
+        decides += "generators="
+        if self._frame.inexact:
+            decides = (
+                "it ran on arguments that had been quantized, and their values decide what it does: compress what "
+            )
+            decides += "it saves (Action.COMPRESS)"
         error = RecomputeError(
-            f"The second run of {self._frame.name} was not the same as the first: {clause}; a stream of random numbers "
-            f"or a state outside of the model decides what it does: register it with generators=, or keep this block."
+            f"The second run of {self._frame.name} was not the same as the first: {clause}; {decides}, or keep this "
+            f"block."
         )
         self._error = self._error or error  # the model may catch what is raised in the middle of it
         raise error

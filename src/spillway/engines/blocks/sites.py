@@ -8,9 +8,9 @@ from typing import Any, final
 
 from torch import nn
 
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.compiled import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
+from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 
 
@@ -57,6 +57,7 @@ class Figures:
     own_bytes: Bytes = 0
     argument_bytes: Bytes = 0
     kept_bytes: Bytes = 0
+    packed_bytes: Bytes = 0
     recomputes: int = 0
     skipped_ops: int = 0
     recompute_seconds: Seconds = 0.0

@@ -13,21 +13,26 @@ bytes right and lose none of its resources:
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, TypeAlias, cast, final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillError, SpillFullError
-from spillway.units import Bytes
+from spillway.units import Bytes, Seconds
 
 Storage = torch.UntypedStorage
+Freed: TypeAlias = Callable[[int, int, Bytes], None]
+"""Takes when it was, by `time.time_ns`, where it lay, and its bytes."""
 
 
 @final
@@ -145,6 +150,14 @@ class Store:
     def __init__(self, lanes: Lanes, write_behind: Bytes | None = None) -> None:
         self.write_behind = write_behind
         self.takes = lanes.takes
+        self.sent = 0
+        """Storages so far."""
+        self.bytes_out: Bytes = 0
+        """That were sent so far."""
+        self.bytes_in: Bytes = 0
+        """That came back so far, whoever asked."""
+        self.stall_seconds: Seconds = 0.0
+        """For which ops waited so far."""
         self._lanes = lanes
         self._lock = threading.Lock()
         self._leaving: deque[Parcel] = deque()
@@ -174,18 +187,22 @@ class Store:
         """Wait until no more than so many bytes are leaving."""
         while self._leaving and self.leaving_bytes > but_for:
             parcel = self._leaving.popleft()
-            self._lanes.finish_out(parcel)
+            with self._waiting():
+                self._lanes.finish_out(parcel)
 
     def send(self, storage: Storage) -> Home:
         """Begin to send a storage away, which nobody may write to until it is out."""
         parcel = Parcel(storage)
-        try:
-            self._start_out(parcel)
-        except SpillFullError:
-            if not self._dead:
-                raise
-            self._free_dead()
-            self._start_out(parcel)
+        with self._waiting():  # what no worker takes is written here
+            try:
+                self._start_out(parcel)
+            except SpillFullError:
+                if not self._dead:
+                    raise
+                self._free_dead()
+                self._start_out(parcel)
+        self.sent += 1
+        self.bytes_out += parcel.nbytes
         if parcel.source is not None:
             self._leaving.append(parcel)
         return Home(parcel, self)
@@ -196,7 +213,9 @@ class Store:
         if source is not None:
             return source
         arrival, parcel.arrival = parcel.arrival, None
-        storage = self._lanes.finish_in(parcel, arrival)
+        with self._waiting():
+            storage = self._lanes.finish_in(parcel, arrival)
+        self.bytes_in += parcel.nbytes
         self._reap()
         return storage
 
@@ -237,6 +256,14 @@ class Store:
             self._leaving.clear()
             self._lanes.close()
 
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stall_seconds += time.perf_counter() - began
+
     def _start_out(self, parcel: Parcel) -> None:
         with self._lock:
             self._lanes.start_out(parcel)
@@ -266,10 +293,16 @@ class Store:
 
 @final
 class DiskLanes:
-    """The spill file, for tensors on the CPU."""
+    """The spill file, for tensors on the CPU.
 
-    def __init__(self, tier: DiskTier) -> None:
+    Args:
+        tier: The file.
+        when_freed: Told by a worker that freed a storage whose bytes were out.
+    """
+
+    def __init__(self, tier: DiskTier, when_freed: Sequence[Freed] = ()) -> None:
         self.tier = tier
+        self._when_freed = when_freed
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tensors on the CPU."""
@@ -287,7 +320,22 @@ class DiskLanes:
             parcel.source = None
             return
         writing = cast("Future[None]", parcel.place.writing)
-        writing.add_done_callback(partial(_written, parcel))
+        writing.add_done_callback(partial(self._written, parcel))
+
+    def _written(self, parcel: Parcel, writing: Future[None]) -> None:
+        """In the worker: the bytes are out (rule 1)."""
+        if writing.cancelled() or writing.exception() is not None:
+            return
+        at, source = time.time_ns(), parcel.source
+        if self._when_freed and source is not None:
+            weak: Any = StorageWeakRef
+            address, there = source.data_ptr(), weak(source)
+            source = parcel.source = None
+            if there.expired():  # else somebody has it still, and will have freed it
+                for tell in tuple(self._when_freed):
+                    tell(at, address, parcel.nbytes)
+        source = parcel.source = None
+        parcel.place.writing = None  # it refers to the parcel
 
     def finish_out(self, parcel: Parcel) -> None:
         """The host waits."""
@@ -344,13 +392,6 @@ class DiskLanes:
 def _copies(parcel: Parcel) -> list[Future[Any]]:
     slot: Slot = parcel.place
     return [copy for copy in (slot.writing, parcel.under_way) if copy is not None]
-
-
-def _written(parcel: Parcel, writing: Future[None]) -> None:
-    """In the worker: the bytes are out (rule 1)."""
-    if not writing.cancelled() and writing.exception() is None:
-        parcel.source = None
-        parcel.place.writing = None  # it refers to the parcel
 
 
 def _kept_until_now(target: Storage, reading: Future[bool]) -> None:

@@ -6,7 +6,8 @@ step is over. On CUDA the allocator itself counts the peak between two moments.
 NOTE: what counts on the CPU. What was there at the beginning and is known by name, and every allocation since. That
 something else goes, such as what the user still held of an earlier step, makes no room: it never counted. The
 profiler does not tell of what was allocated while it was off and is freed while it is on, so those who know of such
-storages say when they are gone (`AbstractTrace.died`).
+storages say when they are gone (`AbstractTrace.died`). Nor does it hear of what another thread frees: that thread says
+so (`AbstractTrace.freed`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ class AbstractTrace(ABC):
         """A storage that was known at the beginning is gone."""
 
     @abstractmethod
+    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
+        """Another thread freed a storage, at that time by `time.time_ns`. Called by that thread."""
+
+    @abstractmethod
     def so_far(self) -> list[Window]:
         """The same as `stop`, and the trace goes on."""
 
@@ -95,6 +100,9 @@ class AllocationTrace(AbstractTrace):
 
     def died(self, address: int, nbytes: Bytes) -> None:
         self._memory.append(Event(time.time_ns(), -nbytes, address, told=True))
+
+    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
+        self._memory.append(Event(at, -nbytes, address))
 
     def so_far(self) -> list[Window]:
         self._end()
@@ -162,7 +170,7 @@ def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) 
             at += 1
             if nbytes > 0:
                 # What is there now was not before: the release of what had this address was not heard of.
-                held += nbytes - before.pop(address, 0)
+                held += nbytes - before.pop(address, 0) - ours.get(address, 0)
                 ours[address] = nbytes
                 peak = max(peak, held)
             elif told or address not in ours:
@@ -225,6 +233,9 @@ class CudaTrace(AbstractTrace):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def died(self, address: int, nbytes: Bytes) -> None:
+        """The allocator knows."""
+
+    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
         """The allocator knows."""
 
     def so_far(self) -> list[Window]:

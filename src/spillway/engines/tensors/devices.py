@@ -21,6 +21,17 @@ HOST_SHARE = "50%"
 """Of the machine's memory: the host budget where none is given."""
 
 
+def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
+    """The most host memory that is pinned for what leaves that device.
+
+    Raises:
+        BudgetError: A budget that cannot be read, more than there is, or one where nothing is pinned.
+    """
+    if host_budget is not None and device.type == "cpu":
+        raise BudgetError("host_budget= is for models on CUDA; what leaves memory on the CPU goes to disk.")
+    return parse_budget(HOST_SHARE if host_budget is None else host_budget, machine_memory())
+
+
 def machine_memory() -> Bytes:
     """RAM of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -59,12 +70,10 @@ def engine_for(
     Raises:
         BudgetError: A budget that cannot be read, or more than there is.
     """
+    pinned = pinned_bytes(device, host_budget)
     if device.type == "cpu":
-        if host_budget is not None:
-            raise BudgetError("host_budget= is for models on CUDA; what leaves memory on the CPU goes to disk.")
         return TensorEngine(policy, _read(budget, machine_memory()), spill_directory, spill_io)
     driver = CudaDriver(device)
-    pinned = parse_budget(HOST_SHARE if host_budget is None else host_budget, machine_memory())
     return cuda_engine(policy, _read(budget, driver.total), driver, pinned)
 
 

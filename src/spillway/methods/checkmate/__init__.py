@@ -9,13 +9,15 @@ Differs from the paper in:
 - Several outputs. A node of the paper has one; here a node makes data that are kept or freed one by one.
 - Coarsening. A step of more than `most_nodes` ops is cut into intervals of ops, and an interval runs as a whole. What
   is optimal for them, and the bound that the relaxation gives, is so **for the coarsened problem alone**: a finer plan
-  may be faster than the bound. `Solution.coarsened` says which it is.
+  may be faster than the bound. `Solution.coarsened` says which it is. Where the budget is too small for the intervals,
+  they are cut finer while time lasts.
 - What an op needs while it runs beside its outputs, and what no plan frees, counts (the paper leaves it out).
 - A plan cannot say everything that Checkmate's schedule says (`gaps.py` lists what). Where the plan of a schedule needs
   more than is allowed, the program is solved again for less, by as much. `Solution.bound` stays that of the budget.
 - Nodes of the backward run once unless `backward_again` asks for more: half of the variables, for schedules that are
   hardly ever better. `lower_bound` leaves them free to run again, so that its bound is one for the paper's program.
-- When time is up the best plan so far is taken, rounding included, and `Solution.gap` says how far it may be off.
+- When time is up the best plan so far is taken, rounding included, and `Solution.gap` says how far it may be off. Plain
+  schedules of checkpoints (`checkpoints.py`) compete: HiGHS takes no schedule to begin with, as Gurobi does.
 
 Not implemented: the paper's cost model of a TPU and its TensorFlow graphs.
 """
@@ -33,6 +35,7 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
 from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.checkmate.checkpoints import checkpoint_schedules
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import Graph, graph_of
 from spillway.methods.checkmate.milp import INFEASIBLE, OPTIMAL, Answer, Program, load_solver
@@ -80,7 +83,8 @@ class Checkmate(AbstractPlanner):
 
     Arguments:
         time_limit: Seconds for all solving together. Loading SciPy and building the program come on top.
-        most_nodes: Nodes beyond which the step is coarsened. The program has about this number squared of binaries.
+        most_nodes: Nodes beyond which the step is coarsened, at first. The program has about this number squared of
+            binaries.
         backward_again: Whether nodes of the backward may run again too.
     """
 
@@ -104,11 +108,18 @@ class Checkmate(AbstractPlanner):
     def solve(self, problem: Problem) -> Solution:
         """As `plan`, with what is known about it."""
         load_solver()
-        graph = graph_of(problem.step, self.most_nodes, backward_again=self.backward_again)
-        search = _Search(graph, problem.allowed, time.monotonic() + self.time_limit)
-        search.run()
-        if search.best is None:
-            raise search.failure(self.time_limit)
+        deadline, most_nodes = time.monotonic() + self.time_limit, self.most_nodes
+        failure: BudgetInfeasible | NoPlanFound | None = None
+        while True:
+            graph = graph_of(problem.step, most_nodes, backward_again=self.backward_again)
+            search = _Search(graph, problem.allowed, deadline)
+            search.run()
+            if search.best is not None:
+                break
+            failure = failure or search.failure(self.time_limit)  # the first one knows what its nodes need
+            if not (search.infeasible and graph.coarsened and time.monotonic() < deadline):
+                raise failure
+            most_nodes *= 2
         seconds, gaps, peak, tightened = search.best
         plan = Plan(step=problem.step.digest(), allowed=problem.allowed, projected=peak, gaps=gaps)
         return Solution(
@@ -158,12 +169,23 @@ class _Search:
         relaxed = Program(self.graph, self.allowed).solve(self._left(), relaxed=True)
         self.bound, self.infeasible = relaxed.bound, relaxed.status == INFEASIBLE
         if not self.infeasible:
+            self._keep_checkpoints()
             self._solve_exactly()
         if not (self.infeasible or self.proven):
             self._round()
 
     def _left(self) -> Seconds:
         return self.deadline - time.monotonic()
+
+    def _keep_checkpoints(self) -> None:
+        """Whatever the solver finds, it is no worse than checkpoints."""
+        program = Program(self.graph, self.allowed)
+        for keep in checkpoint_schedules(self.graph, program.keep):
+            if self._left() <= 0:
+                return
+            answer = program.rounded(keep, 0.5)
+            if answer is not None:
+                self._consider(answer, self.allowed)
 
     def _solve_exactly(self) -> None:
         budget = self.allowed

@@ -1,0 +1,68 @@
+"""What may become of a call of a block."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from spillway.errors import UsageError
+
+
+class Action(enum.Enum):
+    """What becomes of what autograd saves inside a block, once the block has run."""
+
+    KEEP = "keep"
+    """It stays. It can still be given up later (`BlockEngine.revoke`)."""
+    RECOMPUTE = "recompute"
+    """It goes; the block runs again when the backward reaches it."""
+    RECOMPUTE_OFFLOADED = "recompute, input offloaded"
+    """The same, and what the block was called with waits on disk, or in host memory on CUDA."""
+    OFFLOAD = "offload"
+    """It waits on disk, or in host memory on CUDA."""
+    SELECTIVE = "selective"
+    """It goes, but for the results of expensive ops; the block runs again without these ops."""
+    SELECTIVE_OFFLOADED = "selective, results offloaded"
+    """The same, and the results wait on disk, or in host memory on CUDA."""
+    COMPRESS = "compress"
+    """It is quantized to a few bits an element."""
+    RECOMPUTE_COMPRESSED = "recompute, input compressed"
+    """It goes; the block runs again on what it was called with, quantized."""
+    COMPRESS_OFFLOADED = "compress, offloaded"
+    """It is quantized, and waits on disk, or in host memory on CUDA."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether something waits outside of the device's memory."""
+        return self in (
+            Action.RECOMPUTE_OFFLOADED, Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED
+        )  # fmt: skip
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the block runs twice."""
+        return self not in (Action.KEEP, Action.OFFLOAD, Action.COMPRESS, Action.COMPRESS_OFFLOADED)
+
+    @property
+    def selects(self) -> bool:
+        """Whether the second run is given results of the first."""
+        return self in (Action.SELECTIVE, Action.SELECTIVE_OFFLOADED)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether what autograd saved is quantized."""
+        return self in (Action.COMPRESS, Action.COMPRESS_OFFLOADED)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the backward gets other bits than plain PyTorch's (safety rule 8)."""
+        return self.compresses or self is Action.RECOMPUTE_COMPRESSED
+
+
+LOSSLESS: Final = tuple(action for action in Action if not action.lossy)
+"""The others change no bit of what training computes."""
+
+
+def check_bits(bits: int) -> None:
+    """Raises UsageError for a number of bits that elements are not quantized to."""
+    if type(bits) is not int or bits not in (2, 4, 8):
+        raise UsageError(f"Elements are quantized to 2, 4 or 8 bits; got bits={bits!r}.")

@@ -1,0 +1,190 @@
+"""Sessions that do something else with every block than recompute it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spillway
+from spillway.engines.tiers.disk import DiskTier
+from spillway.errors import BudgetError, SpillDirectoryError, UsageError
+from spillway.methods import Action, Checkpoint
+from spillway.methods.actions import LOSSLESS
+from spillway.units import MiB
+from tests.cpu.test_block_session import Training, managed, run
+
+ACTIONS = tuple(action for action in LOSSLESS if action is not Action.KEEP)
+LOSSY = tuple(action for action in Action if action.lossy)
+
+
+def trained(action: Action, budget: Any = "1GiB", **options: Any) -> tuple[list[bytes], list[spillway.StepReport]]:
+    training = Training()
+    with managed(training, budget, Checkpoint(action), timeline=True, **options) as memory:
+        return run(training, memory), memory.history
+
+
+@pytest.fixture(scope="module")
+def most() -> int:
+    """Bytes at the peak with everything kept."""
+    training = Training()
+    with managed(training, None, timeline=True) as memory:
+        run(training, memory)
+    return max(report.peak_bytes for report in memory.history)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_the_bits_are_the_plain_ones_and_less_is_held(action: Action, most: int) -> None:
+    found, reports = trained(action)
+    assert found == run(Training(), None)
+    assert max(report.peak_bytes for report in reports) < (0.95 if action is Action.OFFLOAD else 0.85) * most
+    for report in reports:
+        assert (report.bytes_out > 0) == action.moves
+        assert (report.bytes_in > 0) == action.moves
+        assert report.recomputed_blocks == (4 if action.recomputes else 0)
+        assert (report.stall_seconds > 0) <= action.moves
+
+
+def test_what_is_offloaded_is_smaller_where_only_inputs_are() -> None:
+    (_, inputs), (_, everything) = trained(Action.RECOMPUTE_OFFLOADED), trained(Action.OFFLOAD)
+    assert 0 < inputs[-1].bytes_out < everything[-1].bytes_out
+
+
+def test_copies_ahead_give_way_to_the_budget() -> None:
+    _, reports = trained(Action.OFFLOAD)
+    tight = max(report.peak_bytes for report in reports)
+    for budget in (tight, int(0.75 * tight)):
+        found, reports = trained(Action.OFFLOAD, budget)
+        assert found == run(Training(), None)
+        assert max(report.peak_bytes for report in reports) <= budget
+
+
+def test_the_spill_file_goes_where_it_is_told_to_and_leaves_nothing(tmp_path: Path) -> None:
+    _, reports = trained(Action.OFFLOAD, spill_directory=tmp_path)
+    assert reports[-1].bytes_out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("action", [Action.KEEP, "offload", None])
+def test_only_actions_that_save_memory_are_taken(action: Any) -> None:
+    with pytest.raises(UsageError, match=r"Checkpoint does one of Action\.RECOMPUTE, .*; got "):
+        Checkpoint(action)
+
+
+def test_a_host_budget_is_for_what_is_moved_on_cuda() -> None:
+    training = Training()
+    with pytest.raises(BudgetError, match="moves nothing"):
+        managed(training, "1GiB", "checkpoint", host_budget="1GiB")
+    with pytest.raises(BudgetError, match="on the CPU goes to disk"):
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), host_budget="1GiB")
+
+
+@pytest.mark.parametrize("action", LOSSY)
+def test_a_session_quantizes_only_where_it_is_allowed_to(action: Action) -> None:
+    training = Training()
+    with pytest.raises(UsageError, match=rf"'checkpoint' is to {action.value} \(.*\), in 4 bits .* with lossy=True"):
+        managed(training, "1GiB", Checkpoint(action))
+    assert run(training, None) == run(Training(), None), "nothing was begun"
+
+
+@pytest.mark.parametrize("action", LOSSY)
+def test_lossy_training_holds_less_and_its_losses_are_near_the_plain_ones(action: Action, most: int) -> None:
+    plain, (found, reports) = run(Training(), None), trained(action, lossy=True)
+    count = len(Training().batches)
+    losses, expected = (
+        [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in all[:count]] for all in (found, plain)
+    )
+    assert torch.equal(losses[0], expected[0]), "the first forward is the plain one"
+    assert not torch.equal(losses[-1], expected[-1])
+    assert all(abs(float(one / other) - 1) < 0.02 for one, other in zip(losses, expected, strict=True))
+    assert found[-1] == plain[-1], "the stream of random numbers"
+    assert max(report.peak_bytes for report in reports) < 0.85 * most
+    for report in reports:
+        assert (report.bytes_out > 0) == (report.bytes_in > 0) == action.moves
+        assert report.recomputed_blocks == (4 if action.recomputes else 0)
+
+
+def test_the_same_seed_trains_to_the_same_bits_twice_in_as_many_bits_as_are_asked_for() -> None:
+    def once(bits: int) -> list[bytes]:
+        training = Training()
+        with managed(training, "1GiB", Checkpoint(Action.COMPRESS, bits=bits), lossy=True) as memory:
+            return run(training, memory)
+
+    assert once(4) == once(4)
+    assert once(4) != once(8)
+    with pytest.raises(UsageError, match="2, 4 or 8 bits; got bits=5"):
+        Checkpoint(Action.COMPRESS, bits=5)
+
+
+def test_lossy_is_a_permission_and_changes_nothing_else() -> None:
+    found, _ = trained(Action.RECOMPUTE, lossy=True)
+    assert found == run(Training(), None)
+
+
+class Uneven(torch.nn.Module):
+    """A small block, then one that saves much more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Wide(1), Wide(8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Wide(torch.nn.Module):
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        for _ in range(self.times):
+            y = torch.tanh(y)
+        return y
+
+
+def uneven_peaks(budget: Any, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of steps whose copies take so much longer, by the number of the step."""
+    torch.manual_seed(0)
+    model, x, fill, number = Uneven(), torch.randn(4096, 64), DiskTier._fill, 0
+    monkeypatch.setattr(DiskTier, "_fill", lambda *args: (time.sleep(seconds(number)), fill(*args))[1])
+    with spillway.manage(
+        model, budget=budget, method=Checkpoint(Action.OFFLOAD), blocks=["blocks.0", "blocks.1"]
+    ) as memory:
+        for number in range(3):  # noqa: B007 - read by the lambda
+            with memory.step(x):
+                model(x).square().mean().backward()
+            model.zero_grad()
+    assert all(report.peak_measured for report in memory.history)
+    return [report.peak_bytes for report in memory.history]
+
+
+def test_a_slower_disk_in_later_steps_is_seen_and_makes_no_step_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        freely = uneven_peaks("1GiB", lambda number: 0.02 * bool(number), patch)
+    with monkeypatch.context() as patch:
+        at_once = uneven_peaks("1GiB", lambda number: 0.0, patch)
+    assert max(freely) >= max(at_once)
+    budget = max(at_once) + 2 * MiB
+    assert max(uneven_peaks(budget, lambda number: 0.02 * bool(number), monkeypatch)) <= budget
+
+
+def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> None:
+    training = Training()
+    with pytest.raises(UsageError, match="spill_io is"):
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill_io="nonsense")
+    with pytest.raises(SpillDirectoryError):
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill_directory=tmp_path / "none")
+
+
+def test_the_run_file_tells_the_action(tmp_path: Path) -> None:
+    trained(Action.SELECTIVE, run_file=tmp_path / "run.jsonl")
+    assert '"action":"selective"' in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()[0].replace(": ", ":")
