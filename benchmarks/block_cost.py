@@ -23,9 +23,9 @@ from benchmarks.growth_models import BUILDS
 from benchmarks.host_cost import CountsOps
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
 from benchmarks.timing import Clock, median_ratio
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine
+from spillway.methods.actions import Action
 from spillway.workloads import Batch, Workload, get
 
 PLAIN: Final = "plain"

@@ -1,4 +1,4 @@
-"""Many architectures under every action of the block engine, mixed, and revoked at random moments: the same bits."""
+"""Many architectures under every lossless action of the block engine, mixed, and revoked at random: the same bits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from benchmarks.block_models import ARCHITECTURES
 from benchmarks.exactness import different
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import ModelError
+from spillway.methods.actions import LOSSLESS, Action
 from spillway.units import Bytes, format_bytes
 from tests.cpu.families import FAMILIES
 from tests.cpu.family import Build, Built
@@ -72,12 +72,12 @@ def _always(action: Action) -> Choose:
 
 
 def _any(draw: random.Random) -> Action:
-    return draw.choice(list(Action))
+    return draw.choice(LOSSLESS)
 
 
 WAYS: Final[Mapping[str, Way]] = MappingProxyType(
     {
-        **{action.value: Way(choose=_always(action)) for action in Action},
+        **{action.value: Way(choose=_always(action)) for action in LOSSLESS},
         "mixed": Way(choose=_any),
         "keep, revoked": Way(choose=_always(Action.KEEP), revoked=True),
         "mixed, revoked": Way(choose=_any, revoked=True),

@@ -14,8 +14,8 @@ from torch.profiler import record_function
 from benchmarks.drawing import Line, Panel, can_draw, png
 from benchmarks.mimose_lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.methods.actions import Action
 from spillway.methods.mimose import BlockSample, Forecast, Options, StepSample, simulate
 from spillway.methods.mimose.planning import SimulatedPlanning
 from spillway.units import Bytes, MiB, format_bytes

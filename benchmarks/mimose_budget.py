@@ -1,20 +1,27 @@
 """A thousand steps of changing length under each of three budgets on the block engine: the exact peak of every step.
 
+Drawn against the length, as in Mimose's Figure 14.
+
 Models from transformers' configurations, small, with dropout; lengths as in the data sets of Mimose's paper, drawn
 evenly, because the data's own are not public. The last model's size is two lengths.
 """
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 import spillway
+from benchmarks.drawing import Line, Panel, can_draw, png
 from benchmarks.record import (
     Benchmark,
     Check,
@@ -28,8 +35,9 @@ from benchmarks.record import (
     share_columns,
     text_columns,
 )
+from benchmarks.workers import Job, started
 from spillway.errors import BudgetInfeasible
-from spillway.units import Bytes
+from spillway.units import Bytes, MiB
 from spillway.workloads import seed_everything
 
 SHARES: Final = (0.0, 0.4, 0.8)
@@ -110,18 +118,25 @@ class Size:
 
 
 def run(size: Size, tell: Tell) -> Result:
-    """Train every model plainly for its losses and its peaks, then under every budget."""
-    try:
-        import transformers
-    except ImportError:
-        raise Skipped("transformers is not installed") from None
-    rows = [row for number in size.subjects for row in _rows(SUBJECTS[number], transformers, size, tell)]
+    """Train every model plainly for its losses and its peaks, then under every budget.
+
+    A model has a process of its own, and as many run beside each other as there are processors: nothing is timed.
+    """
+    if find_spec("transformers") is None:
+        raise Skipped("transformers is not installed")
+    longest_first = sorted(size.subjects, key=lambda number: -SUBJECTS[number].lengths[1])
+    with ThreadPoolExecutor(os.cpu_count()) as beside:
+        waiting = {number: beside.submit(_in_a_process, number, size, tell) for number in longest_first}
+        measured = [waiting[number].result() for number in size.subjects]
+    rows = [row for found, _ in measured for row in found]
+    panels = [panel for _, panel in measured]
     return Result(
         title=f"{size.steps} steps of changing length on the block engine, the exact peak of each",
         columns=COLUMNS,
         rows=rows,
         checks=[check for row in rows for check in _checks(row)],
-        notes=NOTES,
+        notes=(*NOTES, *([] if can_draw() else ["Not drawn: matplotlib, the extra `pictures`, is not installed."])),
+        pictures={"mimose_budget.png": png(panels)} if can_draw() else {},
     )
 
 
@@ -142,21 +157,65 @@ NOTES: Final = (
 )
 
 
-def _rows(subject: Subject, library: Any, size: Size, tell: Tell) -> list[Row]:
-    tell(f"{subject.name}: plain")
+def _in_a_process(number: int, size: Size, tell: Tell) -> tuple[list[Row], Panel]:
+    options = {"number": number, "steps": size.steps, "shares": tuple(size.shares)}
+    with started(Job(function="benchmarks.mimose_budget:competitor", options=options)) as worker:
+        measured: tuple[list[Row], Panel] = worker.ask()
+    tell(f"{SUBJECTS[number].name}: {size.steps} steps of each run")
+    return measured
+
+
+def competitor(*, number: int, steps: int, shares: Sequence[float]) -> Callable[[], tuple[list[Row], Panel]]:
+    """All runs of one model, in its own process."""
+    import transformers
+
+    return partial(_measured, SUBJECTS[number], transformers, Size(subjects=(number,), steps=steps, shares=shares))
+
+
+def _measured(subject: Subject, library: Any, size: Size) -> tuple[list[Row], Panel]:
     losses, _ = _train(subject, library, size.steps, None, None)
-    tell(f"{subject.name}: with every block recomputed")
     _, floor = _train(subject, library, size.steps, "90%", "checkpoint")
-    tell(f"{subject.name}: with nothing recomputed")
     _, most = _train(subject, library, size.steps, None, "mimose")
     low, high = int(SPARE * max(r.peak_bytes for r in floor)), max(r.peak_bytes for r in most)
-    rows = []
+    rows, runs = [], {}
     for share in size.shares:
         budget = int(low + share * (high - low))
-        tell(f"{subject.name}: budget {budget}, {size.steps} steps")
         found, reports = _train(subject, library, size.steps, budget, "mimose")
         rows.append(_row(subject, share, budget, losses, found, reports))
-    return rows
+        runs[budget] = reports
+    return rows, _drawn(subject, runs, floor, most)
+
+
+def _drawn(
+    subject: Subject,
+    runs: Mapping[Bytes, list[spillway.StepReport]],
+    floor: list[spillway.StepReport],
+    most: list[spillway.StepReport],
+) -> Panel:
+    """The peak of every step against how long its input was, the budgets as lines across."""
+    lines: list[Line] = []
+    for colour, (budget, reports) in enumerate(runs.items()):
+        shown = f"budget {budget / MiB:.1f} MiB"
+        lines.append(_points(reports, shown, colour))
+        lines.append(Line(label="", x=_ends(most), y=[budget / MiB] * 2, colour=colour, style="--"))
+    for label, reports in (("none recomputed", most), ("all recomputed", floor)):
+        lines.append(_points(reports, label, len(lines) - len(runs)))
+    across = "length of both inputs together" if subject.two else "length of the input"
+    return Panel(title=subject.name, x=(), across=across, up="peak of a step, MiB", lines=lines)
+
+
+def _points(reports: Sequence[spillway.StepReport], label: str, colour: int) -> Line:
+    y = [report.peak_bytes / MiB for report in reports]
+    return Line(label=label, x=[_length(report) for report in reports], y=y, colour=colour, style=".")
+
+
+def _ends(reports: Sequence[spillway.StepReport]) -> list[int]:
+    lengths = [_length(report) for report in reports]
+    return [min(lengths), max(lengths)]
+
+
+def _length(report: spillway.StepReport) -> int:
+    return sum(report.input_size or ())
 
 
 def _train(

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.mimose_lab import Subject, build
-from spillway.engines.blocks.actions import Action
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.trace import AllocationTrace
+from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 
 RECOMPUTED: Final = "every block recomputed, nothing counted"

@@ -273,7 +273,7 @@ BENCHMARK: Final = Benchmark(
     name="mimose_planning",
     run=run,
     full=Size(blocks=(12, 24, 96), plans=200, rounds=21, steps=2000,
-              encoder={"layers": 4, "width": 512, "batch": 4, "length": 96}, turns=9),
+              encoder={"layers": 4, "width": 768, "batch": 4, "length": 128}, turns=15),
     quick=Size(blocks=(3,), plans=5, rounds=2, steps=20,
                encoder={"layers": 2, "width": 64, "batch": 2, "length": 12}, turns=1),
 )  # fmt: skip
