@@ -281,7 +281,7 @@ class _Step:
             # How long copies take is not the same in every step.
             wanted = session._traces or sheltered or session._method.action.moves
             wanted = wanted or self._key not in self._family.traced
-            self._base = session._meter.read()
+            self._base = session._meter.begin(self._start)
             self._trace = trace_for(session._device, self._known) if wanted else None
             if self._trace is not None:
                 self._trace.mark()

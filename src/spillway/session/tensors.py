@@ -159,15 +159,15 @@ class _Step:
         self._circumstances = session._circumstances(self._signature)
         self._fit = session._known_to_fit(self._circumstances, self._batch)
         self._aside = self._fit is not None
-        if not self._aside:
+        if self._fit is None:
             self._states, self._versions = session._state_entries(), session._versions()
         self._start = engine.controller.resident
         self._interrupts = DeferredInterrupts(engine.interrupts)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
         take_turn(engine, lambda: (tensor for _, tensor in named()), alone=not others_open(engine))
-        if self._aside:
-            engine.place.begin_aside()
+        if self._fit is not None:
+            engine.place.begin_aside(self._fit.growth)
         else:
             reset_peak()
             self._interrupts.__enter__()

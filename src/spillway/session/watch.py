@@ -136,6 +136,7 @@ class StepWatch:
             self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
             engine.when_freed.append(trace.freed)
         self._base = base
+        self._overcounted: Bytes = 0
         self._marks.append(Mark("step", -1, -1))
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -219,10 +220,10 @@ class StepWatch:
     def _make_room(self, needed: Bytes, number: int) -> None:
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self.largest))
-        over = self._taken() + needed - self._allowed
+        over = self._taken(needed) + needed - self._allowed
         if over + 2 * self.largest > 0 and self._action.moves and self._engine.leaving_bytes:
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
-            over = self._taken() + needed - self._allowed
+            over = self._taken(needed) + needed - self._allowed
         if over <= 0:
             return
         for one in self.passes:
@@ -232,7 +233,11 @@ class StepWatch:
                 if freed:
                     one.revoked.add(first)
                 over -= freed
-        self._refuse_above(self._taken() - coarse(self._allowed), number)
+        taken = self._taken() - coarse(self._allowed)
+        if taken > self._allowed:
+            most = self._meter.most()
+            taken = taken if most is None else min(taken, most)
+        self._refuse_above(taken, number)
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._allowed:
@@ -241,10 +246,26 @@ class StepWatch:
                 needed=taken, allowed=self._allowed, op=name, op_index=number, smallest_budget=taken, exact=False
             )
 
-    def _taken(self) -> Bytes:
-        taken = self._start + self._meter.read() - self._base
+    def _taken(self, needed: Bytes = 0) -> Bytes:
+        """Now, by the meter; where that leaves no room for what is needed, by the trace as well if there is one."""
+        taken = self._start + self._meter.read() - self._base - self._overcounted
+        if taken + needed > self._allowed and self._trace is not None and not _in_backward():
+            taken -= self._count_again(taken)
         self.highest = max(self.highest, taken)
         return taken
+
+    def _count_again(self, taken: Bytes) -> Bytes:
+        """What the meter has counted besides tensors, as far as it was not known before.
+
+        Libraries keep what they made for sizes that are new to them; steps of new sizes are traced. Within a backward
+        no trace can be read: autograd puts the thread's callbacks back after every node, those of a profiler included.
+        """
+        windows = self._trace.so_far() if self._trace is not None else []
+        if not windows:
+            return 0
+        besides = max(taken - self._start - windows[-1].level, 0)
+        self._overcounted += besides
+        return besides
 
     def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
         self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
@@ -390,6 +411,10 @@ class _Measured:
 
 def _nothing() -> None:
     return None
+
+
+def _in_backward() -> bool:
+    return int(torch._C._current_graph_task_id()) >= 0
 
 
 def without_gradient(model: torch.nn.Module) -> set[int]:

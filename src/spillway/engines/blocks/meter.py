@@ -22,6 +22,17 @@ class AbstractMeter(ABC):
     def read(self) -> Bytes:
         """Bytes that are taken now."""
 
+    def begin(self, named: Bytes) -> Bytes:
+        """Read when a step begins, at whose storages with names `most` counts from."""
+        return self.read()
+
+    def most(self) -> Bytes | None:
+        """What the step can have taken at most, those storages included, seen in another way; None where there is none.
+
+        Asked when the reading is above the budget: it may take milliseconds.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """It is not read any more."""
@@ -42,16 +53,46 @@ class _Heap(ctypes.Structure):
 class HeapMeter(AbstractMeter):
     """What the C library's allocator has handed out to the whole process (about 6 us).
 
-    It knows tensors to within a few hundred KiB: what else the process takes from the same allocator is in it.
+    It knows tensors to within a few hundred KiB: what else the process takes from the same allocator is in it. Most of
+    that is small, but oneDNN's code for a product of matrices is not: on some processors it reserves megabytes for
+    every shape that is new to it. Next to nothing of them is ever touched, so that pages tell them from tensors.
     """
+
+    def __init__(self) -> None:
+        self._memory = ResidentSet()
+        self._others: Bytes | None = None
+        """Resident at the beginning of the step besides what had a name, or less."""
+        self._rest: Bytes = 0
+        """Handed out then besides what had a name."""
 
     def read(self) -> Bytes:
         assert _mallinfo2 is not None
         info = _mallinfo2()
         return int(info.uordblks) + int(info.hblkhd)
 
+    def begin(self, named: Bytes) -> Bytes:
+        """The first time, what was freed before goes back to the system."""
+        if self._others is None:
+            self._memory.trim()
+            self._others = self._memory.read() - named
+            self._rest = self.read() - named
+        taken = self.read()
+        # What others gave up since may have left the resident set.
+        self._others -= max(self._rest - (taken - named), 0)
+        self._rest = taken - named
+        return taken
+
+    def most(self) -> Bytes | None:
+        """By the resident set, after what was freed has gone back to the system; None where that is not told."""
+        if self._others is None:
+            return None
+        self._memory.trim()
+        resident = self._memory.read()
+        return resident - self._others if resident else None
+
     def close(self) -> None:
-        """Nothing to do."""
+        """Close the descriptor."""
+        self._memory.close()
 
 
 @final

@@ -163,7 +163,7 @@ class CudaPlace(AbstractPlace):
             self.reserve.learn(self._peak)
             self._machine.reap()
 
-    def begin_aside(self) -> None:
+    def begin_aside(self, growth: Bytes) -> None:
         """Measure from here."""
         self.meter.begin()
 

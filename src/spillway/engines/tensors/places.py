@@ -123,8 +123,8 @@ class AbstractPlace(ABC):
         """It ended."""
 
     @abstractmethod
-    def begin_aside(self) -> None:
-        """A step begins that nobody watches."""
+    def begin_aside(self, growth: Bytes) -> None:
+        """A step begins that nobody watches; it is to take so many bytes above what is there."""
 
     @abstractmethod
     def outgrown(self) -> bool:
@@ -156,6 +156,7 @@ class CpuPlace(AbstractPlace):
         hold_heap()
         self._release_heap = weakref.finalize(self, release_heap)
         self.creations = self.reclaimer = Reclaimer(self.resident_set)
+        self._settled_for: Bytes = 0  # growth of steps that nobody watched since one was watched
         self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
         self.generator = torch.default_generator
         self.settings = NO_SETTINGS
@@ -177,6 +178,7 @@ class CpuPlace(AbstractPlace):
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """What is in slots of earlier steps may have been written by the user."""
         self.tier.generation += 1
+        self._settled_for = 0
         self._machine.returns_pages = base_rss is not None
         if base_rss is not None and allowed < UNLIMITED:
             self.reclaimer.limit = base_rss + int(allowed * (1 + RSS_SLACK))
@@ -188,8 +190,11 @@ class CpuPlace(AbstractPlace):
         """From here on the user may write through mapped slots."""
         self.tier.generation += 1
 
-    def begin_aside(self) -> None:
-        """Nothing to do."""
+    def begin_aside(self, growth: Bytes) -> None:
+        """Return what steps before left behind: it lies in pieces, and need not be where the step can use it."""
+        if growth > self._settled_for:
+            self.reclaimer.settle(growth)
+            self._settled_for = growth
 
     def outgrown(self) -> bool:
         """By the resident set."""

@@ -1,0 +1,82 @@
+"""The meter of the block engine: libraries take memory that they never touch, and no step is refused for that."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import spillway
+from spillway.engines.blocks.meter import HeapMeter, meter_for
+from spillway.units import KiB, MiB
+from tests.cpu.test_block_session import Training, managed, run
+
+if not isinstance(meter_for(torch.device("cpu")), HeapMeter):
+    pytest.skip("the C library does not tell what it has handed out", allow_module_level=True)
+
+RESERVED = 8 * MiB
+
+
+@pytest.fixture
+def reserve() -> Iterator[Callable[[], None]]:
+    """Takes memory from the allocator and leaves it alone, as oneDNN does for code."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    taken: list[int] = []
+
+    def take() -> None:
+        taken.append(libc.malloc(ctypes.c_size_t(RESERVED)))
+
+    yield take
+    for address in taken:
+        libc.free(address)
+
+
+def test_what_is_reserved_is_read_and_told_from_what_is_there(reserve: Callable[[], None]) -> None:
+    meter = HeapMeter()
+    start = meter.begin(0)
+    tensor = torch.ones(6 * MiB, dtype=torch.uint8)
+    reserve()
+    assert meter.read() - start >= tensor.nbytes + RESERVED
+    most = meter.most()
+    assert most is not None
+    assert tensor.nbytes <= most < tensor.nbytes + 2 * MiB
+    meter.close()
+
+
+def test_what_others_gave_up_between_steps_makes_no_room() -> None:
+    meter = HeapMeter()
+    others = torch.ones(16 * MiB, dtype=torch.uint8)
+    meter.begin(0)
+    del others
+    meter.begin(0)
+    tensor = torch.ones(6 * MiB, dtype=torch.uint8)
+    most = meter.most()
+    assert most is not None
+    assert tensor.nbytes <= most
+    meter.close()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_step_is_not_refused_for_what_a_library_reserves(when: str, reserve: Callable[[], None]) -> None:
+    training = Training((64,))
+    with managed(training, "1GiB", "checkpoint", timeline=True) as memory:
+        run(training, memory)
+    budget = memory.history[0].peak_bytes + 3 * MiB
+    assert budget < RESERVED
+    training = Training((64,))
+    block = training.model.blocks[2]
+    hook = block.register_forward_pre_hook if when == "forward" else block.register_full_backward_hook
+    hook(lambda *_: reserve())
+    with managed(training, budget, "checkpoint") as memory:
+        run(training, memory)
+    assert memory.history[0].peak_bytes <= budget
+
+
+def test_a_step_that_takes_too_much_is_refused_all_the_same(reserve: Callable[[], None]) -> None:
+    training = Training((64,))
+    training.model.blocks[2].register_forward_pre_hook(lambda *_: reserve())
+    with managed(training, 900 * KiB, "checkpoint") as memory, pytest.raises(spillway.BudgetInfeasible):
+        run(training, memory)
