@@ -111,6 +111,39 @@ def measured_crossover(sweep: Sweep, method: str | None = None) -> Crossover | N
     return crossing(gains(sweep, method, SweepPoint.measured))
 
 
+def best_crossover(sweep: Sweep) -> Crossover | None:
+    """Of the best method at each point, as measured, or as predicted where it was not measured to the end."""
+    measured, predicted = (gains(sweep, None, gain) for gain in (SweepPoint.measured, SweepPoint.predicted))
+    there = measured and (not predicted or measured[-1][0] >= predicted[-1][0])
+    return crossing(measured if there else predicted)
+
+
+def crossover_sentence(sweep: Sweep, method: str | None = None) -> str:
+    """From where on a method pays, predicted and measured; the best of all at each point for None."""
+    said = []
+    for how, gain in (("predicted", SweepPoint.predicted), ("measured", SweepPoint.measured)):
+        pairs = gains(sweep, method, gain)
+        if len(pairs) >= FEWEST_POINTS:
+            said.append(f"{how}: {_told(sweep, crossing(pairs), pairs)}")
+    name = "the best method" if method is None else method
+    return f"{name}: {'; '.join(said)}." if said else f"{name}: not known at {FEWEST_POINTS} values or more."
+
+
+def _told(sweep: Sweep, found: Crossover | None, pairs: Sequence[tuple[float, float]]) -> str:
+    if found is None:
+        return f"does not pay at {_value(sweep, pairs[-1][0])}, the most that is known"
+    if found.below is None:
+        return f"pays from {_value(sweep, found.first)} on, the least that is known"
+    between = "" if found.at is None or sweep.over == "devices" else f" (between the two at {found.at:.4g})"
+    return f"pays from {_value(sweep, found.first)} on, and not at {found.below:g}{between}"
+
+
+def _value(sweep: Sweep, value: float) -> str:
+    if sweep.over == "width":
+        return f"{sweep.unit} {value:g}"
+    return f"{value:g} {sweep.unit.removesuffix('s') if value == 1 else sweep.unit}"
+
+
 def gains(
     sweep: Sweep, method: str | None, gain: Callable[[SweepPoint, str], float | None]
 ) -> list[tuple[float, float]]:

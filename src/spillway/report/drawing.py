@@ -7,6 +7,7 @@ and dark.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from io import StringIO
@@ -107,7 +108,10 @@ def svg_of(draw: Callable[[], Figure], colours: Iterable[Colour], *, name: str =
         figure = draw()
         figure.patch.set_visible(False)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(written, format="svg", metadata=nothing)
+        with warnings.catch_warnings():
+            # The reader's font is asked for the letters, and not the one that measures them here.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
+            figure.savefig(written, format="svg", metadata=nothing)
     text = written.getvalue()
     text = re.sub(r'font-family: [^;"]*', "font-family: system-ui, sans-serif", text[text.index("<svg") :])
     for variable, colour in (*_PAGE, *((colour.variable, colour.light) for colour in colours)):
