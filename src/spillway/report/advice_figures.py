@@ -15,6 +15,7 @@ from markupsafe import Markup
 from spillway.advisor.measurements import Samples
 from spillway.advisor.sweeps import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.verdict import Fitted, Row, ratios
+from spillway.report.axis import short_seconds
 from spillway.report.chart import round_bytes, short_bytes
 from spillway.report.drawing import (
     BLUE,
@@ -22,7 +23,6 @@ from spillway.report.drawing import (
     GREY,
     INK,
     LINE,
-    MARKS,
     ORANGE,
     PAPER,
     PINK,
@@ -30,11 +30,10 @@ from spillway.report.drawing import (
     VIOLET,
     YELLOW,
     Colour,
-    Family,
     spread,
     svg_of,
 )
-from spillway.units import Bytes, format_bytes, format_seconds
+from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,18 +42,38 @@ if TYPE_CHECKING:
 Kinds: TypeAlias = Mapping[tuple[str, int], Mapping[str, Bytes]]
 """Bytes of a step at its peak by what they are, by method and batch size."""
 
-FAMILIES: Final = (
-    Family(GREY, ("plain", "exact", "keep-all")),
-    Family(GREEN, ("checkpoint", "ckpt")),
-    Family(ORANGE, ("swap", "swap-prefetch", "cpu-off")),
-    Family(PINK, ("compress", "L1")),
-    Family(BLUE, ("checkpoint-swap", "swap_ckpt", "ckpt_swap")),
-    Family(YELLOW, ("compress-swap", "L4bit-swap")),
-    Family(VIOLET, ("checkpoint-compress", "L1_ckpt", "selective", "selective-swap", "dtr")),
-)
-"""Ours, and beside them what PAPAYA's measurements call the same."""
-OTHER_MARKS: Final = "*<>hdp8"
-"""Of methods that are none of these, each with every colour in turn."""
+
+class Style(NamedTuple):
+    """How a method is drawn."""
+
+    colour: str
+    """On light paper."""
+    mark: str
+
+
+_PLAIN, _CHECKPOINT, _SWAP, _COMPRESS, _CHECKPOINT_SWAP, _COMPRESS_SWAP, _CHECKPOINT_COMPRESS = (
+    Style(colour.light, mark)
+    for colour, mark in (
+        (GREY, "o"), (GREEN, "s"), (ORANGE, "^"), (PINK, "D"), (BLUE, "P"), (YELLOW, "X"), (VIOLET, "v"),
+    )
+)  # fmt: skip
+STYLES: Final[Mapping[str, Style]] = {
+    **dict.fromkeys(("plain", "exact", "keep-all"), _PLAIN),
+    **dict.fromkeys(("checkpoint", "ckpt"), _CHECKPOINT),
+    **dict.fromkeys(("swap", "cpu-off"), _SWAP),
+    **dict.fromkeys(("compress", "L1"), _COMPRESS),
+    **dict.fromkeys(("checkpoint-swap", "swap_ckpt"), _CHECKPOINT_SWAP),
+    **dict.fromkeys(("compress-swap", "L4bit-swap"), _COMPRESS_SWAP),
+    **dict.fromkeys(("checkpoint-compress", "L1_ckpt"), _CHECKPOINT_COMPRESS),
+    "swap-prefetch": Style(ORANGE.light, "<"),
+    "selective": Style(GREEN.light, "p"),
+    "selective-swap": Style(BLUE.light, "p"),
+}
+"""Ours, and what PAPAYA's measurements call the same."""
+METHODS: Final = (VIOLET, YELLOW, BLUE, PINK, ORANGE, GREEN, GREY)
+"""Colours of methods."""
+OTHER_MARKS: Final = "*hd>8"
+"""Of methods that have no style above, each with every colour in turn."""
 
 PARTS: Final[Mapping[str, Colour]] = {
     "parameters": Colour("#33628f", "#5b95cc"),
@@ -69,7 +88,8 @@ PARTS: Final[Mapping[str, Colour]] = {
 """What bytes are; the last two where the line alone is known."""
 UNNAMED: Final = Colour("#d4739a", "#dc83a7")
 """Of any other kind."""
-COLOURS: Final = (*dict.fromkeys((*(family.colour for family in FAMILIES), *PARTS.values(), UNNAMED)),)
+COLOURS: Final = (*dict.fromkeys((*METHODS, *PARTS.values(), UNNAMED)),)
+"""Everything that a page has to name."""
 
 BARS: Final = 40
 """The most bars of a figure; of more batch sizes a method keeps its smallest and its largest."""
@@ -81,13 +101,6 @@ FAR: Final = 4.0
 """A score of so many times the point is drawn at the edge."""
 LABELS: Final = 0.055
 """What a label needs of the height of the axes."""
-
-
-class Style(NamedTuple):
-    """How a method is drawn."""
-
-    colour: str
-    mark: str
 
 
 @final
@@ -113,18 +126,15 @@ class End(NamedTuple):
 
 
 def styles_of(methods: Iterable[str]) -> dict[str, Style]:
-    """A style of its own for each method; the same on every page for those that have a name here."""
-    styles, others = dict[str, Style](), 0
-    for method in dict.fromkeys(methods):
-        family = next((family for family in FAMILIES if method in family.methods), None)
-        if family is None:
-            colour = FAMILIES[-1 - others % len(FAMILIES)].colour
-            mark = OTHER_MARKS[others // len(FAMILIES) % len(OTHER_MARKS)]
-            others += 1
-        else:
-            colour, mark = family.colour, MARKS[family.methods.index(method)]
-        styles[method] = Style(colour.light, mark)
-    return styles
+    """A style for each method; the same on every page for those that have a name here, and the others apart."""
+    methods = list(dict.fromkeys(methods))
+    others = [method for method in methods if method not in STYLES]
+    count = len(METHODS)
+    new = {
+        method: Style(METHODS[place % count].light, OTHER_MARKS[place // count % len(OTHER_MARKS)])
+        for place, method in enumerate(others)
+    }
+    return {method: STYLES.get(method) or new[method] for method in methods}
 
 
 # ---------------------------------------------------------------------- memory by kind
@@ -178,7 +188,8 @@ def _draw_memory(bars: Kinds, parts: Sequence[str], limit: float) -> Figure:
         axes.barh(range(len(bars)), widths, left=starts, color=colour, height=0.72, edgecolor=PAPER, linewidth=0.4)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     axes.set_yticks(range(len(bars)), [f"{_short(method)}, batch {size}" for method, size in bars])
-    axes.invert_yaxis()
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    axes.grid(visible=False, axis="y")
     right = max(starts)
     if isfinite(limit) and limit <= 2 * right:
         right = max(right, limit)
@@ -275,7 +286,7 @@ def _draw_fits(fitted: Sequence[tuple[Row, Fitted]], styles: Mapping[str, Style]
     memories.set_ylim(0, 1.05 * top)
     times.set_ylim(bottom=0)
     _byte_ticks(memories.yaxis.set_ticks, 1.05 * top)
-    times.yaxis.set_major_formatter(lambda seconds, _: format_seconds(max(seconds, 0.0)))
+    times.yaxis.set_major_formatter(lambda seconds, _: short_seconds(max(seconds, 0.0)))
     _label(memories, ends)
     _label(times, later)
     return figure
@@ -323,7 +334,7 @@ def _draw_scores(placed: Sequence[Placed], styles: Mapping[str, Style]) -> Figur
     axes.axvline(1, color=INK, linewidth=1, linestyle=(0, (4, 2)))
     axes.axhline(1, color=INK, linewidth=1, linestyle=(0, (1, 2)))
     axes.set_xlim(-0.25, max(1.6, 1.05 * max(min(at, FAR) for _, at, _, _ in placed)))
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.1, axes.get_ylim()[1]))
     _label(axes, ends)
     return figure
 
