@@ -38,7 +38,7 @@ Devices = Annotated[
 Gradients = Annotated[
     str | None,
     typer.Option(
-        help="Bytes of gradients that devices exchange every step, as 1.3GB; with --devices. One for all networks of a file."
+        help="Bytes of gradients that devices exchange every step, as 1.3GB; the same for all networks of a file."
     ),
 ]
 Link = Annotated[str | None, typer.Option(help="How fast devices exchange them, as 25GB/s; with --devices.")]
