@@ -120,8 +120,8 @@ def test_it_needs_nothing_else_and_has_no_id_twice(whole: str) -> None:
     assert found.wanted == []
     assert "script" not in found.tags
     assert set(found.targets) <= {f"#{name}" for name in found.ids}
-    own = [name for name in found.ids if re.fullmatch(r"[es]\d+|rest", name)]
-    assert len(own) == len(set(own))
+    assert set(re.findall(r"url\(#([^)]*)\)", whole)) <= set(found.ids)
+    assert len(found.ids) == len(set(found.ids))
     assert re.findall(r"https?://\S+", whole.replace("http://www.w3.org/", "")) == []
 
 
