@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,18 +14,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from spillway.advisor.measurements import MB, read_measurements
-from spillway.advisor.sweeps import Sweep
 from spillway.advisor.verdict import Best, Row, advise, default_limit, ratios, sentence
 from spillway.cli.advice_page import check_page, page_facts, write_answers
 from spillway.cli.by_devices import (
     Devices,
-    Exchange,
     Gradients,
     Latency,
     Link,
-    devices_json,
+    answers_json,
     exchange_of,
-    print_devices,
+    print_sweeps,
+    sweeps_over,
 )
 from spillway.cli.common import Json, naming, print_json, say
 from spillway.cli.tables import WIDTH_OF_FILES
@@ -90,35 +89,17 @@ def advise_(
     with naming(measurements):
         experiments = read_measurements(measurements)
     answers = [advise(there, limit or default_limit(there), small_batches=small_batches) for there in experiments]
-    swept = [exchange.sweep(rows) for rows in answers if any(row.fitted for row in rows)] if exchange else []
+    swept = sweeps_over(exchange, answers)
     if json:
-        print_json(_json(answers, exchange, swept))
+        print_json(answers_json(answers, exchange, swept))
     else:
         _print(answers)
-        _print_devices(exchange, swept)
+        print_sweeps(exchange, swept)
     if output is not None:
         facts = {"measurements": str(measurements), **page_facts(answers, exchange)}
         write_answers(output, answers, title=measurements.name, facts=facts, kinds={}, devices=swept)
         if not json:
             print(output)
-
-
-def _json(answers: Sequence[Sequence[Row]], exchange: Exchange | None, swept: Sequence[Sweep]) -> list[dict[str, Any]]:
-    """A row for each method of each experiment; with the number of devices where that was asked for."""
-    documents = []
-    for rows in answers:
-        sweep = next((one for one in swept if one.points[0].rows[0].experiment is rows[0].experiment), None)
-        for row in rows:
-            more = {} if exchange is None else {"by_devices": sweep and devices_json(sweep, exchange, row.method)}
-            documents.append(row.to_json() | more)
-    return documents
-
-
-def _print_devices(exchange: Exchange | None, swept: Sequence[Sweep]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    for sweep in swept:
-        if exchange is not None:
-            print_devices(console, sweep, exchange)
 
 
 def _limit(text: str) -> Bytes:

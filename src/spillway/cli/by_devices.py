@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,6 +18,7 @@ from spillway.advisor.model import ring_seconds
 from spillway.advisor.sweeps import Sweep, SweepPoint, crossover_sentence, over_devices
 from spillway.advisor.verdict import Row, plain_name
 from spillway.cli.common import say
+from spillway.cli.tables import WIDTH_OF_FILES
 from spillway.errors import UsageError
 from spillway.units import (
     Bytes,
@@ -112,8 +114,22 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def print_devices(console: Console, sweep: Sweep, exchange: Exchange) -> None:
-    """Two tables, gains and fixed times against the number of devices, and from where on each method pays."""
+def sweeps_over(exchange: Exchange | None, answers: Sequence[Sequence[Row]]) -> list[Sweep]:
+    """A sweep over devices of each experiment that was fitted; none without an exchange."""
+    if exchange is None:
+        return []
+    return [exchange.sweep(rows) for rows in answers if any(row.fitted for row in rows)]
+
+
+def print_sweeps(exchange: Exchange | None, swept: Sequence[Sweep]) -> None:
+    """Of each two tables, gains and fixed times against the number of devices, and from where on a method pays."""
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    for sweep in swept:
+        if exchange is not None:
+            _print(console, sweep, exchange)
+
+
+def _print(console: Console, sweep: Sweep, exchange: Exchange) -> None:
     say(console, f"{sweep.name}: data parallel, {exchange}")
     heads = [f"{count}" for count in exchange.counts]
     table = Table(title="x plain, by devices", title_justify="left", title_style="")
@@ -145,7 +161,20 @@ def _delta(point: SweepPoint, method: str) -> str:
     return "" if fitted is None else format_seconds(fitted.cost.delta)
 
 
-def devices_json(sweep: Sweep, exchange: Exchange, method: str) -> list[dict[str, Any]]:
+def answers_json(
+    answers: Sequence[Sequence[Row]], exchange: Exchange | None, swept: Sequence[Sweep]
+) -> list[dict[str, Any]]:
+    """A row for each method of each experiment; with the number of devices where that was asked for."""
+    documents = []
+    for rows in answers:
+        sweep = next((one for one in swept if one.points[0].rows[0].experiment is rows[0].experiment), None)
+        for row in rows:
+            more = {} if exchange is None else {"by_devices": sweep and _by_devices(sweep, exchange, row.method)}
+            documents.append(row.to_json() | more)
+    return documents
+
+
+def _by_devices(sweep: Sweep, exchange: Exchange, method: str) -> list[dict[str, Any]]:
     """A method with every number of devices; throughput is that of all of them together."""
     return [
         _point_json(point, count, exchange, next(row for row in point.rows if row.method == method))
