@@ -15,6 +15,17 @@ from rich.table import Table
 
 from spillway.advisor.measurements import MB, read_measurements
 from spillway.advisor.verdict import Best, Row, advise, default_limit, ratios, sentence
+from spillway.cli.advice_page import check_page, page_facts, write_answers
+from spillway.cli.by_devices import (
+    Devices,
+    Gradients,
+    Latency,
+    Link,
+    answers_json,
+    exchange_of,
+    print_sweeps,
+    sweeps_over,
+)
 from spillway.cli.common import Json, naming, print_json, say
 from spillway.cli.tables import WIDTH_OF_FILES
 from spillway.errors import BudgetError, UsageError
@@ -55,11 +66,17 @@ def advise_(
             "--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."
         ),
     ] = False,
+    devices: Devices = None,
+    gradients: Gradients = None,
+    link: Link = None,
+    latency: Latency = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")] = None,
     json: Json = False,
 ) -> None:
     """Say which method that saves memory trains faster than plain training, at which batch size, and how sure that is.
 
-    Every network and hardware of the file is answered by itself: a sentence, then a table of all methods.
+    Every network and hardware of the file is answered by itself: a sentence, then a table of all methods. With
+    --devices two more have what each method gains where gradients are exchanged in every step.
     """
     if measurements is None or workload is not None:
         raise UsageError(
@@ -67,13 +84,22 @@ def advise_(
             "workload is not there yet."
         )
     limit = None if memory is None else _limit(memory)
+    exchange = exchange_of(devices, gradients, link, latency)
+    check_page(output)
     with naming(measurements):
         experiments = read_measurements(measurements)
     answers = [advise(there, limit or default_limit(there), small_batches=small_batches) for there in experiments]
+    swept = sweeps_over(exchange, answers)
     if json:
-        print_json([row.to_json() for rows in answers for row in rows])
+        print_json(answers_json(answers, exchange, swept))
     else:
         _print(answers)
+        print_sweeps(exchange, swept)
+    if output is not None:
+        facts = {"measurements": str(measurements), **page_facts(answers, exchange)}
+        write_answers(output, answers, title=measurements.name, facts=facts, kinds={}, devices=swept)
+        if not json:
+            print(output)
 
 
 def _limit(text: str) -> Bytes:
