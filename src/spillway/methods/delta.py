@@ -37,10 +37,10 @@ HANDLING: Final[Seconds] = 200e-6
 """What it takes to let a storage go and to bring it back, however small it is: decisions, checks and accounts, between
 ops that leave little of them in the processor's caches."""
 
-RANKED_FOR: Final = 64
+RANKED_FOR: Final = 128
 """Ops for which a ranking by the cost filter is used; what is younger than that is not in it."""
 
-JUDGED_FOR: Final = 16
+JUDGED_FOR: Final = 64
 """Ops for which the two costs of a storage are taken as known, unless it is used or copied meanwhile."""
 
 Pin = Callable[[Candidate], bool]
@@ -73,7 +73,7 @@ class Delta(AbstractPolicy):
     - `filter`: "cost", the smallest of c/(m s) first, c being the cheaper of the Director's two costs. The paper's
       filters ignore costs: they release what is dear to bring back while something cheaper is as stale. "base" is
       equation 1, "lru" equation 2, "greedy" equation 3. A step aside in favour of time: the ranking is made anew
-      every 64 ops, not for each release.
+      every 128 ops, not for each release.
     - `both_ways`: what offloading costs is the copy out, unless one is there already, and the copy in. The paper
       defines it so (section 3), and equation 6 has m/b, one way.
     - `unhidden`: of a transfer's seconds the share counts for which ops waited in the last steps, and of the rest
