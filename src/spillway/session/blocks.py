@@ -205,6 +205,7 @@ class BlockSession(Session):
             self._model, names, generators=self._generators, spill_directory=self._spill_directory,
             spill_io=self._spill_io,
             host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits,
+            read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
         )  # fmt: skip
         self._engine.asleep = True
 
@@ -307,6 +308,7 @@ class _Step:
             known=partial(session._named_bytes, self._batch),
             decide=self._decide,
             action=session._method.action,
+            waits=session._method.waits,
             largest=session._largest,
             reclaimer=session._reclaimer,
         )
