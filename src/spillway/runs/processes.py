@@ -43,18 +43,24 @@ class Talk:
 
 @contextmanager
 def talking(
-    module: str, request: Mapping[str, Any], output: Callable[[str], None], *, listens: bool = False
+    module: str,
+    request: Mapping[str, Any],
+    output: Callable[[str], None],
+    *,
+    listens: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Talk]:
     """Start `python -m module FILE_DESCRIPTOR REQUEST` with one thread, and end it afterwards.
 
     Arguments:
         output: Called, from another thread, with every line that the process prints.
         listens: Whether it reads questions from its standard input.
+        environment: Variables that it gets beside those of this process.
     """
     reading, writing = os.pipe()
     with os.fdopen(reading, encoding="utf-8") as messages:
         try:
-            process = _start(module, request, writing, listens=listens)
+            process = _start(module, request, writing, environment or {}, listens=listens)
         finally:
             os.close(writing)
         passing_on = Thread(target=_pass_on, args=(process.stdout, output), daemon=True)
@@ -70,7 +76,9 @@ def talking(
             passing_on.join(GRACE)
 
 
-def _start(module: str, request: Mapping[str, Any], writing: int, *, listens: bool) -> subprocess.Popen[str]:
+def _start(
+    module: str, request: Mapping[str, Any], writing: int, environment: Mapping[str, str], *, listens: bool
+) -> subprocess.Popen[str]:
     # -P: what lies in the current directory must not stand for a module of the same name. -u: nothing printed is lost.
     command = [sys.executable, "-P", "-u", "-X", "faulthandler", "-m", module]
     return subprocess.Popen(
@@ -79,7 +87,7 @@ def _start(module: str, request: Mapping[str, Any], writing: int, *, listens: bo
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         pass_fds=(writing,),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **environment},
         text=True,
         errors="replace",
         # A Ctrl-C in the terminal reaches this process alone, which then ends the other.

@@ -18,6 +18,7 @@ from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.finding import find_blocks
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
+from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
@@ -162,6 +163,11 @@ class BlockSession(Session):
     def blocks(self) -> tuple[str, ...]:
         """Names of the blocks; empty before the first step if they have to be found."""
         return () if self._engine is None else self._engine.blocks
+
+    @property
+    def when_freed(self) -> list[Freed]:
+        """Told of every storage that a thread of the engine's frees, by that thread; nobody before the first step."""
+        return [] if self._engine is None else self._engine.when_freed
 
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         return _Step(self, batch)
