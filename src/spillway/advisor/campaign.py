@@ -3,8 +3,8 @@
 NOTE [Sizes]. The peak of a step is the highest of several lines m = alpha x + beta, each of a moment of the step: the
 update, where no activation is left, is flat; the end of the forward grows fastest. Every one has a beta of 0 or more.
 
- 1. So m(y) is at most m(x) y / x for y > x, whatever the lines: no batch is measured above the limit by that, until
-    three sizes lie on one line, which then says more. Time is taken to be a line with the same property.
+ 1. So m(y) is at most m(x) y / x for y > x, whatever the lines: no batch is measured that may be above the limit by
+    that, until three sizes lie on one line that grows, which then says more. Of time the same is taken to hold.
  2. Sizes are doubled until the limit or the longest step is reached. What lies on one line with the largest sizes is
     what memory is fitted to (`steady`): smaller ones, whose peak another moment has, lie above it and are left out.
  3. Between these the widest gap is halved until there are enough points.
@@ -13,8 +13,9 @@ update, where no activation is left, is flat; the end of the forward grows faste
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import floor, inf
 from typing import Final, final
 
@@ -30,6 +31,8 @@ TOGETHER: Final = 3
 """Sizes that make a line which others can be held against."""
 OFF: Final = 0.003
 """How far, of its peak, a size may be off the line of larger ones; more by how far it is from them."""
+GROWS: Final = 0.1
+"""The share of a peak that has to grow with the batch before the line of that is believed."""
 GAIN: Final = 1.15
 """A larger batch is worth a trial if it is so many times as large."""
 MOST: Final = 1 << 20
@@ -99,7 +102,7 @@ class Campaign:
         self._began: dict[str, Seconds] = {}
         self._spent: dict[str, Seconds] = {}
 
-    def run(self) -> Iterator[Trial]:
+    def run(self) -> Generator[Trial, None, None]:
         """Measure, one trial after the other. A method that cannot be measured is noted, and the others go on.
 
         Raises SpillwayError if the first method, which the others are compared with, cannot be measured.
@@ -149,7 +152,7 @@ class Campaign:
                 samples.seconds[size] = trial.seconds
         return samples
 
-    def experiment(self, *, layers: str = "", precision: str = "fp32") -> Experiment:
+    def experiment(self, *, layers: str = "", precision: str = "") -> Experiment:
         """What was measured so far, of every method of the campaign of which a trial is there."""
         methods = {method: self.samples(method) for method in self.methods if self.trials[method]}
         return Experiment(
@@ -186,19 +189,19 @@ class Campaign:
         on_line = steady(self._peaks(method))
         if len(on_line) >= self._points or len(on_line) < FEWEST:
             return None
-        low, high = max(zip(on_line, on_line[1:], strict=False), key=lambda pair: (pair[1] - pair[0], pair[1]))
+        low, high = max(pairwise(on_line), key=lambda pair: (pair[1] - pair[0], pair[1]))
         return (low + high) // 2 if high - low > 1 else None
 
     def _fits(self, method: str) -> int:
-        """The largest size that fits by what is known; at least rule 1's, from the largest that ran."""
+        """The largest size that fits by what is known (rule 1)."""
         peaks = self._peaks(method)
         largest = max(peaks)
-        by_ratio = floor(largest * self.limit / peaks[largest])
         on_line = steady(peaks)
-        if len(on_line) < TOGETHER or len(on_line) == len(peaks) < TOGETHER:
-            return by_ratio
-        line = fit_line({size: peaks[size] for size in on_line})
-        return max(by_ratio, _largest(line, self.limit))
+        if len(on_line) >= TOGETHER:
+            line = fit_line({size: peaks[size] for size in on_line})
+            if line.slope * largest >= GROWS * peaks[largest]:
+                return _largest(line, self.limit)
+        return floor(largest * self.limit / peaks[largest])
 
     def _quick(self, method: str) -> int:
         """The largest size whose step is expected to be no longer than it may."""
