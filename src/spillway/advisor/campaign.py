@@ -5,8 +5,9 @@ update, where no activation is left, is flat; the end of the forward grows faste
 
  1. So m(y) is at most m(x) y / x for y > x, whatever the lines: no batch is measured that may be above the limit by
     that, until three sizes lie on one line that grows, which then says more. Of time the same is taken to hold.
- 2. Sizes are doubled until the limit or the longest step is reached. What lies on one line with the largest sizes is
-    what memory is fitted to (`steady`): smaller ones, whose peak another moment has, lie above it and are left out.
+ 2. Sizes are doubled until the limit or the longest step is reached, which may be longer until memory grows. What lies
+    on one line with the largest sizes is what memory is fitted to (`steady`): smaller ones, whose peak another moment
+    has, lie above it and are left out.
  3. Between these the widest gap is halved until there are enough points.
 """
 
@@ -31,8 +32,10 @@ TOGETHER: Final = 3
 """Sizes that make a line which others can be held against."""
 OFF: Final = 0.003
 """How far, of its peak, a size may be off the line of larger ones; more by how far it is from them."""
-GROWS: Final = 0.1
-"""The share of a peak that has to grow with the batch before the line of that is believed."""
+GROWTH: Final = 0.01
+"""The share of a peak by which it has to be above another one to have grown."""
+PATIENCE: Final = 3.0
+"""So many times as long a step may take as long as memory is not seen to grow on a line."""
 GAIN: Final = 1.15
 """A larger batch is worth a trial if it is so many times as large."""
 MOST: Final = 1 << 20
@@ -41,24 +44,42 @@ MOST: Final = 1 << 20
 Clock = Callable[[], Seconds]
 
 
-def steady(peaks: Mapping[int, float]) -> list[int]:
-    """The sizes whose peaks lie on one line with those of the largest ones, in order.
+def on_line(peaks: Mapping[int, float]) -> list[int]:
+    """The sizes whose peaks lie on one line with those of the largest ones, in order; empty if fewer than three do.
 
-    Smaller ones above that line have their peak at another moment. All sizes, where fewer than three agree or a smaller
-    one lies below: then memory is not linear, and R has to tell.
+    Smaller sizes above that line have their peak at another moment. Where one lies below it nothing is on a line: no
+    several moments explain that.
     """
     sizes = sorted(peaks)
-    if len(sizes) < TOGETHER:
-        return sizes
     place = len(sizes) - 2
-    while place:
+    while place > 0:
         size, line = sizes[place - 1], fit_line({one: peaks[one] for one in sizes[place:]})
         far = 1 + (sizes[place] - size) / (sizes[-1] - sizes[place])
         off = peaks[size] - line.at(size)
         if abs(off) > OFF * far * peaks[size]:
-            return sizes if off < 0 or len(sizes) - place < TOGETHER else sizes[place:]
+            return sizes[place:] if off > 0 and len(sizes) - place >= TOGETHER else []
         place -= 1
-    return sizes
+    return sizes if len(sizes) >= TOGETHER else []
+
+
+def steady(peaks: Mapping[int, float]) -> list[int]:
+    """The sizes that memory is fitted to: those on one line with the largest, if that grows.
+
+    Where memory follows no line, all sizes from which on it grows, and R has to tell. Empty if growth is not seen: then
+    nothing is known of larger batches.
+    """
+    sizes = on_line(peaks)
+    if sizes:
+        return sizes if _grown(peaks, sizes[0], sizes[-1]) else []
+    sizes = sorted(peaks)
+    while len(sizes) > 1 and not _grown(peaks, sizes[0], sizes[1]):
+        sizes = sizes[1:]
+    fewest = min(TOGETHER, max(len(peaks), FEWEST))
+    return sizes if len(sizes) >= fewest else []
+
+
+def _grown(peaks: Mapping[int, float], size: int, larger: int) -> bool:
+    return peaks[larger] - peaks[size] > GROWTH * peaks[larger]
 
 
 @final
@@ -126,6 +147,12 @@ class Campaign:
         return trial
 
     @property
+    def unknown(self) -> Mapping[str, int]:
+        """Methods whose memory was not seen to grow, and the largest size that ran."""
+        peaks = {method: self._peaks(method) for method in self.methods}
+        return {method: max(found) for method, found in peaks.items() if found and not steady(found)}
+
+    @property
     def current(self) -> str | None:
         """The method that is being measured."""
         return next((name for name in self._began if name not in self._spent), None)
@@ -181,26 +208,23 @@ class Campaign:
         """Twice the largest, or what still fits; None if that is hardly more."""
         largest = max(self.trials[method])
         size = min(2 * largest, self._fits(method), self._quick(method), MOST)
-        few = len(steady(self._peaks(method))) < TOGETHER
+        few = not self._settled(method)
         return size if size > largest and (few or size >= GAIN * largest) else None
 
     def _between(self, method: str) -> int | None:
         """The middle of the widest gap between sizes on the line; None if there are enough, or none is left."""
-        on_line = steady(self._peaks(method))
-        if len(on_line) >= self._points or len(on_line) < FEWEST:
+        sizes = steady(self._peaks(method)) or sorted(self._peaks(method))[-FEWEST:]
+        if len(sizes) >= self._points or len(sizes) < FEWEST:
             return None
-        low, high = max(pairwise(on_line), key=lambda pair: (pair[1] - pair[0], pair[1]))
+        low, high = max(pairwise(sizes), key=lambda pair: (pair[1] - pair[0], pair[1]))
         return (low + high) // 2 if high - low > 1 else None
 
     def _fits(self, method: str) -> int:
         """The largest size that fits by what is known (rule 1)."""
         peaks = self._peaks(method)
         largest = max(peaks)
-        on_line = steady(peaks)
-        if len(on_line) >= TOGETHER:
-            line = fit_line({size: peaks[size] for size in on_line})
-            if line.slope * largest >= GROWS * peaks[largest]:
-                return _largest(line, self.limit)
+        if self._settled(method):
+            return _largest(fit_line({size: peaks[size] for size in on_line(peaks)}), self.limit)
         return floor(largest * self.limit / peaks[largest])
 
     def _quick(self, method: str) -> int:
@@ -208,10 +232,16 @@ class Campaign:
         if self._longest == inf:
             return MOST
         seconds = {size: one.seconds for size, one in self.trials[method].items() if one.seconds is not None}
-        largest = max(seconds)
+        largest, longest = max(seconds), self._longest * (1.0 if self._settled(method) else PATIENCE)
         if len(seconds) < TOGETHER:
-            return floor(largest * self._longest / seconds[largest])
-        return _largest(fit_line(seconds), self._longest)
+            return floor(largest * longest / seconds[largest])
+        return _largest(fit_line(seconds), longest)
+
+    def _settled(self, method: str) -> bool:
+        """Whether the largest sizes lie on one line that grows."""
+        peaks = self._peaks(method)
+        sizes = on_line(peaks)
+        return bool(sizes) and _grown(peaks, sizes[0], sizes[-1])
 
     def _peaks(self, method: str) -> dict[int, float]:
         found = self.trials.get(method, {})

@@ -79,6 +79,11 @@ class Found:
             yield f"{method} was not measured: {fault}"
         for method, sizes in self.campaign.left_out.items():
             yield f"{method} was not measured at batch {', '.join(map(str, sizes))}, which would not fit."
+        for method, size in self.campaign.unknown.items():
+            yield (
+                f"{method}: up to batch {size} its peak was not seen to grow with the batch, so that no larger one can "
+                f"be told from it: allow longer trials with --seconds, or name larger ones with --batches."
+            )
         for one in self.verified:
             yield one.sentence(self.campaign.limit)
 
