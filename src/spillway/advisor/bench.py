@@ -28,6 +28,9 @@ class Trial:
     """Of the step; None where memory ran out."""
     by_kind: Mapping[str, Bytes] = field(default_factory=dict)
     """At the peak, by the names of `KINDS`; may be empty."""
+    before_update: Bytes | None = None
+    """The highest account before the optimizer began, which grows with the batch where that of the update does not;
+    None where that is not known."""
 
     @property
     def ran_out(self) -> bool:
@@ -38,7 +41,7 @@ class Trial:
         """The trial as JSON can hold it."""
         return {
             "method": self.method, "size": self.size, "peak": self.peak, "seconds": self.seconds,
-            "by_kind": dict(self.by_kind),
+            "by_kind": dict(self.by_kind), "before_update": self.before_update,
         }  # fmt: skip
 
     @classmethod
@@ -48,8 +51,9 @@ class Trial:
             case {
                 "method": str(method), "size": int(size), "peak": int() | None as peak,
                 "seconds": int() | float() | None as seconds, "by_kind": dict(by_kind),
+                "before_update": int() | None as before,
             } if size > 0 and (peak is None) == (seconds is None):  # fmt: skip
-                return cls(method=method, size=size, peak=peak, seconds=seconds, by_kind=by_kind)
+                return cls(method=method, size=size, peak=peak, seconds=seconds, by_kind=by_kind, before_update=before)
         raise ValueError(f"{data!r} is no trial")
 
 

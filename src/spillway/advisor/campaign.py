@@ -4,7 +4,9 @@ NOTE [Sizes]. The peak of a step is the highest of several lines m = alpha x + b
 update, where no activation is left, is flat; the end of the forward grows fastest. Every one has a beta of 0 or more.
 
  1. So m(y) is at most m(x) y / x for y > x, whatever the lines: no batch is measured that may be above the limit by
-    that, until three sizes lie on one line that grows, which then says more. Of time the same is taken to hold.
+    that, until three sizes lie on one line that grows, which then says more. Where the highest account before the
+    update is known it stands for m(x): the update does not grow. What is there all the time belongs to every beta, and
+    is taken from both sides. Of time the same is taken to hold.
  2. Sizes are doubled until the limit or the longest step is reached, which may be longer until memory grows. What lies
     on one line with the largest sizes is what memory is fitted to (`steady`): smaller ones, whose peak another moment
     has, lie above it and are left out.
@@ -38,6 +40,8 @@ PATIENCE: Final = 3.0
 """So many times as long a step may take as long as memory is not seen to grow on a line."""
 GAIN: Final = 1.15
 """A larger batch is worth a trial if it is so many times as large."""
+ALWAYS: Final = ("parameters", "optimizer state")
+"""Kinds of bytes that are there all the time."""
 MOST: Final = 1 << 20
 """Samples in a batch: nothing is measured above."""
 
@@ -225,7 +229,10 @@ class Campaign:
         largest = max(peaks)
         if self._settled(method):
             return _largest(fit_line({size: peaks[size] for size in on_line(peaks)}), self.limit)
-        return floor(largest * self.limit / peaks[largest])
+        trial = self.trials[method][largest]
+        always = sum(trial.by_kind.get(kind, 0) for kind in ALWAYS)
+        before = peaks[largest] if trial.before_update is None else trial.before_update
+        return floor(largest * max(self.limit - always, 0) / max(before - always, 1))
 
     def _quick(self, method: str) -> int:
         """The largest size whose step is expected to be no longer than it may."""

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Final, cast, final
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ Send = Callable[[dict[str, Any]], None]
 
 ROOMY: Final = "100%"
 """The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""
+NEVER: Final = 1 << 63
+"""Later than any time."""
 _SMALL: Final = 1
 _NO_MEMORY: Final = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
 """What torch says of the CPU in a RuntimeError."""
@@ -152,8 +154,11 @@ def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
         seconds = [run.timed(step) for step in timed]
         distinct = {signature_of(step): step for step in timed}
         peaks = [run.peak(step) for step in distinct.values()]
-    peak, by_kind = max(peaks, key=lambda pair: pair[0])
-    return Trial(method=way.name, size=size, peak=peak, seconds=median(seconds), by_kind=by_kind)
+    highest = max(peaks, key=lambda one: one.nbytes)
+    return Trial(
+        method=way.name, size=size, peak=highest.nbytes, seconds=median(seconds), by_kind=highest.by_kind,
+        before_update=None if highest.before_update is None else max(one.before_update or 0 for one in peaks),
+    )  # fmt: skip
 
 
 def _micro_sizes(way: Way, size: int) -> list[int]:
@@ -191,6 +196,13 @@ def _session(workload: Workload, way: Way, spill_directory: str | None) -> Itera
     with session:
         assert isinstance(session, BlockSession)
         yield session
+
+
+class _Peak(NamedTuple):
+    nbytes: Bytes
+    by_kind: dict[str, Bytes]
+    """Empty where nobody knows."""
+    before_update: Bytes | None
 
 
 @final
@@ -238,17 +250,17 @@ class _Steps:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def peak(self, batches: Sequence[Batch]) -> tuple[Bytes, dict[str, Bytes]]:
+    def peak(self, batches: Sequence[Batch]) -> _Peak:
         """The highest account of a step, and what it is of where that is known."""
         if self._device.type == "cuda":
-            return self._peak_on_cuda(batches), {}
+            return _Peak(self._peak_on_cuda(batches), {}, None)
         watched = _Watched(self._workload, batches)
         freed = self._session.when_freed if self._session is not None else None
         trace = AllocationTrace({address: nbytes for address, (nbytes, _) in watched.known.items()})
         if freed is not None:
             freed.append(trace.freed)
         try:
-            with watched.watching():
+            with watched.watching(trace):
                 trace.mark()
                 self.step(batches)
         finally:
@@ -261,7 +273,7 @@ class _Steps:
                 "The peak of a step cannot be measured, because the workload profiles its own steps: leave that out."
             )
         by_kind = watched.by_kind(held, trace, self._samples)
-        return watched.start + max(window.peak for window in windows), by_kind
+        return _Peak(watched.start + max(window.peak for window in windows), by_kind, watched.start + windows[0].peak)
 
     def _peak_on_cuda(self, batches: Sequence[Batch]) -> Bytes:
         if self._session is not None:
@@ -283,7 +295,7 @@ class _Watched:
     """Bytes and kind of what is there when the step begins, by address."""
     gradients: list[tuple[int, int, Bytes]] = field(default_factory=list)
     """When a backward had made one, where it lies, and its bytes."""
-    updating: int = 1 << 63
+    updating: int = NEVER
     """When the update began."""
 
     def __post_init__(self) -> None:
@@ -306,11 +318,11 @@ class _Watched:
         return sum(nbytes for nbytes, _ in self.known.values())
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self, trace: AllocationTrace) -> Iterator[None]:
         """Notes gradients and the update."""
         parameters = [one for one in self.workload.model.parameters() if one.requires_grad and one.is_leaf]
         handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(self._made) for one in parameters]
-        handles += [one.register_step_pre_hook(self._updates) for one in self.workload.optimizers]
+        handles += [one.register_step_pre_hook(partial(self._updates, trace)) for one in self.workload.optimizers]
         try:
             yield
         finally:
@@ -323,8 +335,10 @@ class _Watched:
             storage = gradient.untyped_storage()
             self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
 
-    def _updates(self, *_: object) -> None:
-        self.updating = min(self.updating, time.time_ns())
+    def _updates(self, trace: AllocationTrace, *_: object) -> None:
+        if self.updating == NEVER:
+            trace.mark()
+            self.updating = time.time_ns()
 
     def by_kind(self, held: Held, trace: AllocationTrace, samples: int) -> dict[str, Bytes]:
         """Of the bytes at the peak, of a batch of so many samples.
