@@ -34,6 +34,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),
     ("runs",),
+    ("advisor.measuring", "advisor.real"),  # workloads in sessions, in processes that runs knows how to start
     ("",),  # spillway itself: the public names
     ("cli",),
     ("__main__",),

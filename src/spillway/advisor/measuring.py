@@ -104,6 +104,7 @@ def _telling(send: Send) -> Iterator[None]:
 def _tell_facts(request: dict[str, Any], send: Send) -> None:
     """What is known of the workload before anything is measured."""
     workload = _built(request, _SMALL)
+    next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
     device = device_of([workload.model])
     gradients = storages((Kind.GRADIENT, one) for one in workload.model.parameters() if one.requires_grad)
     on_cuda = device.type == "cuda"

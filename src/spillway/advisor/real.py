@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Self, final
 
-import spillway
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.ways import way_of
 from spillway.errors import SpillwayError
@@ -84,11 +83,11 @@ class RealBench(AbstractBench):
         return str(self.facts["hardware"])
 
     def key(self) -> dict[str, Any]:
-        """What figures depend on, known without starting anything.
+        """What figures depend on beside Spillway's version, known without starting anything.
 
         Of a user's file its text counts, and not what it imports. Of the machine's name a digest is kept.
         """
-        return {"machine": machine(), "spillway": spillway.__version__, **self._request, "file": _content(self.name)}
+        return {"machine": machine(), **self._request, "file": _content(self.name)}
 
     def measure(self, method: str, size: int) -> Trial:
         way_of(method)

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import spillway
 from spillway.advisor.measurements import MB, read_measurements
 from spillway.advisor.real import AROUND, STEPS, RealBench
 from spillway.advisor.remembered import RememberedBench, cache_file
@@ -53,50 +54,56 @@ HEADS = (
 )
 
 
+Workload = Annotated[
+    str | None, typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured.")
+]
+Measurements = Annotated[
+    Path | None,
+    typer.Option("--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."),
+]
+Methods = Annotated[
+    str | None, typer.Option(help=f"To compare with plain: {', '.join(WAYS)}.", show_default=",".join(DEFAULT))
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
+        show_default="what is available; with --from the largest peak of the network",
+    ),
+]
+Batches = Annotated[
+    str | None, typer.Option(help="Batch sizes to measure, as 2,4,8.", show_default="chosen while measuring")
+]
+TrialSeconds = Annotated[
+    float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
+]
+Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="its own")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Blocks of the model.", show_default="its own")]
+Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
+Write = Annotated[Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")]
+SmallBatches = Annotated[
+    bool,
+    typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
+]
+
+
 def advise_(
     *,
-    workload: Annotated[
-        str | None, typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured.")
-    ] = None,
-    measurements: Annotated[
-        Path | None,
-        typer.Option("--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."),
-    ] = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(help=f"To compare with plain: {', '.join(WAYS)}.", show_default=",".join(DEFAULT)),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
-            show_default="what is available; with --from the largest peak of the network",
-        ),
-    ] = None,
-    batches: Annotated[
-        str | None, typer.Option(help="Batch sizes to measure, as 2,4,8.", show_default="chosen while measuring")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
-    ] = 6.0,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="its own")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of the model.", show_default="its own")] = None,
-    lossless: Annotated[
-        bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")
-    ] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")
-    ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
-    write: Annotated[
-        Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")
-    ] = None,
-    small_batches: Annotated[
-        bool,
-        typer.Option(
-            "--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."
-        ),
-    ] = False,
+    workload: Workload = None,
+    measurements: Measurements = None,
+    methods: Methods = None,
+    memory: Memory = None,
+    batches: Batches = None,
+    seconds: TrialSeconds = 6.0,
+    length: Length = None,
+    layers: Layers = None,
+    lossless: Lossless = False,
+    verify: Verify = False,
+    fresh: Fresh = False,
+    write: Write = None,
+    small_batches: SmallBatches = False,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
@@ -108,12 +115,10 @@ def advise_(
     """
     limit = None if memory is None else _limit(memory)
     if measurements is not None:
-        measuring = {
+        _check_nothing_is_measured({
             "WORKLOAD": workload, "--methods": methods, "--batches": batches, "--length": length, "--layers": layers,
             "--lossless": lossless, "--verify": verify, "--fresh": fresh, "--write": write,
-        }  # fmt: skip
-        if told := given(measuring):
-            raise UsageError(f"{told[0]} is for measuring, and --from looks at what was measured: leave one out.")
+        })  # fmt: skip
         _from_file(measurements, limit, small_batches=small_batches, json=json)
         return
     if workload is None:
@@ -121,8 +126,7 @@ def advise_(
     check_writable(write)
     ways = chosen(DEFAULT if methods is None else _names(methods), lossless=lossless)
     sizes = [] if batches is None else parse_sizes(batches)
-    options: dict[str, object] = {"length": length, "layers": layers}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in (("length", length), ("layers", layers)) if value is not None}
     console = to_terminal()
     with _bench(workload, options, seed, console, fresh=fresh) as bench:
         asked = Asked(
@@ -131,6 +135,10 @@ def advise_(
             gradient_bytes=int(bench.facts["gradient_bytes"]),
         )  # fmt: skip
         found = find_out(bench, asked, console)
+    _tell(found, console, json=json)
+
+
+def _tell(found: Found, console: Console, *, json: bool) -> None:
     if json:
         print_json(found.to_json())
     else:
@@ -140,13 +148,18 @@ def advise_(
         raise typer.Exit(INTERRUPTED)
 
 
+def _check_nothing_is_measured(options: Mapping[str, object]) -> None:
+    if told := given(options):
+        raise UsageError(f"{told[0]} is for measuring, and --from looks at what was measured: leave one out.")
+
+
 @contextmanager
 def _bench(
     workload: str, options: Mapping[str, object], seed: int, console: Console, *, fresh: bool
 ) -> Iterator[RememberedBench]:
     """Who measures."""
     with RealBench(workload, options=options, seed=seed, output=partial(say, console)) as real:
-        key = real.key()
+        key = real.key() | {"spillway": spillway.__version__}
         yield RememberedBench(real, lambda: real.facts, cache_file(key), key, fresh=fresh)
 
 
