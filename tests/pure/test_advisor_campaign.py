@@ -121,6 +121,17 @@ def test_what_is_there_all_the_time_does_not_count_for_what_may_not_fit() -> Non
     assert (blind.sizes("plain"), told.sizes("plain")) == ([1], [1, 2])
 
 
+@pytest.mark.parametrize("most", [26, 31, 40, 64])
+def test_a_line_that_begins_below_the_largest_size_is_found_between_the_last_two(most: int) -> None:
+    made = bench(plain=lambda size: max(300, 10 * size + 240, 20 * size + 40) * MB)  # the last one from 20 on
+    made.before["plain"] = lambda size: max(10 * size + 240, 20 * size + 40) * MB
+    campaign = finished(Campaign(made, ["plain"], (20 * most + 40) * MB))
+    ran = {size for size, trial in campaign.trials["plain"].items() if not trial.ran_out}
+    assert most - 2 <= max(ran) <= most
+    assert len(made.sizes("plain")) - len(ran) <= (most == 26), "one was tried by a line that had ended"
+    assert fit_line(campaign.samples("plain").peaks).slope == pytest.approx(20 * MB, rel=0.01)
+
+
 def test_a_longest_step_ends_the_doubling_and_is_stretched_until_memory_grows() -> None:
     made = bench(plain=flat_at_first(0, 1, 1), checkpoint=flat_at_first(200, 5, 100))
     campaign = finished(Campaign(made, ["plain", "checkpoint"], LIMIT, longest=0.34))

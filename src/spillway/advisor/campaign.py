@@ -10,7 +10,8 @@ update, where no activation is left, is flat; the end of the forward grows faste
  2. Sizes are doubled until the limit or the longest step is reached, which may be longer until memory grows. What lies
     on one line with the largest sizes is what memory is fitted to (`steady`): smaller ones, whose peak another moment
     has, lie above it and are left out.
- 3. Between these the widest gap is halved until there are enough points.
+ 3. Between these the widest gap is halved until there are enough points; where there is no line, that between the two
+    largest until there is one.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ GAIN: Final = 1.15
 """A larger batch is worth a trial if it is so many times as large."""
 ALWAYS: Final = ("parameters", "optimizer state")
 """Kinds of bytes that are there all the time."""
+TRIES: Final = 2
+"""So many trials of a method may run out of memory before no larger one is tried."""
 MOST: Final = 1 << 20
 """Samples in a batch: nothing is measured above."""
 
@@ -204,20 +207,30 @@ class Campaign:
         size: int | None = 1
         while size is not None:
             yield self.measure(method, size)
-            size = None if self._ran_out(method) else self._next(method)
+            size = self._next(method)
         while (between := self._between(method)) is not None:
             yield self.measure(method, between)
 
     def _next(self, method: str) -> int | None:
-        """Twice the largest, or what still fits; None if that is hardly more."""
-        largest = max(self.trials[method])
+        """Twice the largest, or what still fits; None if that is hardly more.
+
+        Where a size did not fit although the line said so, a steeper one has begun: the middle between.
+        """
+        largest = max(self._peaks(method), default=0)
+        failed = [size for size, trial in self.trials[method].items() if trial.ran_out]
+        if not largest or len(failed) > TRIES:
+            return None
         size = min(2 * largest, self._fits(method), self._quick(method), MOST)
+        if failed:
+            size = min(size, (largest + min(failed)) // 2)
         few = not self._settled(method)
         return size if size > largest and (few or size >= GAIN * largest) else None
 
     def _between(self, method: str) -> int | None:
         """The middle of the widest gap between sizes on the line; None if there are enough, or none is left."""
-        sizes = steady(self._peaks(method)) or sorted(self._peaks(method))[-FEWEST:]
+        peaks = self._peaks(method)
+        # Where no three of the largest are on one line, the last line may have begun between the last two.
+        sizes = steady(peaks) if on_line(peaks) else sorted(peaks)[-FEWEST:]
         if len(sizes) >= self._points or len(sizes) < FEWEST:
             return None
         low, high = max(pairwise(sizes), key=lambda pair: (pair[1] - pair[0], pair[1]))
