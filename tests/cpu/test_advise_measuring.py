@@ -236,3 +236,42 @@ def test_wrong_input_gets_one_sentence_before_anything_starts(
     assert (code, out) == (1, "")
     assert says in err
     assert "Traceback" not in err
+
+
+def test_a_method_that_wins_by_its_batch_is_held_against_accumulating_and_lossy_ones_are_named(
+    cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laws = {"plain": (90, 0.015), "checkpoint": (20, 0.02), "compress": (10, 0.019)}
+
+    def by_law(self: RealBench, method: str, size: int) -> Trial:
+        way = way_of(method)
+        slope, gamma = laws[method.partition("-")[0]]
+        micro = way.micro or size
+        seconds = size * gamma + 0.6 * (size // micro) + 0.4
+        return Trial(method=method, size=size, peak=(100 + slope * micro) * 10**6, seconds=seconds)
+
+    monkeypatch.setattr(RealBench, "measure", by_law)
+    monkeypatch.setattr(RealBench, "facts", {"hardware": "paper", "gradient_bytes": 10**7, "device_bytes": None})
+    there = ["resnet", "--memory", "1GB", "--methods", "checkpoint,compress", "--seconds", "100", "--verify", "--json"]
+    code, out, _ = advise(capsys, *there)
+    found = json.loads(out)
+    assert code == 0
+    first, lossy, accumulating = found["answer"]
+    assert "compress pays: at batch 90" in first
+    assert lossy.startswith("compress is lossy: ")
+    assert "the fastest that changes no bit is checkpoint, with" in lossy
+    offered = found["accumulation"]
+    assert (offered["micro_batch"], offered["micro_batches"]) == (9, 10)
+    assert offered["measured_throughput"] == pytest.approx(90 / (90 * 0.015 + 0.6 * 10 + 0.4))
+    assert offered["least_throughput"] < offered["measured_throughput"] < offered["most_throughput"]
+    assert accumulating.endswith("accumulating gradients does not replace compress.")
+    assert [one["method"] for one in found["verified"]] == ["compress", "plain"]
+    for one in found["verified"]:
+        assert one["predicted_throughput"] == pytest.approx(one["measured_throughput"])
+    assert {row["method"]: row["lossy"] for row in found["rows"]} == {
+        "plain": False, "checkpoint": False, "compress": True,
+    }  # fmt: skip
+    code, out, _ = advise(capsys, *there[:-1], "--lossless")
+    assert code == 0
+    assert "compress" not in out
+    assert "checkpoint pays" in out
