@@ -36,6 +36,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("report.advice_figures",),
     ("report.advice",),  # the page of what the advisor answers
     ("runs",),
+    ("advisor.measuring", "advisor.real"),  # workloads in sessions, in processes that runs knows how to start
     ("",),  # spillway itself: the public names
     ("cli",),
     ("__main__",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import papaya_paper
+from benchmarks import papaya_here, papaya_paper
 from benchmarks.papaya_paper import MEMORY, SWEEPS, start
 from benchmarks.record import Skipped
 from spillway.advisor import Experiment, Samples
@@ -93,3 +93,18 @@ def test_of_exact_lines_a_quarter_of_the_sizes_foretells_the_rest() -> None:
     assert len(drawn) == 29
     assert min(drawn) > 3
     assert len(papaya_paper._quarter({1: 1.0, 2: 2.0, 3: 3.0}, random.Random(0))) == 2
+
+
+def test_the_model_holds_here_on_a_tiny_network() -> None:
+    result = quick("papaya_here")
+    rows = rows_by(result, "method")
+    assert set(rows) == {"plain", "checkpoint"}
+    by_name = {check.what.partition(": ")[2]: check for check in result.checks}
+    assert by_name["1 - R of memory, the worst method"].met
+    assert by_name["intercept of memory off what is there without a batch, the worst method"].met
+    assert 0 < rows["checkpoint"]["alpha"] < rows["plain"]["alpha"]
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])
+def test_a_prime_batch_is_chosen_among_those_that_were_fitted(low: int, high: int, expected: int) -> None:
+    assert papaya_here.prime_between(low, high) == expected

@@ -15,6 +15,7 @@ from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import BudgetError, SpillDirectoryError, UsageError
 from spillway.methods import Action, Checkpoint
 from spillway.methods.actions import LOSSLESS
+from spillway.session.watch import StepWatch
 from spillway.units import MiB
 from tests.cpu.test_block_session import Training, managed, run
 
@@ -188,3 +189,44 @@ def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> 
 def test_the_run_file_tells_the_action(tmp_path: Path) -> None:
     trained(Action.SELECTIVE, run_file=tmp_path / "run.jsonl")
     assert '"action":"selective"' in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()[0].replace(": ", ":")
+
+
+@pytest.mark.parametrize("action", [Action.OFFLOAD, Action.COMPRESS_OFFLOADED])
+def test_copies_that_compute_waits_for_never_run_beside_it(action: Action, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained_so(*, waits: bool) -> tuple[list[bytes], list[int], list[int]]:
+        """The result, bytes that were leaving whenever a block began or was reached, and reads begun ahead."""
+        leaving: list[int] = []
+        ahead: list[int] = []
+        start_read = DiskTier.start_read
+
+        def counted(tier: DiskTier, slot: Any, address: int) -> Any:
+            ahead.append(address)
+            return start_read(tier, slot, address)
+
+        monkeypatch.setattr(DiskTier, "start_read", counted)
+        training = Training()
+        with managed(training, "1GiB", Checkpoint(action, waits=waits), lossy=action.lossy) as memory:
+            make_room = StepWatch._make_room
+
+            def looked(watch: StepWatch, needed: int, number: int) -> None:
+                leaving.append(watch._engine.leaving_bytes)
+                make_room(watch, needed, number)
+
+            monkeypatch.setattr(StepWatch, "_make_room", looked)
+            found = run(training, memory)
+            monkeypatch.undo()
+        return found, leaving, ahead
+
+    found, leaving, ahead = trained_so(waits=True)
+    assert leaving, "the seams were passed"
+    assert sum(leaving) == len(ahead) == 0
+    beside, _, ahead = trained_so(waits=False)
+    assert ahead, "else they do"
+    assert found == beside
+
+
+def test_compute_waits_only_where_something_moves() -> None:
+    with pytest.raises(UsageError, match=r"Action\.RECOMPUTE moves nothing"):
+        Checkpoint(waits=True)
+    assert Checkpoint(Action.OFFLOAD, waits=True).in_header() == {"action": "offload", "waits": True}
+    assert Checkpoint(Action.OFFLOAD, waits=True).fresh(batched=True).waits

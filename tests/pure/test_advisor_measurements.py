@@ -334,9 +334,8 @@ def test_every_network_and_hardware_has_a_sentence_and_a_table(spillway: Command
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "Only measurements can be looked at so far"),
-        (["resnet50"], "measuring a workload is not there yet."),
-        (["resnet50", "--from", "m.csv"], "measuring a workload is not there yet."),
+        ([], "Name a workload to measure, or give measurements with --from"),
+        (["resnet50", "--from", "m.csv"], "WORKLOAD is for measuring"),
         (["--from", "none.csv"], "none.csv: No such file or directory."),
         (["--from", "."], ".: Is a directory."),
         (["--from", "m.csv", "--memory", "much"], "'much' is not a number of bytes"),

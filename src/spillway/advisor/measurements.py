@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias, final
 
 from spillway.errors import FileFormatError
-from spillway.units import Seconds
+from spillway.units import Bytes, Seconds
 
 MB: Final = 10**6
 """Bytes; what the file counts in."""
@@ -255,3 +255,29 @@ def _family(source: str) -> str:
     for kind in _KINDS:
         name = name.removeprefix(kind)
     return str(path.with_name(name))
+
+
+def write_measurements(path: Path, experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]) -> None:
+    """Write an experiment as `read_measurements` reads it, so that the same answer follows.
+
+    Arguments:
+        peaks: Of every method and size, those that memory is not fitted to as well; they get a column of their own,
+            `peak_off_line_mb`, which is not looked at.
+
+    Raises OSError where the system does.
+    """
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow((*NEEDED, "batch_time_s", "ips", "peak_off_line_mb", "layer_num", "hidden_size"))
+        for method, samples in experiment.methods.items():
+            for size in sorted({*samples.seconds, *samples.failed}):
+                on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
+                writer.writerow((
+                    experiment.hardware, experiment.network, method, size, _mb(on_line),
+                    samples.seconds.get(size, ""), OUT_OF_MEMORY if size in samples.failed else "",
+                    _mb(peak if on_line is None else None), experiment.layers, experiment.hidden,
+                ))  # fmt: skip
+
+
+def _mb(nbytes: float | None) -> float | str:
+    return "" if nbytes is None else nbytes / MB

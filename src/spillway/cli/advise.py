@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, final
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from spillway.advisor.measurements import MB, read_measurements
-from spillway.advisor.verdict import Best, Row, advise, default_limit, ratios, sentence
+import spillway
+from spillway.advisor.bench import AbstractBench
+from spillway.advisor.measurements import read_measurements
+from spillway.advisor.real import AROUND, STEPS, RealBench
+from spillway.advisor.remembered import RememberedBench, cache_file
+from spillway.advisor.sweeps import Sweep
+from spillway.advisor.verdict import Row, advise, default_limit
+from spillway.advisor.ways import DEFAULT, WAYS, chosen
 from spillway.cli.advice_page import check_page, page_facts, write_answers
+from spillway.cli.advice_tables import print_answers, print_found
 from spillway.cli.by_devices import (
     Devices,
+    Exchange,
     Gradients,
     Latency,
     Link,
@@ -26,80 +34,229 @@ from spillway.cli.by_devices import (
     print_sweeps,
     sweeps_over,
 )
-from spillway.cli.common import Json, naming, print_json, say
-from spillway.cli.tables import WIDTH_OF_FILES
-from spillway.errors import BudgetError, UsageError
-from spillway.units import Bytes, format_bytes, format_seconds, parse_bytes
-
-HEADS = (
-    "alpha",
-    "beta",
-    "R",
-    "gamma",
-    "delta",
-    "R",
-    "score/point",
-    "batch",
-    "samples/s",
-    "x plain",
-    "measured",
-    "sure",
+from spillway.cli.campaigns import Asked, Found, find_out, given, parse_sizes
+from spillway.cli.common import (
+    Json,
+    Seed,
+    check_writable,
+    machine_memory,
+    naming,
+    print_json,
+    say,
+    to_terminal,
 )
+from spillway.cli.compare import INTERRUPTED
+from spillway.cli.simulated import simulated_bench
+from spillway.doctor import on_system
+from spillway.errors import BudgetError, UsageError
+from spillway.report.advice_figures import Kinds
+from spillway.units import Bytes, Seconds, parse_bytes
+
+Workload = Annotated[
+    str | None, typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured.")
+]
+Measurements = Annotated[
+    Path | None,
+    typer.Option("--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."),
+]
+Methods = Annotated[
+    str | None, typer.Option(help=f"To compare with plain: {', '.join(WAYS)}.", show_default=",".join(DEFAULT))
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
+        show_default="what is available; with --from the largest peak of the network",
+    ),
+]
+Simulate = Annotated[
+    str | None,
+    typer.Option(help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."),
+]
+Batches = Annotated[
+    str | None, typer.Option(help="Batch sizes to measure, as 2,4,8.", show_default="chosen while measuring")
+]
+TrialSeconds = Annotated[
+    float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
+]
+Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="its own")]
+Layers = Annotated[int | None, typer.Option(min=1, help="Blocks of the model.", show_default="its own")]
+Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
+Write = Annotated[Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")]
+SmallSimulate = Annotated[
+    str | None,
+    typer.Option(help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."),
+]
+Batches = Annotated[
+    bool,
+    typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
+]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What is to be shown of the answers."""
+
+    devices: tuple[str | None, str | None, str | None, str | None]
+    """Numbers of devices, gradients, link, latency, as they were given."""
+    output: Path | None
+    json: bool
+
+    def exchange(self, known: Bytes | None = None) -> Exchange | None:
+        """Between devices; `known` are the bytes of the gradients where the model is there."""
+        return exchange_of(*self.devices, known=known)
+
+    def page(
+        self, answers: Sequence[Sequence[Row]], title: str, facts: Mapping[str, str], kinds: Kinds,
+        exchange: Exchange | None, swept: Sequence[Sweep],
+    ) -> None:  # fmt: skip
+        """Write it, if one is wanted."""
+        if self.output is None:
+            return
+        told = {**facts, **page_facts(answers, exchange)}
+        write_answers(self.output, answers, title=title, facts=told, kinds=kinds, devices=swept)
+        if not self.json:
+            print(self.output)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a workload is tried."""
+
+    bench: AbstractBench
+    memory: Bytes
+    """That steps may take if nobody says."""
+    gradient_bytes: Bytes
+    longest: Seconds
+    """A step that takes longer is not tried."""
 
 
 def advise_(
     *,
-    workload: Annotated[str | None, typer.Argument(help="Not there yet: give measurements with --from.")] = None,
-    measurements: Annotated[
-        Path | None, typer.Option("--from", help="A CSV file: what steps took, by network, method and batch size.")
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
-            show_default="the largest peak of the network on the hardware",
-        ),
-    ] = None,
-    small_batches: Annotated[
-        bool,
-        typer.Option(
-            "--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."
-        ),
-    ] = False,
+    workload: Workload = None,
+    measurements: Measurements = None,
+    methods: Methods = None,
+    memory: Memory = None,
+    simulate: Simulate = None,
+    batches: Batches = None,
+    seconds: TrialSeconds = 6.0,
+    length: Length = None,
+    layers: Layers = None,
+    lossless: Lossless = False,
+    verify: Verify = False,
+    fresh: Fresh = False,
+    write: Write = None,
+    small_batches: SmallBatches = False,
     devices: Devices = None,
     gradients: Gradients = None,
     link: Link = None,
     latency: Latency = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")] = None,
+    output: Output = None,
+    seed: Seed = 0,
     json: Json = False,
 ) -> None:
     """Say which method that saves memory trains faster than plain training, at which batch size, and how sure that is.
 
-    Every network and hardware of the file is answered by itself: a sentence, then a table of all methods. With
-    --devices two more have what each method gains where gradients are exchanged in every step.
+    A workload is measured at a few batch sizes of each method, each in a process of its own; what was measured is kept
+    and not measured again. Ctrl-C answers from what is there, and the exit code is 130. With --simulate a device is
+    asked that need not be here. Of a file every network and hardware is answered by itself. An answer is a sentence,
+    then a table of all methods; with --devices two more have what each gains where gradients are exchanged.
     """
-    if measurements is None or workload is not None:
-        raise UsageError(
-            "Only measurements can be looked at so far, with spillway advise --from measurements.csv: measuring a "
-            "workload is not there yet."
-        )
     limit = None if memory is None else _limit(memory)
-    exchange = exchange_of(devices, gradients, link, latency)
+    wanted = _Wanted(devices=(devices, gradients, link, latency), output=output, json=json)
     check_page(output)
-    with naming(measurements):
-        experiments = read_measurements(measurements)
-    answers = [advise(there, limit or default_limit(there), small_batches=small_batches) for there in experiments]
-    swept = sweeps_over(exchange, answers)
-    if json:
-        print_json(answers_json(answers, exchange, swept))
+    if measurements is not None:
+        _check_nothing_is_measured({
+            "WORKLOAD": workload, "--methods": methods, "--simulate": simulate, "--batches": batches,
+            "--length": length, "--layers": layers, "--lossless": lossless, "--verify": verify, "--fresh": fresh,
+            "--write": write,
+        })  # fmt: skip
+        _from_file(measurements, limit, wanted, small_batches=small_batches)
+        return
+    if workload is None:
+        raise UsageError("Name a workload to measure, or give measurements with --from measurements.csv.")
+    wanted.exchange(known=0)  # what is wrong with it is said now
+    check_writable(write)
+    ways = chosen(DEFAULT if methods is None else _names(methods), lossless=lossless)
+    sizes = [] if batches is None else parse_sizes(batches)
+    options = {name: value for name, value in (("length", length), ("layers", layers)) if value is not None}
+    console = to_terminal()
+    with (
+        _measured(workload, options, seed, console, longest=seconds / (STEPS + AROUND), fresh=fresh)
+        if simulate is None
+        else _simulated(workload, options, simulate, fresh=fresh)
+    ) as place:
+        asked = Asked(
+            methods=[way.name for way in ways], limit=limit or place.memory, batches=sizes, longest=place.longest,
+            layers=layers, small_batches=small_batches, verify=verify, write=write,
+            gradient_bytes=place.gradient_bytes,
+        )  # fmt: skip
+        found = find_out(place.bench, asked, console)
+    _tell(found, wanted, place, console)
+
+
+def _tell(found: Found, wanted: _Wanted, place: _Place, console: Console) -> None:
+    exchange = wanted.exchange(known=place.gradient_bytes)
+    swept = sweeps_over(exchange, [found.rows])
+    if wanted.json:
+        document = found.to_json()
+        rows = answers_json([found.rows], exchange, swept)
+        document["rows"] = [row | more for row, more in zip(document["rows"], rows, strict=True)]
+        print_json(document)
     else:
-        _print(answers)
+        print_found(found)
         print_sweeps(exchange, swept)
-    if output is not None:
-        facts = {"measurements": str(measurements), **page_facts(answers, exchange)}
-        write_answers(output, answers, title=measurements.name, facts=facts, kinds={}, devices=swept)
-        if not json:
-            print(output)
+    kinds = {(trial.method, trial.size): trial.by_kind for trial in found.trials() if trial.by_kind}
+    facts = {"workload": place.bench.name, "hardware": place.bench.hardware}
+    wanted.page([found.rows], place.bench.name, facts, kinds, exchange, swept)
+    if not found.whole:
+        say(console, "spillway: interrupted. What was measured is answered from, and kept.")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _check_nothing_is_measured(options: Mapping[str, object]) -> None:
+    if told := given(options):
+        raise UsageError(f"{told[0]} is for measuring, and --from looks at what was measured: leave one out.")
+
+
+@contextmanager
+def _measured(
+    workload: str, options: Mapping[str, object], seed: int, console: Console, *, longest: Seconds, fresh: bool
+) -> Iterator[_Place]:
+    """On this machine."""
+    with RealBench(workload, options=options, seed=seed, output=partial(say, console)) as real:
+        key = real.key() | {"spillway": spillway.__version__}
+        bench = RememberedBench(real, lambda: real.facts, cache_file(key), key, fresh=fresh)
+        yield _Place(
+            bench=bench, memory=_there(bench.facts), gradient_bytes=int(bench.facts["gradient_bytes"]), longest=longest
+        )
+
+
+@contextmanager
+def _simulated(workload: str, options: Mapping[str, Any], device: str, *, fresh: bool) -> Iterator[_Place]:
+    """On paper."""
+    if fresh:
+        raise UsageError("--fresh is for measuring, and nothing is kept of what --simulate answers: leave one out.")
+    bench = simulated_bench(workload, device, options)
+    yield _Place(bench=bench, memory=bench.device.memory, gradient_bytes=bench.gradient_bytes(), longest=inf)
+
+
+def _there(facts: Mapping[str, Any]) -> Bytes:
+    """Bytes that steps may take if nobody says: what is free of the device, or available of the machine."""
+    if facts["device_bytes"] is not None:
+        return int(facts["device_bytes"])
+    system = on_system.memory().facts
+    limits = [system["available"], system["container_limit"]]
+    return int(min((limit for limit in limits if limit), default=machine_memory()))
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _limit(text: str) -> Bytes:
@@ -109,71 +266,15 @@ def _limit(text: str) -> Bytes:
     return nbytes
 
 
-def _print(answers: Sequence[Sequence[Row]]) -> None:
-    """Those that can be answered with their tables, then the others, a sentence each.
-
-    In a table alpha and gamma are per sample, beta and delta fixed; samples/s is predicted, at the batch before it.
-    """
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    answered = [rows for rows in answers if any(row.fitted for row in rows)]
-    for rows in answered:
-        say(console, sentence(rows))
-        console.print(_table(rows))
-        for row in rows:
-            for warning in row.warnings:
-                say(console, f"  {row.method}: {warning}")
-        say(console, "")
-    for rows in answers:
-        if rows not in answered:
-            say(console, sentence(rows))
-
-
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(title=f"steps may take {format_bytes(round(rows[0].limit))}", title_justify="left", title_style="")
-    table.add_column("method")
-    for head in HEADS:
-        table.add_column(head, justify="right")
-    table.add_column("verdict", no_wrap=True)
-    times = ratios(rows)
-    for row in rows:
-        table.add_row(escape(row.method), *_cells(row, times.get(row.method)))
-    return table
-
-
-def _cells(row: Row, times: float | None) -> list[str]:
-    return [
-        *_laws(row),
-        _score(row),
-        "" if row.predicted is None else str(row.predicted.size),
-        "" if row.predicted is None else f"{row.predicted.throughput:.4g}",
-        "" if times is None else f"{times:.3f}",
-        _measured(row.measured),
-        "" if row.sure is None else f"{row.sure:.0%}",
-        row.verdict,
-    ]
-
-
-def _laws(row: Row) -> list[str]:
-    if row.fitted is None:
-        return [""] * 6
-    memory, cost = row.fitted.memory, row.fitted.cost
-    time = row.fitted.knee if cost.knee else row.fitted.time
-    return [
-        f"{memory.slope / MB:.2f} MB", format_bytes(round(memory.intercept)), _r(memory.r),
-        format_seconds(cost.gamma), format_seconds(cost.delta), _r(time.r),
-    ]  # fmt: skip
-
-
-def _r(r: float | None) -> str:
-    return "" if r is None else f"{r:.3f}"
-
-
-def _score(row: Row) -> str:
-    """The score as a multiple of the point, as the paper draws it."""
-    if row.score is None or not row.point:
-        return ""
-    return f"{row.score / row.point:.3f}" if row.score < inf else "inf"
-
-
-def _measured(best: Best | None) -> str:
-    return "" if best is None else f"{best.throughput:.4g} at {best.size}"
+def _from_file(path: Path, limit: Bytes | None, wanted: _Wanted, *, small_batches: bool) -> None:
+    exchange = wanted.exchange()
+    with naming(path):
+        experiments = read_measurements(path)
+    answers = [advise(there, limit or default_limit(there), small_batches=small_batches) for there in experiments]
+    swept = sweeps_over(exchange, answers)
+    if wanted.json:
+        print_json(answers_json(answers, exchange, swept))
+    else:
+        print_answers(answers)
+        print_sweeps(exchange, swept)
+    wanted.page(answers, path.name, {"measurements": str(path)}, {}, exchange, swept)

@@ -155,12 +155,15 @@ class AbstractBlockMethod(ABC):
     """What becomes of blocks that are not kept."""
     bits: int = 4
     """An element, where that is to be quantized."""
+    waits: bool = False
+    """Whether compute waits for every copy of what moves, out and in."""
     forwards: int = 1
     """How often a block's forward runs where it is measured."""
 
     def in_header(self) -> dict[str, object]:
         """What a run file says of it beside its name."""
-        return {"action": self.action.value, **({"bits": self.bits} if self.action.lossy else {})}
+        bits = {"bits": self.bits} if self.action.lossy else {}
+        return {"action": self.action.value, **bits, **({"waits": True} if self.waits else {})}
 
     @abstractmethod
     def fresh(self, *, batched: bool) -> Self:

@@ -18,6 +18,7 @@ from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.finding import find_blocks
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
+from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
@@ -163,6 +164,11 @@ class BlockSession(Session):
         """Names of the blocks; empty before the first step if they have to be found."""
         return () if self._engine is None else self._engine.blocks
 
+    @property
+    def when_freed(self) -> list[Freed]:
+        """Told of every storage that a thread of the engine's frees, by that thread; nobody before the first step."""
+        return [] if self._engine is None else self._engine.when_freed
+
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         return _Step(self, batch)
 
@@ -205,6 +211,7 @@ class BlockSession(Session):
             self._model, names, generators=self._generators, spill_directory=self._spill_directory,
             spill_io=self._spill_io,
             host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits,
+            read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
         )  # fmt: skip
         self._engine.asleep = True
 
@@ -307,6 +314,7 @@ class _Step:
             known=partial(session._named_bytes, self._batch),
             decide=self._decide,
             action=session._method.action,
+            waits=session._method.waits,
             largest=session._largest,
             reclaimer=session._reclaimer,
         )

@@ -93,6 +93,7 @@ class StepWatch:
         known: Bytes of the storages that are known by name now.
         decide: Asked when a forward begins.
         action: What becomes of blocks that are not kept.
+        waits: Whether nothing may be read before the backward wants it.
         largest: What the largest block of earlier steps saved.
         reclaimer: Returns freed memory to the system; None to leave it.
     """
@@ -110,6 +111,7 @@ class StepWatch:
         known: Callable[[], Bytes],
         decide: Decide,
         action: Action,
+        waits: bool,
         largest: Bytes,
         reclaimer: Reclaimer | None,
     ) -> None:
@@ -126,6 +128,7 @@ class StepWatch:
         self._allowed = allowed
         self._decide = decide
         self._action = action
+        self._reads_ahead = action.moves and not waits
         self._reclaimer = reclaimer
         self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
@@ -191,7 +194,7 @@ class StepWatch:
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
-        if self._action.moves:  # what comes back before it is wanted must not take the room of what is
+        if self._reads_ahead:  # what comes back before it is wanted must not take the room of what is
             free = self._allowed - self._taken() - coarse(self._allowed)
             self._engine.read_ahead = max(min(free - 2 * self.largest, self.largest), 0)
         one = self.passes[of]

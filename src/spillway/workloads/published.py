@@ -3,6 +3,8 @@
 ResNet-50 (He et al. 2016), BERT (Devlin et al. 2019), GPT-2 (Radford et al. 2019), Swin-T (Liu et al. 2021) and
 T5-small (Raffel et al. 2020), with random weights, on random pictures and tokens. They are there to be recorded at any
 size, which fake tensors make possible without memory, and train like any other workload where there is enough of it.
+Three of them also come with four layers of width 256, on short sequences, so that a step on a few samples takes one
+thread of a processor less than a second: BERT, GPT-2, and ViT (Dosovitskiy et al. 2021) on pictures of 64 x 64.
 """
 
 from __future__ import annotations
@@ -47,12 +49,16 @@ class _Published:
     """Makes a batch."""
     optimizer: Callable[[Any], Optimizer]
     """Of the model's parameters."""
+    length: int = 128
+    """Tokens of a sequence if nobody says; of models of text."""
 
 
-def _pictures(random: torch.Generator, batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
+def _pictures(
+    random: torch.Generator, batch: int, length: int, vocabulary: int, *, side: int = SIDE, classes: int = CLASSES
+) -> dict[str, Tensor]:
     return {
-        "pixel_values": torch.randn((batch, 3, SIDE, SIDE), generator=random),
-        "labels": torch.randint(CLASSES, (batch,), generator=random),
+        "pixel_values": torch.randn((batch, 3, side, side), generator=random),
+        "labels": torch.randint(classes, (batch,), generator=random),
     }
 
 
@@ -77,6 +83,11 @@ def _pairs(random: torch.Generator, batch: int, length: int, vocabulary: int) ->
 _ADAMW: Final = partial(AdamW, lr=5e-5, weight_decay=0.01)
 _SGD: Final = partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
 _LARGE: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+_SMALL: Final = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+_SMALL_VOCABULARY: Final = 4096
+_SMALL_LENGTH: Final = 64
+_SMALL_SIDE: Final = 64
+_SMALL_CLASSES: Final = 16
 
 _MODELS: Final[Mapping[str, _Published]] = {
     "resnet50": _Published(
@@ -104,31 +115,58 @@ _MODELS: Final[Mapping[str, _Published]] = {
         settings={"use_cache": False, "decoder_start_token_id": 0}, depth=("num_layers", "num_decoder_layers"),
         draw=_pairs, optimizer=_ADAMW,
     ),
+    "bert-small": _Published(
+        config="BertConfig", model="BertForMaskedLM", settings={**_SMALL, "vocab_size": _SMALL_VOCABULARY},
+        depth=("num_hidden_layers",), draw=_masked_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
+    ),
+    "gpt-small": _Published(
+        config="GPT2Config", model="GPT2LMHeadModel",
+        settings={
+            "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": _SMALL_VOCABULARY, "use_cache": False,
+            "bos_token_id": 0, "eos_token_id": 0,
+        },
+        depth=("n_layer",), draw=_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
+    ),
+    "vit-small": _Published(
+        config="ViTConfig", model="ViTForImageClassification",
+        settings={**_SMALL, "image_size": _SMALL_SIDE, "patch_size": 8, "num_labels": _SMALL_CLASSES},
+        depth=("num_hidden_layers",), draw=partial(_pictures, side=_SMALL_SIDE, classes=_SMALL_CLASSES),
+        optimizer=_ADAMW,
+    ),
 }  # fmt: skip
 
 
-def build_pictures(seed: int = 0, *, name: str, batch: int = 32) -> Workload:
-    """A model of pictures 3 x 224 x 224; its size is the batch.
+def build_pictures(seed: int = 0, *, name: str, batch: int = 32, layers: int | None = None) -> Workload:
+    """A model of pictures 3 x 224 x 224, the small one of 3 x 64 x 64; its size is the batch.
 
-    Raises WorkloadError where transformers is not installed.
+    Args:
+        layers: Blocks of ViT; the others have stages of several.
+
+    Raises WorkloadError where transformers is not installed, or the layers cannot be chosen.
     """
-    return _build(name, seed, batch=batch, length=0, layers=None, size=batch)
+    if layers is not None and not _MODELS[name].depth:
+        raise WorkloadError(f"The layers of the workload {name} are in stages, and cannot be chosen by their number.")
+    return _build(name, seed, batch=batch, length=0, layers=layers, size=batch)
 
 
-def build_tokens(seed: int = 0, *, name: str, batch: int = 8, length: int = 128, layers: int | None = None) -> Workload:
+def build_tokens(
+    seed: int = 0, *, name: str, batch: int = 8, length: int | None = None, layers: int | None = None
+) -> Workload:
     """A model of text; its size is the length.
 
     Args:
-        length: Tokens of every sequence; T5 reads as many as it writes.
+        length: Tokens of every sequence, 128 if left out, for the small ones 64; T5 reads as many as it writes.
         layers: Blocks, where fewer or more than the published model has are wanted; T5 has as many on both sides.
 
     Raises WorkloadError where transformers is not installed.
     """
+    length = _MODELS[name].length if length is None else length
     return _build(name, seed, batch=batch, length=length, layers=layers, size=length)
 
 
 BUILDERS: Final[Mapping[str, Callable[..., Workload]]] = {
-    name: partial(build_tokens if published.depth else build_pictures, name=name) for name, published in _MODELS.items()
+    name: partial(build_tokens if "Image" not in published.model else build_pictures, name=name)
+    for name, published in _MODELS.items()
 }
 """What builds each of them, by its name."""
 

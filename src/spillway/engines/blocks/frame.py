@@ -344,7 +344,7 @@ class Frame:
     def _restore(self, holder: Holder) -> None:
         if holder.home is not None:
             homes.bring_saved_for(holder, self._living())
-            if self.action.compresses:  # the next one is compressed by itself
+            if self.action.compresses and self.conductor.ahead != 0:  # the next one is compressed by itself
                 self.start_in(None)
             self.conductor.read_ahead(self)
             self._clear_later()

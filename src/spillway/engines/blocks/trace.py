@@ -51,6 +51,15 @@ class Window(NamedTuple):
     """At most, the beginning included."""
 
 
+class Held(NamedTuple):
+    """What was there at the highest peak, of what was allocated since the first mark."""
+
+    at: int
+    """When that was, by `time.time_ns`."""
+    storages: Mapping[int, tuple[int, Bytes]]
+    """By address, when it was allocated and its bytes."""
+
+
 class AbstractTrace(ABC):
     """Peaks of one step, between moments that are named while it runs."""
 
@@ -69,6 +78,10 @@ class AbstractTrace(ABC):
     @abstractmethod
     def so_far(self) -> list[Window]:
         """The same as `stop`, and the trace goes on."""
+
+    @abstractmethod
+    def at_peak(self) -> Held | None:
+        """After `stop`; None where nobody knows."""
 
     @abstractmethod
     def stop(self) -> list[Window]:
@@ -117,6 +130,14 @@ class AllocationTrace(AbstractTrace):
             self._end()
         return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
+    def at_peak(self) -> Held | None:
+        return None if self._lost or not self._marks else _at_peak(self._memory, self._marks[0], self._known)
+
+    def allocated(self, address: int, before: int) -> int | None:
+        """After `stop`: when the storage was allocated that lay at an address at some time; None before the trace."""
+        found = [event.at for event in self._memory if event.address == address and event.nbytes > 0]
+        return max((at for at in found if at <= before), default=None)
+
     def _begin(self) -> None:
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig())
         activities = {ProfilerActivity.CPU}
@@ -153,6 +174,31 @@ class Event(NamedTuple):
     address: int
     told: bool = False
     """Whether somebody who knew the storage says so, and not the allocator."""
+
+
+def _at_peak(memory: list[Event], begin: int, known: Mapping[int, Bytes]) -> Held:
+    """The same account as `_windows`, storage by storage."""
+    ours, before = dict[int, tuple[int, Bytes]](), dict(known)
+    held = peak = 0
+    best = Held(begin, {})
+    rising = False
+    for at, nbytes, address, told in sorted(memory, key=lambda event: event.at):
+        if at < begin:
+            continue
+        if nbytes > 0:
+            held += nbytes - before.pop(address, 0) - ours.pop(address, (0, 0))[1]
+            ours[address] = at, nbytes
+            if held > peak:
+                peak, rising = held, True
+                latest = at
+            continue
+        if rising:  # copied when it ends, and not at every byte that it is higher
+            best, rising = Held(latest, dict(ours)), False
+        if told or address not in ours:
+            held -= before.pop(address, 0)
+        else:
+            held -= ours.pop(address)[1]
+    return Held(latest, dict(ours)) if rising else best
 
 
 def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) -> list[Window]:
@@ -237,6 +283,9 @@ class CudaTrace(AbstractTrace):
 
     def freed(self, at: int, address: int, nbytes: Bytes) -> None:
         """The allocator knows."""
+
+    def at_peak(self) -> Held | None:
+        return None
 
     def so_far(self) -> list[Window]:
         if self._windows:

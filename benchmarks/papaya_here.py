@@ -1,0 +1,231 @@
+"""PAPAYA's model on this machine: four small networks under an emulated memory limit, six methods.
+
+For each of them `advise` measures what it measures for anybody. Then every method runs at the batch that is its largest
+by the fit, and what was predicted is held against what was measured.
+
+NOTE: what the line of memory has to meet without a batch is what is there at the moment of the peak and does not grow:
+parameters, optimizer state, buffers, the gradients that are there at that moment, and what ops work with (reordered
+weights, a gradient that is not summed up yet). It is counted storage by storage at the peak of one step whose batch is
+a prime number, of which the bytes of whatever grows with the batch are a multiple. No fit is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from benchmarks.record import (
+    Benchmark,
+    Check,
+    Column,
+    Result,
+    Row,
+    Tell,
+    byte_columns,
+    second_columns,
+    share_columns,
+    text_columns,
+)
+from spillway.advisor.bench import Trial
+from spillway.advisor.campaign import Campaign
+from spillway.advisor.choice import recommended
+from spillway.advisor.real import AROUND, STEPS, RealBench
+from spillway.advisor.verdict import Row as Advice
+from spillway.advisor.verdict import advise
+from spillway.advisor.ways import DEFAULT
+from spillway.units import Bytes, Seconds
+
+MB: Final = 10**6
+SECONDS: Final = 6.0
+"""Of a trial, as `spillway advise` has it if nobody says."""
+LINEAR: Final = 0.9999
+INTERCEPT: Final = 0.02
+THROUGHPUT: Final = 0.10
+RECOMMENDED: Final = 0.03
+_GROWING: Final = ("activations", "input")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A workload and the memory that its steps may take."""
+
+    workload: str
+    limit: Bytes
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    networks: Sequence[Network] = (
+        Network(workload="resnet", limit=100 * MB),
+        Network(workload="bert-small", limit=150 * MB),
+        Network(workload="gpt-small", limit=180 * MB),
+        Network(workload="vit-small", limit=100 * MB),
+    )
+    methods: Sequence[str] = DEFAULT
+    batches: Sequence[int] = ()
+    """Empty to let the campaign choose."""
+    steps: int = STEPS
+    longest: Seconds = SECONDS / (STEPS + AROUND)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A method's prediction and what became of it."""
+
+    network: Network
+    advice: Advice
+    at_peak: Trial | None
+    """Of a prime batch, for what is there without one; None if nothing was fitted."""
+    there: Trial | None
+    """At the batch that was predicted to be the largest; None if there is none."""
+
+    @property
+    def constant(self) -> Bytes | None:
+        """What is there without a batch."""
+        if self.at_peak is None or self.at_peak.peak is None:
+            return None
+        return self.at_peak.peak - sum(self.at_peak.by_kind[kind] for kind in _GROWING)
+
+    @property
+    def intercept_off(self) -> float | None:
+        """Of the line of memory, as a share of what is there."""
+        if self.advice.fitted is None or self.constant is None:
+            return None
+        return self.advice.fitted.memory.intercept / self.constant - 1
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second, as measured."""
+        return None if self.there is None or self.there.seconds is None else self.there.size / self.there.seconds
+
+    @property
+    def off(self) -> float | None:
+        """Predicted throughput less what was measured, as a share of that."""
+        predicted, measured = self.advice.predicted, self.throughput
+        return None if predicted is None or measured is None else predicted.throughput / measured - 1
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Every network, method by method."""
+    found = {network.workload: _measured(network, size, tell) for network in size.networks}
+    checks = [check for name, tried in found.items() for check in _checks(name, tried)]
+    rows = [_row(name, one) for name, tried in found.items() for one in tried]
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+
+
+def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
+    def output(line: str) -> None:
+        tell(f"{network.workload}: {line}")
+
+    with RealBench(network.workload, options=network.options, seed=0, output=output, steps=size.steps) as bench:
+        campaign = Campaign(bench, size.methods, network.limit, batches=size.batches, longest=size.longest)
+        for trial in campaign.run():
+            tell(f"{network.workload}, {trial.method} at {trial.size}: {trial.seconds} s, {trial.peak} bytes")
+        for method, fault in campaign.faults.items():
+            tell(f"{network.workload}, {method}: {fault}")
+        return [_tried(network, campaign, row) for row in advise(campaign.experiment(), network.limit)]
+
+
+def _tried(network: Network, campaign: Campaign, advice: Advice) -> Tried:
+    if advice.fitted is None or advice.predicted is None:
+        return Tried(network=network, advice=advice, at_peak=None, there=None)
+    sizes = campaign.samples(advice.method).peaks
+    prime = prime_between(min(sizes), max(sizes))
+    at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
+    there = campaign.measure(advice.method, advice.predicted.size)
+    return Tried(network=network, advice=advice, at_peak=at_peak, there=there)
+
+
+def prime_between(low: int, high: int) -> int:
+    """The largest prime number from `low` to `high`, or `high` if there is none."""
+    primes = (size for size in range(high, low - 1, -1) if size > 1 and all(size % other for other in range(2, size)))
+    return next(primes, high)
+
+
+def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
+    fitted = [one.advice.fitted for one in tried if one.advice.fitted is not None]
+    yield Check(
+        what=f"{name}: of {len(tried)} methods those of which nothing was predicted, or that did not fit there",
+        measured=sum(one.throughput is None for one in tried), at_most=0,
+    )  # fmt: skip
+    worst = min((one.memory.r or 0.0 for one in fitted), default=0.0)
+    yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
+    for what, offs, most in (
+        ("intercept of memory off what is there without a batch", [one.intercept_off for one in tried], INTERCEPT),
+        ("highest throughput predicted off measured", [one.off for one in tried], THROUGHPUT),
+    ):
+        known = [abs(off) for off in offs if off is not None]
+        yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
+    yield Check(
+        what=f"{name}: the recommended method is slower than the best one measured", measured=_behind(tried),
+        at_most=RECOMMENDED,
+    )  # fmt: skip
+
+
+def _behind(tried: Sequence[Tried]) -> float:
+    """By what share of the best one; 1 where nothing was recommended or measured."""
+    best = recommended([one.advice for one in tried])
+    speeds = {one.advice.method: one.throughput for one in tried if one.throughput is not None}
+    if best is None or best.method not in speeds:
+        return 1.0
+    return 1 - speeds[best.method] / max(speeds.values())
+
+
+def _row(name: str, tried: Tried) -> Row:
+    advice, fitted = tried.advice, tried.advice.fitted
+    best = recommended([advice])
+    return {
+        "network": name, "method": advice.method, "limit": tried.network.limit,
+        "alpha": None if fitted is None else round(fitted.memory.slope),
+        "beta": None if fitted is None else round(fitted.memory.intercept), "constant": tried.constant,
+        "intercept_off": tried.intercept_off, "gamma": None if fitted is None else fitted.time.slope,
+        "delta": None if fitted is None else fitted.time.intercept,
+        "r_memory": None if fitted is None else fitted.memory.r, "r_time": None if fitted is None else fitted.time.r,
+        "batch": None if best is None or best.predicted is None else best.predicted.size,
+        "predicted": None if best is None or best.predicted is None else best.predicted.throughput,
+        "measured": tried.throughput, "off": tried.off, "verdict": advice.verdict,
+    }  # fmt: skip
+
+
+TITLE: Final = "PAPAYA's model here: four small networks under an emulated memory limit, one thread"
+
+COLUMNS: Final = (
+    *text_columns(network="network", method="method"),
+    *byte_columns(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
+    *share_columns(intercept_off="beta off that"),
+    Column(key="r_memory", head="R memory", show="{:.6f}".format),
+    *second_columns(gamma="gamma", delta="delta"),
+    Column(key="r_time", head="R time", show="{:.4f}".format),
+    *text_columns(batch="largest batch"),
+    *(Column(key=key, head=head, show="{:.4g}".format) for key, head in (
+        ("predicted", "samples/s, predicted"), ("measured", "measured"),
+    )),
+    *share_columns(off="off"),
+    *text_columns(verdict="verdict"),
+)  # fmt: skip
+
+NOTES: Final = (
+    "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
+    "ran once more at the largest batch that fits by its line: that is what stands under measured. The limit is "
+    "emulated: a step whose peak by account is above it counts as out of memory.",
+    "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
+    "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
+    "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
+)
+
+BENCHMARK: Final = Benchmark(
+    name="papaya_here",
+    run=run,
+    full=Size(),
+    quick=Size(
+        networks=(Network(workload="resnet", limit=100 * MB, options={"width": 4, "blocks": [1, 1, 1, 1]}),),
+        methods=("plain", "checkpoint"), batches=(5, 7, 9), steps=1,
+    ),
+)  # fmt: skip

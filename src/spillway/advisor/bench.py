@@ -1,0 +1,70 @@
+"""What is measured, and who measures it: one step of a method at one batch size."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+from spillway.units import Bytes, Seconds
+
+KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "input", "other")
+"""What the bytes of a step are."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One step of a method at a batch size."""
+
+    method: str
+    """A name of `ways`."""
+    size: int
+    """Samples in a batch."""
+    peak: Bytes | None
+    """None where memory ran out."""
+    seconds: Seconds | None
+    """Of the step; None where memory ran out."""
+    by_kind: Mapping[str, Bytes] = field(default_factory=dict)
+    """At the peak, by the names of `KINDS`; may be empty."""
+    before_update: Bytes | None = None
+    """The highest account before the optimizer began, which grows with the batch where that of the update does not;
+    None where that is not known."""
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether memory ran out."""
+        return self.peak is None
+
+    def to_json(self) -> dict[str, Any]:
+        """The trial as JSON can hold it."""
+        return {
+            "method": self.method, "size": self.size, "peak": self.peak, "seconds": self.seconds,
+            "by_kind": dict(self.by_kind), "before_update": self.before_update,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any) -> Trial:
+        """Read what `to_json` gave. Raises ValueError for anything else."""
+        match data:
+            case {
+                "method": str(method), "size": int(size), "peak": int() | None as peak,
+                "seconds": int() | float() | None as seconds, "by_kind": dict(by_kind),
+                "before_update": int() | None as before,
+            } if size > 0 and (peak is None) == (seconds is None):  # fmt: skip
+                return cls(method=method, size=size, peak=peak, seconds=seconds, by_kind=by_kind, before_update=before)
+        raise ValueError(f"{data!r} is no trial")
+
+
+class AbstractBench(ABC):
+    """Measures trials of one workload on one machine."""
+
+    name: str
+    """Of the workload."""
+    hardware: str
+    """A device, or "this CPU"."""
+
+    @abstractmethod
+    def measure(self, method: str, size: int) -> Trial:
+        """One trial. Raises SpillwayError for what cannot be measured at any size."""

@@ -1,0 +1,277 @@
+"""Which batch sizes of which method are measured.
+
+NOTE [Sizes]. The peak of a step is the highest of several lines m = alpha x + beta, each of a moment of the step: the
+update, where no activation is left, is flat; the end of the forward grows fastest. Every one has a beta of 0 or more.
+
+ 1. So m(y) is at most m(x) y / x for y > x, whatever the lines: no batch is measured that may be above the limit by
+    that, until three sizes lie on one line that grows, which then says more. Where the highest account before the
+    update is known it stands for m(x): the update does not grow. What is there all the time belongs to every beta, and
+    is taken from both sides. Of time the same is taken to hold.
+ 2. Sizes are doubled until the limit or the longest step is reached, which may be longer until memory grows. What lies
+    on one line with the largest sizes is what memory is fitted to (`steady`): smaller ones, whose peak another moment
+    has, lie above it and are left out.
+ 3. Between these the widest gap is halved until there are enough points; where there is no line, that between the two
+    largest until there is one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import floor, inf
+from typing import Final, final
+
+from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.fits import FEWEST, Line, fit_line
+from spillway.advisor.measurements import Experiment, Samples
+from spillway.errors import SpillwayError
+from spillway.units import Bytes, Seconds
+
+POINTS: Final = 5
+"""Batch sizes of a method on the line of its memory."""
+TOGETHER: Final = 3
+"""Sizes that make a line which others can be held against."""
+OFF: Final = 0.003
+"""How far, of its peak, a size may be off the line of larger ones; more by how far it is from them."""
+GROWTH: Final = 0.01
+"""The share of a peak by which it has to be above another one to have grown."""
+PATIENCE: Final = 3.0
+"""So many times as long a step may take as long as memory is not seen to grow on a line."""
+GAIN: Final = 1.15
+"""A larger batch is worth a trial if it is so many times as large."""
+ALWAYS: Final = ("parameters", "optimizer state")
+"""Kinds of bytes that are there all the time."""
+TRIES: Final = 2
+"""So many trials of a method may run out of memory before no larger one is tried."""
+MOST: Final = 1 << 20
+"""Samples in a batch: nothing is measured above."""
+
+Clock = Callable[[], Seconds]
+
+
+def on_line(peaks: Mapping[int, float]) -> list[int]:
+    """The sizes whose peaks lie on one line with those of the largest ones, in order; empty if fewer than three do.
+
+    Smaller sizes above that line have their peak at another moment. Where one lies below it nothing is on a line: no
+    several moments explain that.
+    """
+    sizes = sorted(peaks)
+    place = len(sizes) - 2
+    while place > 0:
+        size, line = sizes[place - 1], fit_line({one: peaks[one] for one in sizes[place:]})
+        far = 1 + (sizes[place] - size) / (sizes[-1] - sizes[place])
+        off = peaks[size] - line.at(size)
+        if abs(off) > OFF * far * peaks[size]:
+            return sizes[place:] if off > 0 and len(sizes) - place >= TOGETHER else []
+        place -= 1
+    return sizes if len(sizes) >= TOGETHER else []
+
+
+def steady(peaks: Mapping[int, float]) -> list[int]:
+    """The sizes that memory is fitted to: those on one line with the largest, if that grows.
+
+    Where memory follows no line, all sizes from which on it grows, and R has to tell. Empty if growth is not seen: then
+    nothing is known of larger batches.
+    """
+    sizes = on_line(peaks)
+    if sizes:
+        return sizes if _grown(peaks, sizes[0], sizes[-1]) else []
+    sizes = sorted(peaks)
+    while len(sizes) > 1 and not _grown(peaks, sizes[0], sizes[1]):
+        sizes = sizes[1:]
+    fewest = min(TOGETHER, max(len(peaks), FEWEST))
+    return sizes if len(sizes) >= fewest else []
+
+
+def _grown(peaks: Mapping[int, float], size: int, larger: int) -> bool:
+    return peaks[larger] - peaks[size] > GROWTH * peaks[larger]
+
+
+@final
+class Campaign:
+    """The trials of several methods of one workload, kept while they come.
+
+    Arguments:
+        bench: Measures.
+        methods: Names, in the order in which they are measured.
+        limit: Bytes that a step may take; a trial that took more has run out of memory.
+        batches: The sizes to measure; if left out they are chosen (NOTE [Sizes]).
+        points: How many sizes on the line of memory are wanted.
+        longest: No size is measured whose step is expected to take longer.
+        clock: Seconds now, for what remains.
+    """
+
+    def __init__(
+        self,
+        bench: AbstractBench,
+        methods: Sequence[str],
+        limit: Bytes,
+        *,
+        batches: Sequence[int] = (),
+        points: int = POINTS,
+        longest: Seconds = inf,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.bench = bench
+        self.methods = tuple(methods)
+        self.limit = limit
+        self.trials: dict[str, dict[int, Trial]] = {method: {} for method in methods}
+        """What was measured, by method and size; a trial above the limit without figures."""
+        self.faults: dict[str, str] = {}
+        """Methods that cannot be measured, and why, a sentence."""
+        self.left_out: dict[str, list[int]] = {}
+        """Of the sizes that were asked for, those that would not fit by the sizes before."""
+        self._batches = sorted(set(batches))
+        self._points = points
+        self._longest = longest
+        self._clock = clock
+        self._began: dict[str, Seconds] = {}
+        self._spent: dict[str, Seconds] = {}
+
+    def run(self) -> Generator[Trial, None, None]:
+        """Measure, one trial after the other. A method that cannot be measured is noted, and the others go on.
+
+        Raises SpillwayError if the first method, which the others are compared with, cannot be measured.
+        """
+        for method in self.methods:
+            self._began[method] = self._clock()
+            try:
+                yield from self._given(method) if self._batches else self._chosen(method)
+            except SpillwayError as error:
+                if method == self.methods[0]:
+                    raise
+                self.faults[method] = str(error)
+            self._spent[method] = self._clock() - self._began[method]
+
+    def measure(self, method: str, size: int) -> Trial:
+        """One more trial, also of a method that is none of the campaign's."""
+        trial = self.bench.measure(method, size)
+        if trial.peak is not None and trial.peak > self.limit:
+            trial = replace(trial, peak=None, seconds=None, by_kind={})
+        self.trials.setdefault(method, {})[size] = trial
+        return trial
+
+    @property
+    def unknown(self) -> Mapping[str, int]:
+        """Methods whose memory was not seen to grow, and the largest size that ran."""
+        peaks = {method: self._peaks(method) for method in self.methods}
+        return {method: max(found) for method, found in peaks.items() if found and not steady(found)}
+
+    @property
+    def current(self) -> str | None:
+        """The method that is being measured."""
+        return next((name for name in self._began if name not in self._spent), None)
+
+    @property
+    def remaining(self) -> Seconds | None:
+        """What the rest takes if every method takes what those before took on average; None before one is done."""
+        if not self._spent:
+            return None
+        each = sum(self._spent.values()) / len(self._spent)
+        now = self.current
+        left = 0.0 if now is None else max(each - (self._clock() - self._began[now]), 0.0)
+        return left + each * (len(self.methods) - len(self._began))
+
+    def samples(self, method: str) -> Samples:
+        """What is known of a method: all times, and the peaks that memory is fitted to."""
+        samples, peaks = Samples(), self._peaks(method)
+        for size in steady(peaks):
+            samples.add_peak(size, peaks[size])
+        for size, trial in self.trials.get(method, {}).items():
+            if trial.seconds is None:
+                samples.failed.add(size)
+            else:
+                samples.seconds[size] = trial.seconds
+        return samples
+
+    def experiment(self, *, layers: str = "", precision: str = "") -> Experiment:
+        """What was measured so far, of every method of the campaign of which a trial is there."""
+        methods = {method: self.samples(method) for method in self.methods if self.trials[method]}
+        return Experiment(
+            hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden="", precision=precision,
+            source="", methods=methods,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ sizes
+
+    def _given(self, method: str) -> Iterator[Trial]:
+        for size in self._batches:
+            if self.trials[method] and (self._ran_out(method) or size > self._fits(method)):
+                self.left_out.setdefault(method, []).append(size)
+            else:
+                yield self.measure(method, size)
+
+    def _chosen(self, method: str) -> Iterator[Trial]:
+        size: int | None = 1
+        while size is not None:
+            yield self.measure(method, size)
+            size = self._next(method)
+        while (between := self._between(method)) is not None:
+            yield self.measure(method, between)
+
+    def _next(self, method: str) -> int | None:
+        """Twice the largest, or what still fits; None if that is hardly more.
+
+        Where a size did not fit although the line said so, a steeper one has begun: the middle between.
+        """
+        largest = max(self._peaks(method), default=0)
+        failed = [size for size, trial in self.trials[method].items() if trial.ran_out]
+        if not largest or len(failed) > TRIES:
+            return None
+        size = min(2 * largest, self._fits(method), self._quick(method), MOST)
+        if failed:
+            size = min(size, (largest + min(failed)) // 2)
+        few = not self._settled(method)
+        return size if size > largest and (few or size >= GAIN * largest) else None
+
+    def _between(self, method: str) -> int | None:
+        """The middle of the widest gap between sizes on the line; None if there are enough, or none is left."""
+        peaks = self._peaks(method)
+        # Where no three of the largest are on one line, the last line may have begun between the last two.
+        sizes = steady(peaks) if on_line(peaks) else sorted(peaks)[-FEWEST:]
+        if len(sizes) >= self._points or len(sizes) < FEWEST:
+            return None
+        low, high = max(pairwise(sizes), key=lambda pair: (pair[1] - pair[0], pair[1]))
+        return (low + high) // 2 if high - low > 1 else None
+
+    def _fits(self, method: str) -> int:
+        """The largest size that fits by what is known (rule 1)."""
+        peaks = self._peaks(method)
+        largest = max(peaks)
+        if self._settled(method):
+            return _largest(fit_line({size: peaks[size] for size in on_line(peaks)}), self.limit)
+        trial = self.trials[method][largest]
+        always = sum(trial.by_kind.get(kind, 0) for kind in ALWAYS)
+        before = peaks[largest] if trial.before_update is None else trial.before_update
+        return floor(largest * max(self.limit - always, 0) / max(before - always, 1))
+
+    def _quick(self, method: str) -> int:
+        """The largest size whose step is expected to be no longer than it may."""
+        if self._longest == inf:
+            return MOST
+        seconds = {size: one.seconds for size, one in self.trials[method].items() if one.seconds is not None}
+        largest, longest = max(seconds), self._longest * (1.0 if self._settled(method) else PATIENCE)
+        if len(seconds) < TOGETHER:
+            return floor(largest * longest / seconds[largest])
+        return _largest(fit_line(seconds), longest)
+
+    def _settled(self, method: str) -> bool:
+        """Whether the largest sizes lie on one line that grows."""
+        peaks = self._peaks(method)
+        sizes = on_line(peaks)
+        return bool(sizes) and _grown(peaks, sizes[0], sizes[-1])
+
+    def _peaks(self, method: str) -> dict[int, float]:
+        found = self.trials.get(method, {})
+        return {size: float(trial.peak) for size, trial in sorted(found.items()) if trial.peak is not None}
+
+    def _ran_out(self, method: str) -> bool:
+        return any(trial.ran_out for trial in self.trials[method].values())
+
+
+def _largest(line: Line, most: float) -> int:
+    if not line.slope:
+        return MOST if line.intercept <= most else 0
+    return max(floor(min((most - line.intercept) / line.slope, MOST)), 0)

@@ -1,0 +1,364 @@
+"""The process that measures: `python -m spillway.advisor.measuring FILE_DESCRIPTOR REQUEST`, started by `real`.
+
+NOTE [Trials]. Every trial is a process of its own, forked from one that has loaded everything and has run no step:
+
+ 1. What a trial leaves in the allocator is gone with it, so that no trial's figures depend on those before it, and none
+    waits for torch and the workload's libraries to be loaded.
+ 2. A process that has used CUDA cannot be forked. Where there is CUDA nothing is built before the fork.
+ 3. The time of a step is the median of several, on the same batches by number, whatever the size: where inputs have
+    their natural lengths, the steps of a larger batch are longer than in proportion, as they are in training.
+ 4. The peak is that of one more step on each shape that was timed, the highest. It is traced from outside, plainly and
+    under a session alike: every allocation since the step began, on top of what is known by name then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, Final, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from spillway.advisor.bench import Trial
+from spillway.advisor.ways import Way, way_of
+from spillway.engines.blocks.trace import AllocationTrace, Held
+from spillway.engines.tensors.devices import device_of
+from spillway.errors import DeviceFullError, SpillwayError, WorkloadError
+from spillway.ir import Kind
+from spillway.methods import Checkpoint
+from spillway.session import BlockSession, manage
+from spillway.session.inputs import leaves, signature_of, storages
+from spillway.units import Bytes, Seconds
+from spillway.workloads import Batch, Workload, get
+
+Send = Callable[[dict[str, Any]], None]
+
+ROOMY: Final = "100%"
+"""The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""
+NEVER: Final = 1 << 63
+"""Later than any time."""
+_SMALL: Final = 1
+_NO_MEMORY: Final = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
+"""What torch says of the CPU in a RuntimeError."""
+
+
+def main(arguments: list[str]) -> None:
+    """Answer every line of standard input with a trial, through the file descriptor."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look that uses CUDA forbids to fork
+    torch.set_num_threads(1)
+    with contextlib.suppress(BrokenPipeError), open(int(arguments[0]), "w", encoding="utf-8", closefd=True) as channel:
+
+        def send(message: dict[str, Any]) -> None:
+            print(json.dumps(message), file=channel, flush=True)
+
+        request = json.loads(arguments[1])
+        if torch.cuda.is_available():
+            _forked(send, partial(_tell_facts, request, send))
+        else:
+            with _telling(send):
+                _tell_facts(request, send)
+        for line in sys.stdin:
+            _forked(send, partial(_answer, request, json.loads(line), send))
+
+
+def _forked(send: Send, action: Callable[[], None]) -> None:
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with _telling(send):
+                action()
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        send({"ended": code})
+
+
+@contextmanager
+def _telling(send: Send) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, DeviceFullError):
+        send({"ran_out": True})
+    except SpillwayError as error:
+        send({"error": {"sentence": str(error), "infeasible": None}})
+    except RuntimeError as error:
+        if not any(sentence in str(error) for sentence in _NO_MEMORY):
+            raise
+        send({"ran_out": True})
+
+
+def _tell_facts(request: dict[str, Any], send: Send) -> None:
+    """What is known of the workload before anything is measured."""
+    workload = _built(request, _SMALL)
+    next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
+    device = device_of([workload.model])
+    gradients = storages((Kind.GRADIENT, one) for one in workload.model.parameters() if one.requires_grad)
+    on_cuda = device.type == "cuda"
+    send({
+        "facts": {
+            "hardware": torch.cuda.get_device_name(device) if on_cuda else "this CPU",
+            "gradient_bytes": sum(one.nbytes() for one in gradients),
+            "device_bytes": int(torch.cuda.mem_get_info(device)[0]) if on_cuda else None,
+        }
+    })  # fmt: skip
+
+
+def _built(request: dict[str, Any], size: int) -> Workload:
+    name, options = request["workload"], request["options"]
+    try:
+        return get(name, seed=request["seed"], batch=size, **options)
+    except WorkloadError as error:
+        refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
+        if refused is None:
+            raise
+        offered = (
+            f"function(seed=0, *, batch=8, {refused}=...)" if refused != "batch" else "function(seed=0, *, batch=8)"
+        )
+        why = "it is trained at several batch sizes" if refused == "batch" else f"--{refused} was given"
+        raise WorkloadError(
+            f"The workload {name} takes no {refused}=, and {why}: give its function that argument, as in {offered}."
+        ) from error
+
+
+def _refuses(error: BaseException | None, option: str) -> bool:
+    return isinstance(error, TypeError) and f"unexpected keyword argument '{option}'" in str(error)
+
+
+def _answer(request: dict[str, Any], asked: dict[str, Any], send: Send) -> None:
+    way, size = way_of(asked["method"]), asked["size"]
+    trial = _measured(request, way, size)
+    send({"trial": trial.to_json()})
+
+
+def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
+    counts = _micro_sizes(way, size)
+    workload = _built(request, counts[0])
+    steps = _steps(workload, len(counts), request["steps"] + 1)
+    with _session(workload, way, request["spill_directory"]) as session:
+        run = _Steps(workload, session, counts[0])
+        run.step(steps[0])  # the optimizer makes its state, and the session finds the blocks
+        timed = steps[1:]
+        seconds = [run.timed(step) for step in timed]
+        distinct = {signature_of(step): step for step in timed}
+        peaks = [run.peak(step) for step in distinct.values()]
+    highest = max(peaks, key=lambda one: one.nbytes)
+    return Trial(
+        method=way.name, size=size, peak=highest.nbytes, seconds=median(seconds), by_kind=highest.by_kind,
+        before_update=None if highest.before_update is None else max(one.before_update or 0 for one in peaks),
+    )  # fmt: skip
+
+
+def _micro_sizes(way: Way, size: int) -> list[int]:
+    """Samples of each micro-batch. Raises WorkloadError for a batch that is no multiple of them."""
+    if not way.micro:
+        return [size]
+    if size % way.micro:
+        raise WorkloadError(f"A batch of {size} samples is no multiple of micro-batches of {way.micro}.")
+    return [way.micro] * (size // way.micro)
+
+
+def _steps(workload: Workload, micro_batches: int, count: int) -> list[list[Batch]]:
+    """The micro-batches of each step, the last of which are used again where there are not as many."""
+    drawn = list(workload.batches(count * micro_batches))
+    if not drawn:
+        raise WorkloadError(f"The workload {workload.name} has no batches.")
+    return [
+        [drawn[(step * micro_batches + number) % len(drawn)] for number in range(micro_batches)]
+        for step in range(count)
+    ]  # fmt: skip
+
+
+@contextmanager
+def _session(workload: Workload, way: Way, spill_directory: str | None) -> Iterator[BlockSession | None]:
+    if way.action is None:
+        yield None
+        return
+    method = Checkpoint(way.action, bits=way.bits, waits=way.waits)
+    on_cuda = device_of([workload.model]).type == "cuda"
+    session = manage(
+        workload.model, workload.optimizers, budget=ROOMY, method=method, lossy=way.lossy, return_freed=False,
+        timeline=on_cuda,  # where the session's own peaks cost next to nothing, and another count would disturb them
+        spill_directory=spill_directory,
+    )  # fmt: skip
+    with session:
+        assert isinstance(session, BlockSession)
+        yield session
+
+
+class _Peak(NamedTuple):
+    nbytes: Bytes
+    by_kind: dict[str, Bytes]
+    """Empty where nobody knows."""
+    before_update: Bytes | None
+
+
+@final
+class _Steps:
+    """Runs steps of a workload."""
+
+    def __init__(self, workload: Workload, session: BlockSession | None, samples: int) -> None:
+        self._workload = workload
+        self._samples = samples
+        self._session = session
+        self._device = device_of([workload.model])
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        """One."""
+        if self._session is not None:
+            (batch,) = batches
+            with self._session.step(batch):
+                self._workload.train_step(batch)
+        elif len(batches) == 1:
+            self._workload.train_step(batches[0])
+        else:
+            self._accumulate(batches)
+
+    def _accumulate(self, batches: Sequence[Batch]) -> None:
+        """The gradients of all micro-batches, and one update by their mean."""
+        workload = self._workload
+        for batch in batches:
+            loss = workload.loss(workload.model, batch) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+        for optimizer in workload.optimizers:
+            optimizer.step()
+        for optimizer in workload.optimizers:
+            optimizer.zero_grad()
+
+    def timed(self, batches: Sequence[Batch]) -> Seconds:
+        """By the wall clock."""
+        self._wait()
+        began = time.perf_counter()
+        self.step(batches)
+        self._wait()
+        return time.perf_counter() - began
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def peak(self, batches: Sequence[Batch]) -> _Peak:
+        """The highest account of a step, and what it is of where that is known."""
+        if self._device.type == "cuda":
+            return _Peak(self._peak_on_cuda(batches), {}, None)
+        watched = _Watched(self._workload, batches)
+        freed = self._session.when_freed if self._session is not None else None
+        trace = AllocationTrace({address: nbytes for address, (nbytes, _) in watched.known.items()})
+        if freed is not None:
+            freed.append(trace.freed)
+        try:
+            with watched.watching(trace):
+                trace.mark()
+                self.step(batches)
+        finally:
+            if freed is not None:
+                freed.remove(trace.freed)
+            windows = trace.stop()
+        held = trace.at_peak()
+        if not windows or held is None:
+            raise SpillwayError(
+                "The peak of a step cannot be measured, because the workload profiles its own steps: leave that out."
+            )
+        by_kind = watched.by_kind(held, trace, self._samples)
+        return _Peak(watched.start + max(window.peak for window in windows), by_kind, watched.start + windows[0].peak)
+
+    def _peak_on_cuda(self, batches: Sequence[Batch]) -> Bytes:
+        if self._session is not None:
+            self.step(batches)
+            return self._session.history[-1].peak_bytes
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self.step(batches)
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+@final
+@dataclass(slots=True)
+class _Watched:
+    """What is known by name when a step begins, and what becomes known while it runs."""
+
+    workload: Workload
+    batches: Sequence[Batch]
+    known: dict[int, tuple[Bytes, str]] = field(default_factory=dict)
+    """Bytes and kind of what is there when the step begins, by address."""
+    gradients: list[tuple[int, int, Bytes]] = field(default_factory=list)
+    """When a backward had made one, where it lies, and its bytes."""
+    updating: int = NEVER
+    """When the update began."""
+
+    def __post_init__(self) -> None:
+        for kind, tensor in self._named():
+            storage = tensor.untyped_storage()
+            self.known[storage.data_ptr()] = storage.nbytes(), kind
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from (("other", buffer) for buffer in self.workload.model.buffers())
+        for optimizer in self.workload.optimizers:
+            for state in optimizer.state.values():
+                yield from (("optimizer state", one) for one in leaves(dict(state)) if isinstance(one, Tensor))
+        yield from (("input", leaf) for leaf in leaves(list(self.batches)) if isinstance(leaf, Tensor))
+        yield from (("gradients", one.grad) for one in self.workload.model.parameters() if one.grad is not None)
+        yield from (("parameters", one) for one in self.workload.model.parameters())
+
+    @property
+    def start(self) -> Bytes:
+        """When the step begins."""
+        return sum(nbytes for nbytes, _ in self.known.values())
+
+    @contextmanager
+    def watching(self, trace: AllocationTrace) -> Iterator[None]:
+        """Notes gradients and the update."""
+        parameters = [one for one in self.workload.model.parameters() if one.requires_grad and one.is_leaf]
+        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(self._made) for one in parameters]
+        handles += [one.register_step_pre_hook(partial(self._updates, trace)) for one in self.workload.optimizers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _made(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            storage = gradient.untyped_storage()
+            self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
+
+    def _updates(self, trace: AllocationTrace, *_: object) -> None:
+        if self.updating == NEVER:
+            trace.mark()
+            self.updating = time.time_ns()
+
+    def by_kind(self, held: Held, trace: AllocationTrace, samples: int) -> dict[str, Bytes]:
+        """Of the bytes at the peak, of a batch of so many samples.
+
+        What the update takes for itself is "other", and so are storages that are no multiple of the samples: what ops
+        work with, as reordered weights, which does not grow with the batch. Where both are even that is not seen.
+        """
+        found = dict.fromkeys(("parameters", "gradients", "optimizer state", "activations", "input", "other"), 0)
+        for nbytes, kind in self.known.values():
+            found[kind] += nbytes
+        rest = dict(held.storages)
+        for at, address, nbytes in self.gradients:
+            if address in rest and trace.allocated(address, at) == rest[address][0]:
+                del rest[address]
+                found["gradients"] += nbytes
+        for _, nbytes in rest.values():
+            found["other" if held.at >= self.updating or nbytes % samples else "activations"] += nbytes
+        return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

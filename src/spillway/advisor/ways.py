@@ -1,0 +1,121 @@
+"""The methods that `spillway advise` compares, by name: what becomes of every block of the model.
+
+Those of PAPAYA (section 2.2) come first, plain training before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from spillway.errors import UsageError
+from spillway.methods.actions import Action
+
+PLAIN: Final = "plain"
+ACCUMULATED: Final = "plain-accumulated"
+"""With `@` and the samples of a micro-batch behind it: plain training whose step sums up several micro-batches."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to train."""
+
+    name: str
+    action: Action | None
+    """What becomes of every block; None for plain training, without a session."""
+    description: str
+    """A clause."""
+    bits: int = 4
+    """An element, of what is quantized."""
+    waits: bool = False
+    """Whether compute waits for every copy."""
+    micro: int = 0
+    """Samples of a micro-batch where gradients are accumulated; 0 where they are not."""
+
+    @property
+    def lossy(self) -> bool:
+        """Whether gradients are other than plain PyTorch's."""
+        return self.action is not None and self.action.lossy
+
+
+WAYS: Final[Mapping[str, Way]] = {
+    way.name: way
+    for way in (
+        Way(name=PLAIN, action=None, description="training as it is"),
+        Way(
+            name="checkpoint", action=Action.RECOMPUTE,
+            description="every block runs again when the backward reaches it",
+        ),
+        Way(
+            name="swap", action=Action.OFFLOAD, waits=True,
+            description="what blocks save waits on disk, or in host memory on CUDA; compute waits for the copies",
+        ),
+        Way(name="compress", action=Action.COMPRESS, description="what blocks save is quantized to 4 bits an element"),
+        Way(
+            name="checkpoint-swap", action=Action.RECOMPUTE_OFFLOADED,
+            description="blocks run again, and their inputs are moved",
+        ),
+        Way(
+            name="compress-swap", action=Action.COMPRESS_OFFLOADED,
+            description="what blocks save is quantized and moved",
+        ),
+        Way(
+            name="checkpoint-compress", action=Action.RECOMPUTE_COMPRESSED,
+            description="blocks run again on inputs that were quantized",
+        ),
+        Way(
+            name="selective", action=Action.SELECTIVE,
+            description="blocks run again without their expensive ops, whose results are kept",
+        ),
+        Way(
+            name="selective-swap", action=Action.SELECTIVE_OFFLOADED,
+            description="blocks run again without their expensive ops, whose results are moved",
+        ),
+        Way(
+            name="swap-prefetch", action=Action.OFFLOAD,
+            description="what blocks save is moved, with copies beside compute",
+        ),
+    )
+}  # fmt: skip
+"""By name."""
+
+DEFAULT: Final = ("plain", "checkpoint", "swap", "compress", "checkpoint-swap", "compress-swap")
+"""What is compared if nobody says what: PAPAYA's."""
+
+
+def accumulated(micro: int) -> str:
+    """The name of plain training that sums up gradients of micro-batches of so many samples."""
+    return f"{ACCUMULATED}@{micro}"
+
+
+def way_of(name: str) -> Way:
+    """Raises UsageError for a name that is none."""
+    stem, at, micro = name.partition("@")
+    if stem == ACCUMULATED and at and micro.isdecimal() and int(micro):
+        return Way(
+            name=name, action=None, micro=int(micro),
+            description=f"training as it is, with the gradients of micro-batches of {micro} summed up",
+        )  # fmt: skip
+    if name not in WAYS:
+        raise UsageError(f"There is no method {name!r} to compare; choose from {', '.join(WAYS)}.")
+    return WAYS[name]
+
+
+def chosen(names: Sequence[str] = DEFAULT, *, lossless: bool = False) -> list[Way]:
+    """The methods of these names, each once, plain training first, which is what the others are compared with.
+
+    Arguments:
+        lossless: Leave out those whose gradients are other than plain PyTorch's.
+
+    Raises UsageError for a name that is none, or if plain training alone is left.
+    """
+    ways = [way_of(name) for name in dict.fromkeys((PLAIN, *names))]
+    ways = [way for way in ways if not (lossless and way.lossy)]
+    if len(ways) < 2:
+        others = [way.name for way in WAYS.values() if way.action is not None and not (lossless and way.lossy)]
+        raise UsageError(
+            f"There is nothing to compare plain training with: name one or more of {', '.join(others)} with --methods."
+        )
+    return ways
