@@ -15,8 +15,18 @@ from statistics import fmean, median
 from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, share_columns, text_columns
-from spillway.advisor import Experiment, Samples, advise, pays_by_score, read_measurements
+from spillway import advisor
+from spillway.advisor import (
+    Experiment,
+    Samples,
+    SweepPoint,
+    advise,
+    measured_crossover,
+    pays_by_score,
+    read_measurements,
+)
 from spillway.advisor.fits import Points
+from spillway.advisor.sweeps import UNITS, Over
 from spillway.advisor.verdict import LINEAR, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
 
@@ -188,16 +198,13 @@ def _at_largest(samples: Samples) -> float:
 
 
 def start(sweep: Sweep, experiments: Sequence[Experiment]) -> int | None:
-    """The first size from which on some method's highest throughput is above the plain one's, or plain ran nowhere."""
-    faster: dict[int, bool] = {}
-    for there in experiments:
-        size = sweep.size(there)
-        if size is not None:
-            speeds = {name: _highest(samples.seconds) for name, samples in there.methods.items() if samples.seconds}
-            plain = speeds.pop(plain_name(there) or "", 0.0)
-            faster[size] = max(speeds.values(), default=0.0) > plain
-    slower = [size for size, is_faster in faster.items() if not is_faster]
-    return min((size for size in faster if size > max(slower, default=0)), default=None)
+    """The first size from which on some method's highest throughput is at least the plain one's, or plain ran
+    nowhere."""
+    sized = {size: there for there in experiments if (size := sweep.size(there)) is not None}
+    points = tuple(SweepPoint(value=size, rows=advise(sized[size], MEMORY)) for size in sorted(sized))
+    over: Over = "width" if sweep.hidden else "depth"
+    found = measured_crossover(advisor.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
+    return None if found is None else int(found.first)
 
 
 # ------------------------------------------------------------------ predictions

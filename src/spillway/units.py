@@ -8,7 +8,7 @@ import reprlib
 from fractions import Fraction
 from typing import SupportsIndex, TypeAlias
 
-from spillway.errors import BudgetError
+from spillway.errors import BudgetError, UsageError
 
 Bytes: TypeAlias = int
 """A number of bytes."""
@@ -34,6 +34,14 @@ _BYTES_PER_UNIT: dict[str, Bytes] = {
 }
 # At most 18 digits: beyond any memory, and below the length at which Python refuses to convert.
 _QUANTITY = re.compile(r"(?P<number>[+-]?[0-9][0-9_]{0,17}(\.[0-9]{1,18})?)\s*(?P<unit>[A-Za-z]*)")
+_DURATION = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>[a-z]*)")
+_SECONDS_PER_UNIT: dict[str, Fraction] = {
+    "us": Fraction(1, 10**6),
+    "ms": Fraction(1, 1000),
+    "s": Fraction(1),
+    "min": Fraction(60),
+    "h": Fraction(3600),
+}
 _SHARE = re.compile(r"(?P<number>[+-]?[0-9]{1,18}(\.[0-9]{1,18})?)\s*%")
 
 
@@ -61,6 +69,25 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
     if budget > device_bytes:
         raise BudgetError(f"A budget of {given} is more than the {format_bytes(device_bytes)} that the device has.")
     return budget
+
+
+def parse_bytes_per_second(text: str) -> float:
+    """Read a speed, `"25GB/s"`: what `parse_bytes` reads, for each second.
+
+    Raises BudgetError for anything else.
+    """
+    number, slash, second = text.strip().rpartition("/")
+    if not slash or second.strip() != "s":
+        raise BudgetError(f"{reprlib.repr(text)} is not a number of bytes for each second; write for example '25GB/s'.")
+    return float(parse_bytes(number))
+
+
+def parse_seconds(text: str) -> Seconds:
+    """Read a duration with its unit, `"20us"`, `"1.5 ms"`, `"2 min"`. Raises UsageError for anything else."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or match["unit"] not in _SECONDS_PER_UNIT:
+        raise UsageError(f"{reprlib.repr(text)} is not a duration; write for example '20us', '1.5 ms' or '2 s'.")
+    return float(Fraction(match["number"]) * _SECONDS_PER_UNIT[match["unit"]])
 
 
 def format_bytes(nbytes: Bytes) -> str:

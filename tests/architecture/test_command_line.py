@@ -71,7 +71,18 @@ COMMAND_LINE = {
     ],
     "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
     "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
-    "advise": ["[WORKLOAD]", "[--from]", "[--memory]", "[--small-batches]", "[--json]"],
+    "advise": [
+        "[WORKLOAD]",
+        "[--from]",
+        "[--memory]",
+        "[--small-batches]",
+        "[--devices]",
+        "[--gradients]",
+        "[--link]",
+        "[--latency]",
+        "[--output/-o]",
+        "[--json]",
+    ],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

@@ -33,6 +33,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),
+    ("report.advice_figures",),
+    ("report.advice",),  # the page of what the advisor answers
     ("runs",),
     ("",),  # spillway itself: the public names
     ("cli",),

@@ -17,12 +17,17 @@ from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
 
 
-def layered(speeds: dict[int, dict[str, float]]) -> list[Experiment]:
+def samples(speed: float | None) -> Samples:
+    """Four samples at so many a second; None found no memory."""
+    return Samples(failed={4}) if speed is None else Samples(seconds={4: 4 / speed})
+
+
+def layered(speeds: dict[int, dict[str, float | None]]) -> list[Experiment]:
     """Experiments of the first sweep, with the samples per second of each method by the number of layers."""
     return [
         Experiment(
             hardware="v100", network="bert-large-cased", layers=str(layers), hidden="1024", precision="",
-            source=SWEEPS[0].source, methods={name: Samples(seconds={4: 4 / speed}) for name, speed in methods.items()},
+            source=SWEEPS[0].source, methods={name: samples(speed) for name, speed in methods.items()},
         )
         for layers, methods in speeds.items()
     ]  # fmt: skip
@@ -64,10 +69,7 @@ def test_without_the_measurements_there_is_nothing_to_show(tmp_path: Path) -> No
 def test_a_sweep_starts_where_a_method_is_faster_from_then_on(
     speeds: dict[int, Sequence[float | None]], expected: int | None
 ) -> None:
-    named = {
-        layers: {name: speed for name, speed in zip(("exact", "ckpt"), pair, strict=True) if speed is not None}
-        for layers, pair in speeds.items()
-    }
+    named = {layers: dict(zip(("exact", "ckpt"), pair, strict=True)) for layers, pair in speeds.items()}
     assert start(SWEEPS[0], layered(named)) == expected
 
 

@@ -22,7 +22,7 @@ from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Recorded, write_step
 from spillway.methods import METHODS
-from spillway.report import compared
+from spillway.report import drawing
 from spillway.units import MiB
 from tests.pure.recorded import layers
 
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(spillway: Command, arguments: t
 def test_without_matplotlib_a_picture_is_refused_before_anything_runs(
     spillway: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compared, "find_spec", lambda name: None)
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     code, out, err = spillway("step.jsonl", "--png", "picture.png")
     assert (code, out) == (1, "")
     assert err.startswith("spillway: Drawing a comparison takes matplotlib, which is not installed")

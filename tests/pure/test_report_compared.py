@@ -11,8 +11,9 @@ import pytest
 from spillway.comparing import Bound, Comparison, Failure, Row, Subject
 from spillway.errors import UsageError
 from spillway.methods import METHODS
-from spillway.report import compared
-from spillway.report.compared import bound_sentence, render, spread, style_of, svg, write_png
+from spillway.report import drawing
+from spillway.report.compared import FAMILIES, bound_sentence, render, svg, write_png
+from spillway.report.drawing import spread, style_of
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, layers
 
@@ -101,9 +102,9 @@ def test_the_same_comparison_is_the_same_page_and_a_png_is_a_png(tmp_path: Path)
 
 
 def test_every_method_has_a_colour_and_a_mark_of_its_own() -> None:
-    styles = [style_of(name) for name in METHODS]
+    styles = [style_of(name, FAMILIES) for name in METHODS]
     assert len(set(styles)) == len(styles)
-    assert style_of("something new") not in styles
+    assert style_of("something new", FAMILIES) not in styles
 
 
 def test_the_bound_is_named_for_what_it_is() -> None:
@@ -125,6 +126,6 @@ def test_labels_keep_their_distance_and_stay_near() -> None:
 
 
 def test_without_matplotlib_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compared, "find_spec", lambda name: None)
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'torch-spillway\[pictures\]' adds it"):
         render(WHOLE)

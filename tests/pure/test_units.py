@@ -7,8 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.errors import BudgetError
-from spillway.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds, parse_budget, parse_bytes
+from spillway.errors import BudgetError, UsageError
+from spillway.units import (
+    GiB,
+    KiB,
+    MiB,
+    TiB,
+    format_bytes,
+    format_seconds,
+    parse_budget,
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_seconds,
+)
 
 NONSENSE = ["12 apples", "", "  ", "GiB", "6G", "1.5", "1,5 GiB", "1e9", "6GiB6", "--6", "80%", "\u0666 MB", "9" * 5000]
 
@@ -145,3 +156,33 @@ def test_written_bytes_read_back_to_within_the_digits_shown(nbytes: int) -> None
 )
 def test_seconds_are_written_with_the_unit_that_suits_them(seconds: float, written: str) -> None:
     assert format_seconds(seconds) == written
+
+
+@pytest.mark.parametrize(
+    ("written", "seconds"),
+    [
+        ("20us", 20e-6),
+        (" 1.5 ms ", 1.5e-3),
+        ("2 s", 2.0),
+        ("0s", 0.0),
+        ("2 min", 120.0),
+        ("1.5h", 5400.0),
+        ("3 MS", 3e-3),
+    ],
+)
+def test_durations_are_read_with_their_unit(written: str, seconds: float) -> None:
+    assert parse_seconds(written) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "20", "us", "-1 s", "1e3 s", "2 days", "1,5 s", "\u0666 s", "9" * 5000])
+def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a duration; write for example '20us'"):
+        parse_seconds(text)
+
+
+def test_speeds_are_bytes_for_each_second() -> None:
+    assert parse_bytes_per_second("25GB/s") == 25e9
+    assert parse_bytes_per_second(" 1.5 GiB / s ") == 1.5 * GiB
+    for text in ("25GB", "25GB/min", "/s", "GB/s", "-1GB/s", ""):
+        with pytest.raises(BudgetError):
+            parse_bytes_per_second(text)

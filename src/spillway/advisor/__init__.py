@@ -10,18 +10,25 @@ from spillway.advisor.model import (
     point,
     score,
 )
+from spillway.advisor.sweeps import Crossover, Sweep, SweepPoint, crossover, measured_crossover, over_devices, sweeps_of
 from spillway.advisor.verdict import Row, advise, default_limit, sentence
 
 __all__ = [
     "Cost",
+    "Crossover",
     "Experiment",
     "Line",
     "Row",
     "Samples",
+    "Sweep",
+    "SweepPoint",
     "advise",
+    "crossover",
     "default_limit",
     "fit_knee",
     "fit_line",
+    "measured_crossover",
+    "over_devices",
     "pays",
     "pays_by_score",
     "pays_with_fragments",
@@ -29,4 +36,5 @@ __all__ = [
     "read_measurements",
     "score",
     "sentence",
+    "sweeps_of",
 ]

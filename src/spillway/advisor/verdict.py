@@ -161,6 +161,11 @@ def advise(experiment: Experiment, limit: float, *, small_batches: bool = False)
         small_batches: Decide by t = max(a, k x) + b instead of the line.
     """
     fits = {name: fit(samples, limit, small_batches=small_batches) for name, samples in experiment.methods.items()}
+    return judge(experiment, fits, limit)
+
+
+def judge(experiment: Experiment, fits: Mapping[str, Fitted | None], limit: float) -> list[Row]:
+    """`advise` with fits that are there already, by method."""
     name = plain_name(experiment)
     plain = fits.get(name) if name else None
     return [

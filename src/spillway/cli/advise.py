@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,7 +14,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from spillway.advisor.measurements import MB, read_measurements
+from spillway.advisor.sweeps import Sweep
 from spillway.advisor.verdict import Best, Row, advise, default_limit, ratios, sentence
+from spillway.cli.advice_page import check_page, page_facts, write_answers
+from spillway.cli.by_devices import (
+    Devices,
+    Exchange,
+    Gradients,
+    Latency,
+    Link,
+    devices_json,
+    exchange_of,
+    print_devices,
+)
 from spillway.cli.common import Json, naming, print_json, say
 from spillway.cli.tables import WIDTH_OF_FILES
 from spillway.errors import BudgetError, UsageError
@@ -55,11 +67,17 @@ def advise_(
             "--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."
         ),
     ] = False,
+    devices: Devices = None,
+    gradients: Gradients = None,
+    link: Link = None,
+    latency: Latency = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")] = None,
     json: Json = False,
 ) -> None:
     """Say which method that saves memory trains faster than plain training, at which batch size, and how sure that is.
 
-    Every network and hardware of the file is answered by itself: a sentence, then a table of all methods.
+    Every network and hardware of the file is answered by itself: a sentence, then a table of all methods. With
+    --devices two more have what each method gains where gradients are exchanged in every step.
     """
     if measurements is None or workload is not None:
         raise UsageError(
@@ -67,13 +85,40 @@ def advise_(
             "workload is not there yet."
         )
     limit = None if memory is None else _limit(memory)
+    exchange = exchange_of(devices, gradients, link, latency)
+    check_page(output)
     with naming(measurements):
         experiments = read_measurements(measurements)
     answers = [advise(there, limit or default_limit(there), small_batches=small_batches) for there in experiments]
+    swept = [exchange.sweep(rows) for rows in answers if any(row.fitted for row in rows)] if exchange else []
     if json:
-        print_json([row.to_json() for rows in answers for row in rows])
+        print_json(_json(answers, exchange, swept))
     else:
         _print(answers)
+        _print_devices(exchange, swept)
+    if output is not None:
+        facts = {"measurements": str(measurements), **page_facts(answers, exchange)}
+        write_answers(output, answers, title=measurements.name, facts=facts, kinds={}, devices=swept)
+        if not json:
+            print(output)
+
+
+def _json(answers: Sequence[Sequence[Row]], exchange: Exchange | None, swept: Sequence[Sweep]) -> list[dict[str, Any]]:
+    """A row for each method of each experiment; with the number of devices where that was asked for."""
+    documents = []
+    for rows in answers:
+        sweep = next((one for one in swept if one.points[0].rows[0].experiment is rows[0].experiment), None)
+        for row in rows:
+            more = {} if exchange is None else {"by_devices": sweep and devices_json(sweep, exchange, row.method)}
+            documents.append(row.to_json() | more)
+    return documents
+
+
+def _print_devices(exchange: Exchange | None, swept: Sequence[Sweep]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    for sweep in swept:
+        if exchange is not None:
+            print_devices(console, sweep, exchange)
 
 
 def _limit(text: str) -> Bytes:

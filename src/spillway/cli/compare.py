@@ -30,7 +30,8 @@ from spillway.comparing.comparison import cells_of
 from spillway.costs.finding import device_of
 from spillway.errors import SpillwayError
 from spillway.ir.loading import load_step
-from spillway.report.compared import bound_sentence, check_drawing, missing_sentence, write_page, write_png
+from spillway.report.compared import bound_sentence, missing_sentence, write_page, write_png
+from spillway.report.drawing import check_drawing
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 INTERRUPTED: Final = 130

@@ -69,7 +69,7 @@ def ticks(timeline: Timeline) -> list[Tick]:
     seconds = timeline.seconds()
     apart = 1e-9 * next(number for number in round_numbers() if seconds / (number * 1e-9) <= 8)
     times = [mark * apart for mark in range(int(seconds / apart + 1e-9) + 1)]
-    return [Tick(at=WIDTH * at / (seconds or 1), text=_short(at)) for at in times]
+    return [Tick(at=WIDTH * at / (seconds or 1), text=short_seconds(at)) for at in times]
 
 
 def round_numbers() -> Iterator[int]:
@@ -77,5 +77,6 @@ def round_numbers() -> Iterator[int]:
     return (factor * 10**zeros for zeros in count() for factor in (1, 2, 5))
 
 
-def _short(seconds: Seconds) -> str:
+def short_seconds(seconds: Seconds) -> str:
+    """Round numbers need no decimals."""
     return format_seconds(seconds).replace(".00 ", " ").replace(".0 ", " ") if seconds else "0 s"

@@ -7,55 +7,50 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from importlib.util import find_spec
-from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from spillway.comparing import Comparison, Row
-from spillway.errors import UsageError
 from spillway.report.chart import round_bytes
+from spillway.report.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LINE,
+    ORANGE,
+    PAPER,
+    PINK,
+    SOFT,
+    VIOLET,
+    YELLOW,
+    Family,
+    check_drawing,
+    spread,
+    style_of,
+    svg_of,
+    template,
+)
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK: Final = "#1c2126"
-SOFT: Final = "#5d6770"
-LINE: Final = "#d9dee2"
-PAPER: Final = "#ffffff"
-
-
-class Family(NamedTuple):
-    """Methods of one kind, and the colour that they share; each has a mark of its own."""
-
-    light: str
-    """On light paper."""
-    dark: str
-    """On dark paper."""
-    methods: tuple[str, ...]
-
-
 FAMILIES: Final = (
-    Family("#56606a", "#a5b0ba", ("keep-all", "uvm", "zero-offload")),
-    Family("#8a6d00", "#e3c14a", ("lru",)),
-    Family("#b8004e", "#ff6f9f", ("delta", "delta-published")),
-    Family("#0060a8", "#56b4e9", ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
-    Family("#007a5e", "#2fc79c", ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
-    Family("#b34a00", "#f5924e", ("swap", "swap-prefetch")),
-    Family("#6c4ba0", "#b79be8", ()),
+    Family(GREY, ("keep-all", "uvm", "zero-offload")),
+    Family(YELLOW, ("lru",)),
+    Family(PINK, ("delta", "delta-published")),
+    Family(BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
+    Family(GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
+    Family(ORANGE, ("swap", "swap-prefetch")),
+    Family(VIOLET, ()),
 )
-"""Colours after Okabe and Ito, darker on light paper so that a thin line is seen. The last is for whatever else."""
-
-MARKS: Final = ("o", "s", "^", "D", "v", "P", "X")
-"""By place within a kind."""
+"""The last is for whatever else."""
 
 LABELS: Final = 0.044
 """What a label needs of the height of the axes."""
@@ -65,15 +60,6 @@ FAR: Final = 0.3
 
 _TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
 """Times a power of ten."""
-
-
-def check_drawing() -> None:
-    """Raise UsageError where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "Drawing a comparison takes matplotlib, which is not installed: pip install 'torch-spillway[pictures]' "
-            "adds it; without --output and --png the table and --json need nothing."
-        )
 
 
 def write_png(path: str | os.PathLike[str], comparison: Comparison) -> None:
@@ -88,17 +74,12 @@ def write_page(path: str | os.PathLike[str], comparison: Comparison) -> None:
 
 def render(comparison: Comparison) -> str:
     """The page that `write_page` writes."""
-    environment = Environment(
-        loader=PackageLoader("spillway.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
-        lstrip_blocks=True,
-    )  # fmt: skip
-    environment.filters |= {"nbytes": format_bytes, "duration": format_seconds}
     rows = defaultdict(list)
     for row in comparison.rows:
         rows[row.method].append(row)
-    return environment.get_template("compared.html.jinja").render(
-        comparison=comparison, subject=comparison.subject, rows=rows, picture=Markup(svg(comparison)),
-        colours=[(_variable(family.light), family.light, family.dark) for family in FAMILIES],
+    return template("compared.html.jinja").render(
+        comparison=comparison, subject=comparison.subject, rows=rows, picture=svg(comparison),
+        colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
     )  # fmt: skip
 
@@ -159,27 +140,9 @@ def draw(comparison: Comparison) -> Figure:
     return figure
 
 
-def svg(comparison: Comparison) -> str:
+def svg(comparison: Comparison) -> Markup:
     """The picture as an element of a page, its colours by the names that the page gives them."""
-    import matplotlib
-
-    written = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "spillway", "font.family": "sans-serif"}):
-        figure = draw(comparison)
-        figure.patch.set_visible(False)
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(written, format="svg", metadata=nothing)
-    text = written.getvalue()
-    text = re.sub(r'font-family: [^;"]*', "font-family: system-ui, sans-serif", text[text.index("<svg") :])
-    for name, colour in (("ink", INK), ("soft", SOFT), ("line", LINE), ("paper", PAPER)):
-        text = text.replace(colour, f"var(--{name})")
-    for family in FAMILIES:
-        text = text.replace(family.light, f"var(--{_variable(family.light)})")
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1))
-
-
-def _variable(light: str) -> str:
-    return f"c{light.removeprefix('#')}"
+    return svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
 
 
 def _lines(comparison: Comparison) -> dict[str, list[Row]]:
@@ -191,20 +154,12 @@ def _lines(comparison: Comparison) -> dict[str, list[Row]]:
     return lines
 
 
-def style_of(method: str) -> tuple[str, str]:
-    """Colour on light paper, and mark."""
-    for family in FAMILIES:
-        if method in family.methods:
-            return family.light, MARKS[family.methods.index(method)]
-    return FAMILIES[-1].light, "*"
-
-
 End = tuple[str, str, float, float]
 """What stands beside a line, in which colour, and where the line ends."""
 
 
 def _line(axes: Axes, method: str, rows: Sequence[Row]) -> End:
-    colour, mark = style_of(method)
+    colour, mark = style_of(method, FAMILIES)
     peaks = [float(row.peak_bytes or 0) for row in rows]
     seconds = [row.seconds or 0.0 for row in rows]
     axes.plot(
@@ -292,20 +247,3 @@ def _label(axes: Axes, ends: Sequence[End]) -> None:
                     "relpos": (1, 0.5),
                 },
             )  # fmt: skip
-
-
-def spread(heights: Sequence[float], apart: float) -> list[float]:
-    """Heights, at least `apart` from each other and otherwise as near as can be to the given ones."""
-    order = sorted(range(len(heights)), key=lambda index: (heights[index], index))
-    groups: list[tuple[float, list[int]]] = []  # where the lowest of each group would be, on average
-    for place, index in enumerate(order):
-        groups.append((heights[index] - apart * place, [index]))
-        while len(groups) > 1 and groups[-2][0] >= groups[-1][0]:
-            (above, over), (below, under) = groups.pop(), groups.pop()
-            mean = (above * len(over) + below * len(under)) / (len(over) + len(under))
-            groups.append((mean, under + over))
-    placed = dict[int, float]()
-    for base, members in groups:
-        for index in members:
-            placed[index] = base + apart * len(placed)
-    return [placed[index] for index in range(len(heights))]

@@ -1,0 +1,195 @@
+"""The page of `spillway advise`: the answer, every method, and the figures of PAPAYA's paper for what was measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from spillway.advisor.fits import Interval
+from spillway.advisor.measurements import MB
+from spillway.advisor.sweeps import Sweep, SweepPoint, crossover_sentence
+from spillway.advisor.verdict import Best, Row, ratios, sentence
+from spillway.report import advice_figures as figures
+from spillway.report.advice_figures import COLOURS, Kinds, Picture, Style
+from spillway.report.drawing import check_drawing, template
+from spillway.units import format_bytes, format_seconds
+
+HEADS: Final = (
+    ("verdict", "against plain training, by whole batches"),
+    ("batch", "the largest that fits, predicted"),
+    ("samples/s", "predicted at that batch"),
+    ("x plain", "of predicted throughputs"),
+    ("measured", "highest throughput, and its batch"),
+    ("sure", "of the verdict, as far as scatter goes"),
+    ("score/point", "1 or more: pays, if beta and delta were plain's"),
+    ("alpha", "bytes per sample"),
+    ("beta", "bytes without a sample"),
+    ("R", "of the line of memory"),
+    ("gamma", "time per sample"),
+    ("delta", "time without a sample"),
+    ("R", "of the line of time"),
+)
+"""Columns behind the method, and what they say."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Of a table, with what a reader who points at it is told."""
+
+    text: str
+    told: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """A sweep on the page."""
+
+    name: str
+    pictures: Sequence[Picture]
+    sentences: Sequence[str]
+    """Where each method begins to pay."""
+    heads: Sequence[str]
+    """Of the table: what the sweep counts, and its values."""
+    table: Sequence[tuple[str, Sequence[str]]]
+    """Method, and its gain at each value."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One experiment on the page."""
+
+    title: str
+    answer: str
+    limit: str
+    rows: Sequence[tuple[str, Sequence[Cell]]]
+    warnings: Sequence[tuple[str, str]]
+    pictures: Sequence[Picture]
+    sweeps: Sequence[Swept]
+
+
+def write_advice(
+    path: str | os.PathLike[str], answers: Sequence[Sequence[Row]], *, title: str, facts: Mapping[str, str],
+    kinds: Kinds, sweeps: Sequence[Sweep],
+) -> None:  # fmt: skip
+    """Write the page. OSError where the system refuses, UsageError without matplotlib."""
+    page = advice_page(answers, title=title, facts=facts, kinds=kinds, sweeps=sweeps)
+    Path(path).write_text(page, encoding="utf-8")
+
+
+def advice_page(
+    answers: Sequence[Sequence[Row]], *, title: str, facts: Mapping[str, str], kinds: Kinds, sweeps: Sequence[Sweep]
+) -> str:
+    """One HTML file that needs nothing else. Raises UsageError without matplotlib.
+
+    Arguments:
+        answers: The rows of each experiment, as `verdict.advise` gives them.
+        title: What was asked about.
+        facts: What stands at the top, by name.
+        kinds: Bytes at the peak by what they are, by method and batch size; of a single experiment. May be empty.
+        sweeps: Those over devices stand with the experiment that they are of, the others at the end. May be empty.
+    """
+    check_drawing("the page", "--output the table and --json need")
+    styles = figures.styles_of(row.method for rows in answers for row in rows)
+    answered = [rows for rows in answers if any(row.fitted for row in rows)]
+    of_each = [[sweep for sweep in sweeps if _is_of(sweep, rows)] for rows in answered]
+    rest = [sweep for sweep in sweeps if not any(sweep in own for own in of_each)]
+    sections = [
+        _section(rows, kinds if len(answered) == 1 else {}, own, styles, f"e{number}")
+        for number, (rows, own) in enumerate(zip(answered, of_each, strict=True), start=1)
+    ]
+    return template("advice.html.jinja").render(
+        title=title, facts=facts, sections=sections, heads=HEADS,
+        unanswered=[sentence(rows) for rows in answers if rows and rows not in answered],
+        sweeps=[_swept(sweep, styles, f"s{number}") for number, sweep in enumerate(rest, start=1)],
+        colours=[(colour.variable, *colour) for colour in COLOURS],
+    )  # fmt: skip
+
+
+def _is_of(sweep: Sweep, rows: Sequence[Row]) -> bool:
+    first = next((point.rows[0] for point in sweep.points if point.rows), None)
+    return sweep.over == "devices" and first is not None and first.experiment is rows[0].experiment
+
+
+def _section(
+    rows: Sequence[Row], kinds: Kinds, sweeps: Sequence[Sweep], styles: Mapping[str, Style], name: str
+) -> Section:
+    there, times = rows[0].experiment, ratios(rows)
+    drawn = (
+        figures.throughput(rows, styles, name),
+        figures.memory(rows, kinds, name),
+        figures.fits(rows, styles, name),
+        figures.scores(rows, styles, name),
+    )
+    return Section(
+        title=f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
+        answer=sentence(rows), limit=format_bytes(round(rows[0].limit)),
+        rows=[(row.method, _cells(row, times.get(row.method))) for row in rows],
+        warnings=[(row.method, warning) for row in rows for warning in row.warnings],
+        pictures=[picture for picture in drawn if picture is not None],
+        sweeps=[_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],
+    )  # fmt: skip
+
+
+def _cells(row: Row, times: float | None) -> list[Cell]:
+    ratio = None if row.score is None or not row.point else row.score / row.point
+    return [
+        Cell(text=row.verdict),
+        Cell(text="" if row.predicted is None else f"{row.predicted.size}"),
+        Cell(text="" if row.predicted is None else f"{row.predicted.throughput:.4g}"),
+        Cell(text="" if times is None else f"{times:.3f}"),
+        Cell(text=_measured(row.measured)),
+        Cell(text="" if row.sure is None else f"{row.sure:.0%}"),
+        Cell(text="" if ratio is None else f"{ratio:.3f}"),
+        *_laws(row),
+    ]
+
+
+def _laws(row: Row) -> list[Cell]:
+    if row.fitted is None:
+        return [Cell(text="")] * 6
+    memory, cost = row.fitted.memory, row.fitted.cost
+    time = row.fitted.knee if cost.knee else row.fitted.time
+    return [
+        Cell(text=f"{memory.slope / MB:.2f} MB", told=_interval(memory.slope_interval, f"{MB:,} bytes", MB)),
+        Cell(
+            text=format_bytes(round(memory.intercept)), told=_interval(memory.intercept_interval, f"{MB:,} bytes", MB)
+        ),
+        Cell(text=_r(memory.r)),
+        Cell(text=format_seconds(cost.gamma), told=_interval(time.slope_interval, "ms", 1e-3)),
+        Cell(text=format_seconds(cost.delta), told=_interval(time.intercept_interval, "ms", 1e-3)),
+        Cell(text=_r(time.r)),
+    ]
+
+
+def _interval(ends: Interval | None, unit: str, size: float) -> str:
+    return "" if ends is None else f"95 %: {ends[0] / size:.4g} to {ends[1] / size:.4g} {unit}"
+
+
+def _r(r: float | None) -> str:
+    return "" if r is None else f"{r:.4f}"
+
+
+def _measured(best: Best | None) -> str:
+    return "" if best is None else f"{best.throughput:.4g} at {best.size}"
+
+
+def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Swept:
+    picture = figures.gain(sweep, styles, name)
+    return Swept(
+        name=sweep.name, pictures=[] if picture is None else [picture],
+        sentences=[crossover_sentence(sweep, method) for method in sweep.methods],
+        heads=[sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
+        table=[(method, [_gain(point, method) for point in sweep.points]) for method in sweep.methods],
+    )  # fmt: skip
+
+
+def _gain(point: SweepPoint, method: str) -> str:
+    predicted, measured = point.predicted(method), point.measured(method)
+    told = ["" if gain is None else f"{gain:.3f}" for gain in (predicted, measured)]
+    return f"{told[0]} ({told[1]})" if told[1] else told[0]
