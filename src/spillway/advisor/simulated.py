@@ -189,11 +189,12 @@ def _fullest(step: Step) -> tuple[Bytes, Mapping[str, Bytes]]:
 
 
 def _kinds_of(ran: Simulation) -> Mapping[str, Bytes]:
-    """At the fullest moment of a simulated step."""
+    """At the fullest moment of a simulated step; what is on its way out besides is other."""
     resident = ran.timeline.resident()
     place = max(range(len(resident)), key=lambda number: resident[number][1])
     kinds: Counter[str] = Counter()
     for kind, levels in ran.timeline.by_kind().items():
         if levels[place][1]:
             kinds[_KINDS.get(kind, "other")] += levels[place][1]
+    kinds["other"] += ran.peak_bytes - kinds.total()
     return kinds

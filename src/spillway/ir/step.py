@@ -69,6 +69,8 @@ class StorageInfo:
     """Whether it still exists after the last op, as parameters do."""
     name: str = ""
     """What the model calls it, of parameters, buffers and what belongs to them; else empty."""
+    dtype: str = ""
+    """Of the first tensor over it, as torch calls it, `float32`; empty where nobody wrote that down."""
 
     def __str__(self) -> str:
         ends = [" present at start"] * self.present_at_start + [" present at end"] * self.present_at_end

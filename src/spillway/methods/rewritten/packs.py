@@ -54,7 +54,7 @@ class Packer:
         if storage in self.packs:
             return self.packs[storage]
         blocks = self.blocks
-        call = blocks.owners(storage)[0] if call is None else call
+        call = call or blocks.owners(storage)[0]
         value, dtype = blocks.settled(storage, call.end), blocks.dtype(storage)
         if value is None or dtype is None:
             return None

@@ -64,9 +64,10 @@ class SavedInBlocks:
         found = [(call.name, call.ops) for call in block_calls(step, self.lives)]
         stretches = [("", ops) for ops in _stretches(step)] if whole and not found else []
         self.calls = [Call(number, name, ops) for number, (name, ops) in enumerate(found or stretches)]
-        self._savings: dict[StorageId, list[tuple[Saving, Call | None]]] = defaultdict(list)
+        self._savings: dict[StorageId, list[tuple[Saving, Call | None]]] = {}
         for saving in step.savings:
-            self._savings[step.values[saving.value].storage].append((saving, self._owner(saving)))
+            storage = step.values[saving.value].storage
+            self._savings.setdefault(storage, []).append((saving, self._owner(saving)))
         self._values: dict[StorageId, list[ValueId]] = defaultdict(list)
         for value in step.values:
             self._values[value.storage].append(value.id)
@@ -85,21 +86,33 @@ class SavedInBlocks:
 
     def owners(self, storage: StorageId) -> list[Call]:
         """The calls that saved it, in their order."""
-        found = {call.number: call for _, call in self._savings[storage] if call is not None}
+        found = {call.number: call for _, call in self._of(storage) if call is not None}
         return [found[number] for number in sorted(found)]
 
     def is_saved_outside(self, storage: StorageId) -> bool:
         """Whether a node outside of blocks has it too, in full."""
-        return any(call is None for _, call in self._savings[storage])
+        return any(call is None for _, call in self._of(storage))
 
     def dtype(self, storage: StorageId) -> str | None:
-        """Of the tensors that were saved; None if they are of several, or none were."""
-        dtypes = {saving.dtype for saving, _ in self._savings[storage]}
-        return dtypes.pop() if len(dtypes) == 1 else None
+        """Of the tensors that were saved, or of its first one; None if they are of several, or nobody knows."""
+        dtypes = {saving.dtype for saving, _ in self._of(storage)} or {self.step.storages[storage].dtype}
+        return (dtypes.pop() or None) if len(dtypes) == 1 else None
 
     def is_differentiable(self, storage: StorageId) -> bool:
-        """Whether a gradient flows to any of the tensors that were saved."""
-        return any(saving.differentiable for saving, _ in self._savings[storage])
+        """Whether a gradient flows to any of the tensors that were saved, or it is computed from parameters."""
+        if savings := self._of(storage):
+            return any(saving.differentiable for saving, _ in savings)
+        return not self._of_parameters.isdisjoint(self._values[storage])
+
+    @cached_property
+    def _of_parameters(self) -> frozenset[ValueId]:
+        """Values of the forward that come of parameters."""
+        kinds = (self.step.storages[value.storage].kind for value in self.step.values)
+        found = {number for number, kind in enumerate(kinds) if kind is Kind.PARAMETER}
+        for op in self.step.ops:
+            if op.phase is Phase.FORWARD and not found.isdisjoint(op.reads):
+                found.update(op.creates)
+        return frozenset(found)
 
     def saved_by(self, call: Call) -> list[ValueId]:
         """Values that it saved, each once, in order; of storages that are ours."""
@@ -161,6 +174,9 @@ class SavedInBlocks:
         if around:
             return around[-1]
         return calls[0] if len(calls) == 1 and not self.is_saved_outside(storage) else None
+
+    def _of(self, storage: StorageId) -> list[tuple[Saving, Call | None]]:
+        return self._savings.get(storage, [])
 
     def _owner(self, saving: Saving) -> Call | None:
         around = [
