@@ -241,7 +241,8 @@ def test_every_method_of_advise_is_simulated() -> None:
     plain = trials["plain"]
     assert plain.seconds is not None
     for name, trial in trials.items():
-        assert trial.peak is not None and trial.seconds is not None
+        assert trial.peak is not None
+        assert trial.seconds is not None
         assert sum(trial.by_kind.values()) == trial.peak
         assert trial.seconds >= plain.seconds
         assert name == "plain" or WAYS[name].action is not None
@@ -262,7 +263,8 @@ def test_micro_batches_update_once() -> None:
     bench = SimulatedBench("deep-narrow", Steps(workload, sizes=(8, 12, 20)), V100)
     one, four = (bench.measure(name, 64) for name in ("plain-accumulated@64", "plain-accumulated@16"))
     plain, small = bench.measure("plain", 64), bench.measure("plain", 16)
-    assert one == replace(plain, method="plain-accumulated@64")
+    assert (one.peak, one.by_kind) == (plain.peak, plain.by_kind)
+    assert one.seconds == pytest.approx(plain.seconds)
     assert (four.peak or 0) >= (small.peak or 0)
     assert (four.seconds or 0.0) < 4 * (small.seconds or 0.0)
     with pytest.raises(UsageError, match="no multiple of micro-batches of 16"):

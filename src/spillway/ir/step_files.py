@@ -2,7 +2,8 @@
 
     {"format":"spillway-step","version":1,"workload":"gpt2","size":2048,"facts":{...},"storages":7,"ops":9,
      "plain_peak_bytes":640,"digest":"..."}
-    {"storage":0,"kind":"parameter","bytes":128,"alive":[0,9],"present":"start end","name":"head.weight","dtype":"float32"}
+    {"storage":0,"kind":"parameter","bytes":128,"alive":[0,9],"present":"start end","name":"head.weight",
+     "dtype":"float32"}
     {"op":0,"name":"aten.mm.default","phase":"forward","module":"head","reads":"s4@0 s0@0","creates":"s5@0","flops":512}
     {"values":[0,1,4,5],"saved":"s4@0 s0@0","savings":[["s4@0",0,"head","float32",true]]}
 
@@ -260,8 +261,8 @@ def _storage(record: dict[str, Any]) -> StorageInfo:
             present, name, dtype = (record.get(key, "") for key in ("present", "name", "dtype"))
             if present in ("", "start", "end", "start end") and isinstance(name, str) and isinstance(dtype, str):
                 return StorageInfo(
-                    id=number, nbytes=nbytes, kind=Kind(kind), alive_from=begin, alive_until=end, name=name, dtype=dtype,
-                    present_at_start=present.startswith("start"), present_at_end=present.endswith("end"),
+                    id=number, nbytes=nbytes, kind=Kind(kind), alive_from=begin, alive_until=end, name=name,
+                    dtype=dtype, present_at_start=present.startswith("start"), present_at_end=present.endswith("end"),
                 )  # fmt: skip
     raise ValueError("the line does not hold a storage: its number, kind, bytes and when it is alive")
 

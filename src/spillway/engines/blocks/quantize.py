@@ -104,7 +104,9 @@ class Mask(AbstractPacking):
 def pack_bits(mask: Tensor) -> Tensor:
     """A bool tensor of one dimension, eight elements a byte, the first in the highest bit."""
     if mask.device.type == "cpu":
-        packed = torch.empty(mask_bytes(mask.numel()), dtype=torch.uint8)  # torch's own memory: NumPy's is in no account
+        packed = torch.empty(
+            mask_bytes(mask.numel()), dtype=torch.uint8
+        )  # torch's own memory: NumPy's is in no account
         packed.numpy()[:] = np.packbits(mask.numpy())  # 30 times as fast
         return packed
     return pack_bits_by_ops(mask)

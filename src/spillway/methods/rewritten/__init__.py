@@ -109,9 +109,10 @@ def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool
 
 
 def _done(packer: Packer, waiting: list[ValueId]) -> Rewritten:
+    saved = dict.fromkeys([*packer.blocks.saved_in_full(), *waiting])
     return Rewritten(
-        step=packer.draft.build(list(dict.fromkeys([*packer.blocks.saved_in_full(), *waiting]))), waiting=tuple(waiting),
-        full=packer.full, packed=sum(found.nbytes for found in packer.packs.values()),
+        step=packer.draft.build(list(saved)), waiting=tuple(waiting), full=packer.full,
+        packed=sum(found.nbytes for found in packer.packs.values()),
     )  # fmt: skip
 
 

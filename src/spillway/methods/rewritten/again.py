@@ -106,7 +106,3 @@ def run_again(run: SecondRun, packer: Packer) -> None:
 
 def _kind_again(kind: Kind) -> Kind:
     return kind if kind in _OURS else Kind.TEMPORARY
-
-
-def _kind_again(kind: Kind) -> Kind:
-    return kind if kind in _OURS else Kind.TEMPORARY

@@ -117,10 +117,7 @@ class SavedInBlocks:
     def saved_by(self, call: Call) -> list[ValueId]:
         """Values that it saved, each once, in order; of storages that are ours."""
         found = {
-            saving.value: None
-            for storage in self.storages
-            for saving, owner in self._savings[storage]
-            if owner is call
+            saving.value: None for storage in self.storages for saving, owner in self._savings[storage] if owner is call
         }
         return list(found)
 
