@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from spillway.costs.packing import packed_bytes, quantized_bytes
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.controller import UNLIMITED
 from spillway.errors import UsageError
-from spillway.ir import Op, Phase, Plan, Step, verify
+from spillway.ir import Op, Phase, Plan, Recorded, Step, read_step, verify, write_step
 from spillway.ir.account import account
 from spillway.ir.blocks import block_names
 from spillway.ir.lives import lives_of
@@ -274,3 +275,11 @@ def test_micro_batches_update_once() -> None:
 def test_no_method_by_name_loses_bits_without_being_asked() -> None:
     assert not {name for name in METHODS if "compress" in name}
     assert step_seconds(run_twice(recorded()).step) > 0
+
+
+def test_a_file_tells_how_autograd_saved(plain: Step, tmp_path: Path) -> None:
+    path = tmp_path / "step.jsonl"
+    write_step(path, Recorded(step=plain, workload="blocks", facts={}))
+    again = read_step(path).step
+    assert again.savings == plain.savings
+    assert compressed(again).step == compressed(plain).step
