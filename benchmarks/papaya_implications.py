@@ -52,8 +52,8 @@ def run(size: Size, tell: Tell) -> Result:
     """Both sweeps and the devices."""
     layers, hidden = size.base
     points: dict[tuple[int, int], Sequence[Advice]] = {}
-    for one in dict.fromkeys([*((depth, hidden) for depth in size.layers), *((layers, wide) for wide in size.hidden),
-                              size.base]):  # fmt: skip
+    shapes = [*((depth, hidden) for depth in size.layers), *((layers, wide) for wide in size.hidden), size.base]
+    for one in dict.fromkeys(shapes):
         tell(f"{one[0]} layers, hidden {one[1]}")
         points[one] = _answers(one, size)
     depth = _sweep("depth", "layers", {one: points[one, hidden] for one in size.layers})
@@ -69,7 +69,8 @@ def run(size: Size, tell: Tell) -> Result:
     found = [crossover(one, "checkpoint") for one in (depth, width, devices)]
     return Result(
         title=TITLE, columns=[column for column in COLUMNS if any(column.cell(row) for row in rows)], rows=rows,
-        checks=list(_checks((depth, width, devices), found)), notes=(*NOTES, *_notes(depth, width, devices, rows, times)),
+        checks=list(_checks((depth, width, devices), found)),
+        notes=(*NOTES, *_notes(depth, width, devices, rows, times)),
     )  # fmt: skip
 
 
@@ -202,8 +203,8 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "BERT in mixed precision on sentences of 128 tokens, 24 layers and hidden size 1024 where that is not swept, "
-    "heads of 64. Steps may take 12.8 GB. x plain: highest throughput by the fits, each method at its largest batch. Above a hidden size of "
-    "1536 not one sample fits; the published runs of larger ones took more than 12.8 GB.",
+    "heads of 64. Steps may take 12.8 GB. x plain: highest throughput by the fits, each method at its largest batch. "
+    "Above a hidden size of 1536 not one sample fits; the published runs of larger ones took more than 12.8 GB.",
     f"Devices: a ring all-reduce of float32 gradients at {RING / 1e9} GB/s that no compute hides, which is what "
     "published plain training on 8 comes to; batches are those of one device. Published: a gain of 1.739 on 8 (538.9 "
     "against 309.9 samples/s), whose measurements are not in the file that is read.",
