@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import papaya_here, papaya_paper
 from benchmarks.papaya_paper import MEMORY, SWEEPS, start
+from benchmarks.papaya_simulated import kendall, largest_batch
 from benchmarks.record import Skipped
 from spillway.advisor import Experiment, Samples
+from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.model import Cost
 from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
@@ -108,3 +111,48 @@ def test_the_model_holds_here_on_a_tiny_network() -> None:
 @pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])
 def test_a_prime_batch_is_chosen_among_those_that_were_fitted(low: int, high: int, expected: int) -> None:
     assert papaya_here.prime_between(low, high) == expected
+
+
+def test_the_five_models_are_simulated() -> None:
+    result = quick("papaya_simulated")
+    assert {row["model"] for row in result.rows} == {"ResNet-50", "Bert-Large"}
+    for name in ("ResNet-50", "Bert-Large"):
+        rows = rows_by(replace(result, rows=[row for row in result.rows if row["model"] == name]), "method")
+        assert rows["plain"]["batch"] < rows["compress"]["batch"]
+        assert rows["swap"]["throughput"] < rows["compress"]["throughput"]
+    assert result.checks[-1].what.endswith("R below 0.97")
+    assert result.checks[-1].met
+
+
+def test_ranks_agree_by_pairs() -> None:
+    def row(mine: float, paper: float | None) -> dict[str, float | None]:
+        return {"throughput": mine, "paper_throughput": paper}
+
+    assert kendall([row(3, 30), row(2, 20), row(1, 10)], "throughput") == 1
+    assert kendall([row(3, 10), row(2, 20), row(1, 30)], "throughput") == -1
+    assert kendall([row(3, 30), row(2, 10), row(1, 20), row(9, None)], "throughput") == pytest.approx(1 / 3)
+    assert kendall([row(1, 2)], "throughput") is None
+
+
+@pytest.mark.parametrize("limit", [999, 1000, 1005, 1019, 5000])
+@pytest.mark.parametrize("guess", [1, 7, 400])
+def test_the_largest_batch_is_found_where_peaks_bend(limit: int, guess: int) -> None:
+    class Bent(AbstractBench):
+        asked = 0
+
+        def measure(self, method: str, size: int) -> Trial:
+            self.asked += 1
+            return Trial(method=method, size=size, peak=max(1000 + size // 9, 700 + 20 * size), seconds=1.0)
+
+    bench = Bent()
+    largest = largest_batch(bench, "plain", limit, guess)
+    fits = [size for size in range(1, 500) if max(1000 + size // 9, 700 + 20 * size) <= limit]
+    assert largest == max(fits, default=0)
+    assert bench.asked < 40
+
+
+def test_the_implications_are_swept() -> None:
+    result = quick("papaya_implications")
+    assert [row["sweep"] for row in result.rows] == ["layers"] * 4 + ["hidden size"] * 2 + ["devices"] * 8
+    gains = [row["gain"] for row in result.rows if row["sweep"] == "devices" and row["method"] == "checkpoint"]
+    assert gains == sorted(gains)

@@ -43,7 +43,7 @@ def print_found(found: Found) -> None:
         say(console, f"  {line}")
 
 
-def print_answers: Sequence[Sequence[Row]]) -> None:
+def print_answers(answers: Sequence[Sequence[Row]]) -> None:
     """Those that can be answered with their tables, then the others, a sentence each.
 
     In a table alpha and gamma are per sample, beta and delta fixed; samples/s is predicted, at the batch before it.

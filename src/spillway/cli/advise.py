@@ -85,11 +85,7 @@ Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods th
 Verify = Annotated[bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
 Write = Annotated[Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")]
-SmallSimulate = Annotated[
-    str | None,
-    typer.Option(help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."),
-]
-Batches = Annotated[
+SmallBatches = Annotated[
     bool,
     typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
 ]

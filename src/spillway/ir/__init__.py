@@ -3,7 +3,7 @@
 from spillway.ir.files import RunFile, RunWriter, read_run
 from spillway.ir.lanes import Lane, Span, Transfers, Work
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
-from spillway.ir.step import Op, Phase, Step, StorageId, StorageInfo, Value, ValueId
+from spillway.ir.step import Op, Phase, Saving, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_files import Recorded, read_step, write_step
 from spillway.ir.step_report import StepReport
 from spillway.ir.timeline import Change, Event, Kind, StorageLine, Timeline
@@ -27,6 +27,7 @@ __all__ = [
     "Rule",
     "RunFile",
     "RunWriter",
+    "Saving",
     "Span",
     "Step",
     "StepReport",

@@ -69,6 +69,8 @@ class StorageInfo:
     """Whether it still exists after the last op, as parameters do."""
     name: str = ""
     """What the model calls it, of parameters, buffers and what belongs to them; else empty."""
+    dtype: str = ""
+    """Of the first tensor over it, as torch calls it, `float32`; empty where nobody wrote that down."""
 
     def __str__(self) -> str:
         ends = [" present at start"] * self.present_at_start + [" present at end"] * self.present_at_end
@@ -121,6 +123,23 @@ class Op:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Saving:
+    """Once that autograd kept a value for the backward."""
+
+    value: ValueId
+    """Which."""
+    after: int
+    """How many ops had begun."""
+    module: str
+    """Qualified name of the module whose forward was running; empty outside of any."""
+    dtype: str
+    """Of the tensor, as torch calls it: `float32`."""
+    differentiable: bool
+    """Whether a gradient flows to the tensor."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One training step as it was recorded, nothing dropped and nothing moved.
 
@@ -135,6 +154,9 @@ class Step:
     """Every op of the step, in the order in which they run."""
     saved: tuple[ValueId, ...] = ()
     """What autograd keeps from the forward for the backward, each value once, in the order of saving."""
+    savings: tuple[Saving, ...] = ()
+    """How it came to keep them, parameters and buffers left out, in the order of saving; empty where nobody wrote that
+    down."""
 
     def __post_init__(self) -> None:
         _check_numbered("storage", (storage.id for storage in self.storages))
@@ -245,6 +267,12 @@ def _check_saved(step: Step) -> None:
     for number in step.saved:
         if not 0 <= number < len(step.values):
             raise ValueError(f"value {number} is saved, which is not listed")
+    saved = set(step.saved)
+    for saving in step.savings:
+        if saving.value not in saved:
+            raise ValueError(f"value {saving.value} was saved in {saving.module!r}, and is not among what is saved")
+        if not 0 <= saving.after <= len(step.ops):
+            raise ValueError(f"value {saving.value} was saved after {saving.after} of {len(step.ops)} ops")
 
 
 def _canonical(step: Step) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
     {"format":"spillway-step","version":1,"workload":"gpt2","size":2048,"facts":{...},"storages":7,"ops":9,
      "plain_peak_bytes":640,"digest":"..."}
-    {"storage":0,"kind":"parameter","bytes":128,"alive":[0,9],"present":"start end","name":"head.weight"}
+    {"storage":0,"kind":"parameter","bytes":128,"alive":[0,9],"present":"start end","name":"head.weight",
+     "dtype":"float32"}
     {"op":0,"name":"aten.mm.default","phase":"forward","module":"head","reads":"s4@0 s0@0","creates":"s5@0","flops":512}
-    {"values":[0,1,4,5],"saved":"s4@0 s0@0"}
+    {"values":[0,1,4,5],"saved":"s4@0 s0@0","savings":[["s4@0",0,"head","float32",true]]}
 
 An op names values as `s<storage>@<version>`. The last line lists the storage of every value in the order of their ids,
-each time a storage occurs its next version. What has its default is left out. Lines are sealed (`sealed.py`); a file
+each time a storage occurs its next version; a saving is a value, how many ops had begun, the module, the dtype, and
+whether the tensor was differentiable. What has its default is left out. Lines are sealed (`sealed.py`); a file
 whose name ends in `.gz` is compressed. What is written is read again before it takes the place of what was there.
 """
 
@@ -26,7 +28,7 @@ from typing import Any, Final, final
 
 from spillway.errors import FileFormatError
 from spillway.ir.sealed import encoded, fault_in, read_header, seal, unsealed
-from spillway.ir.step import Op, Phase, Step, StorageInfo, Value, ValueId
+from spillway.ir.step import Op, Phase, Saving, Step, StorageInfo, Value, ValueId
 from spillway.ir.timeline import Kind
 
 FORMAT: Final = "spillway-step"
@@ -118,14 +120,16 @@ def _records(recorded: Recorded) -> Iterator[dict[str, Any]]:
     names = [str(value) for value in step.values]
     for op in step.ops:
         yield _op_record(op, names)
-    yield {"values": [value.storage for value in step.values], "saved": _named(step.saved, names)}
+    savings = [[names[one.value], one.after, one.module, one.dtype, one.differentiable] for one in step.savings]
+    last = {"values": [value.storage for value in step.values], "saved": _named(step.saved, names)}
+    yield last | _worth_saying({"savings": savings})
 
 
 def _storage_record(storage: StorageInfo) -> dict[str, Any]:
     record: dict[str, Any] = {"storage": storage.id, "kind": storage.kind.value, "bytes": storage.nbytes}
     record["alive"] = [storage.alive_from, storage.alive_until]
     ends = ["start"] * storage.present_at_start + ["end"] * storage.present_at_end
-    return record | _worth_saying({"present": " ".join(ends), "name": storage.name})
+    return record | _worth_saying({"present": " ".join(ends), "name": storage.name, "dtype": storage.dtype})
 
 
 def _op_record(op: Op, names: list[str]) -> dict[str, Any]:
@@ -209,10 +213,11 @@ def _step(path: str | PathLike[str], records: list[dict[str, Any]], counts: tupl
         values = _values(records[-1])
         ids = {str(value): value.id for value in values}
         saved = _ids(records[-1].get("saved", ""), ids)
+        savings = tuple(_saving(row, ids) for row in records[-1].get("savings", []))
     made = [_at(path, place + 2, _storage, records[place]) for place in range(storages)]
     run = [_at(path, place + 2, _op, records[place], ids) for place in range(storages, storages + ops)]
     with fault_in(path, last):
-        return Step(storages=tuple(made), values=values, ops=tuple(run), saved=saved)
+        return Step(storages=tuple(made), values=values, ops=tuple(run), saved=saved, savings=savings)
 
 
 def _at(path: str | PathLike[str], line: int, read: Any, *given: Any) -> Any:
@@ -241,14 +246,23 @@ def _ids(named: object, ids: dict[str, ValueId]) -> tuple[ValueId, ...]:
         raise ValueError(f"{unknown.args[0]:.80} is no value of this step") from None
 
 
+def _saving(row: object, ids: dict[str, ValueId]) -> Saving:
+    match row:
+        case [str(name), int(after), str(module), str(dtype), bool(differentiable)] if name in ids:
+            return Saving(
+                value=ids[name], after=after, module=module, dtype=dtype, differentiable=differentiable
+            )  # fmt: skip
+    raise ValueError(f"{row!r:.80} does not say what autograd saved, when, where and how")
+
+
 def _storage(record: dict[str, Any]) -> StorageInfo:
     match record:
         case {"storage": int(number), "kind": str(kind), "bytes": int(nbytes), "alive": [int(begin), int(end)]}:
-            present, name = record.get("present", ""), record.get("name", "")
-            if present in ("", "start", "end", "start end") and isinstance(name, str):
+            present, name, dtype = (record.get(key, "") for key in ("present", "name", "dtype"))
+            if present in ("", "start", "end", "start end") and isinstance(name, str) and isinstance(dtype, str):
                 return StorageInfo(
                     id=number, nbytes=nbytes, kind=Kind(kind), alive_from=begin, alive_until=end, name=name,
-                    present_at_start=present.startswith("start"), present_at_end=present.endswith("end"),
+                    dtype=dtype, present_at_start=present.startswith("start"), present_at_end=present.endswith("end"),
                 )  # fmt: skip
     raise ValueError("the line does not hold a storage: its number, kind, bytes and when it is alive")
 

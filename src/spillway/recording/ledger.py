@@ -29,12 +29,15 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 class Entry:
     """A storage that was seen."""
 
-    __slots__ = ("at_start", "born", "died", "key", "kind", "name", "nbytes", "number", "value", "version", "watch")
+    __slots__ = (
+        "at_start", "born", "died", "dtype", "key", "kind", "name", "nbytes", "number", "value", "version", "watch"
+    )  # fmt: skip
 
-    def __init__(self, key: int, nbytes: Bytes, watch: Watch) -> None:
+    def __init__(self, key: int, nbytes: Bytes, watch: Watch, dtype: torch.dtype) -> None:
         self.key = key
         self.nbytes = nbytes
         self.watch = watch
+        self.dtype = dtype
         self.kind: Kind | None = None
         self.name = ""
         self.number = -1
@@ -82,7 +85,7 @@ class Ledger:
             return known, False
         storage = storage_of(tensor)
         watch = Watch(storage, self._bury)
-        entry = watch.entry = self._table[key] = Entry(key, storage.nbytes(), watch)
+        entry = watch.entry = self._table[key] = Entry(key, storage.nbytes(), watch, tensor.dtype)
         if self._recording:
             self._enter(entry)
         return entry, True
@@ -126,7 +129,7 @@ class Ledger:
         return StorageInfo(
             id=entry.number, nbytes=entry.nbytes, kind=entry.kind or kind, alive_from=entry.born,
             alive_until=self.now if entry.died is None else entry.died, present_at_start=entry.at_start,
-            present_at_end=entry.died is None, name=entry.name,
+            present_at_end=entry.died is None, name=entry.name, dtype=str(entry.dtype)[6:],
         )  # fmt: skip
 
     def _enter(self, entry: Entry) -> None:

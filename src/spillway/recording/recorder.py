@@ -25,7 +25,7 @@ from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unheard
-from spillway.ir import Kind, Op, Phase, Step, ValueId
+from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.ledger import Entry, Ledger
 from spillway.recording.modules import Modules
@@ -55,6 +55,7 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
         self._infos: dict[Any, OpInfo] = {}
         self._ops: list[Op] = []
         self._saved: dict[ValueId, None] = {}
+        self._savings: list[Saving] = []
         self._writing = False
         self._updating = 0
         self._phase = Phase.FORWARD
@@ -103,7 +104,7 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
         needed = {value for op in self._ops if op.phase is Phase.BACKWARD for value in op.reads} | self._saved.keys()
         return Step(
             storages=self._ledger.close(needed), values=tuple(self._ledger.values), ops=tuple(self._ops),
-            saved=tuple(self._saved),
+            saved=tuple(self._saved), savings=tuple(self._savings),
         )  # fmt: skip
 
     @classmethod
@@ -237,6 +238,13 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
         entry = self._entry(tensor)
         if entry is not None and torch._C._current_graph_task_id() == -1:
             self._saved[entry.value] = None
+            if entry.kind not in (Kind.PARAMETER, Kind.BUFFER):
+                self._savings.append(
+                    Saving(
+                        value=entry.value, after=self._ledger.now, module=self._modules.of_op(backward=False),
+                        dtype=str(tensor.dtype)[6:], differentiable=tensor.requires_grad,
+                    )
+                )  # fmt: skip
         return tensor
 
 

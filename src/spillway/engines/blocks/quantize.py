@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spillway.costs.packing import GROUP, groups_of, mask_bytes, quantized_bytes, range_bytes
 from spillway.units import Bytes
 
-GROUP: Final = 256
-"""Elements."""
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CACHE: Final = 1 << 10
@@ -105,7 +104,9 @@ class Mask(AbstractPacking):
 def pack_bits(mask: Tensor) -> Tensor:
     """A bool tensor of one dimension, eight elements a byte, the first in the highest bit."""
     if mask.device.type == "cpu":
-        packed = torch.empty(-(-mask.numel() // 8), dtype=torch.uint8)  # torch's own memory: NumPy's is in no account
+        packed = torch.empty(
+            mask_bytes(mask.numel()), dtype=torch.uint8
+        )  # torch's own memory: NumPy's is in no account
         packed.numpy()[:] = np.packbits(mask.numpy())  # 30 times as fast
         return packed
     return pack_bits_by_ops(mask)
@@ -166,7 +167,7 @@ class Quantized(AbstractPacking):
 
     def __init__(self, dtype: torch.dtype, numel: int, bits: int, odd: int) -> None:
         self._dtype, self._numel, self._bits = dtype, numel, bits
-        self._groups = -(-numel // GROUP)
+        self._groups = groups_of(numel)
         self._odd = odd
         """Groups that are kept as they are: their numbers and elements follow the codes."""
 
@@ -218,11 +219,11 @@ class Quantized(AbstractPacking):
 
     @property
     def _range_bytes(self) -> Bytes:
-        return 2 * self._groups * self._range.itemsize
+        return range_bytes(self._numel, double=self._dtype is torch.float64)
 
     @property
     def _kept_bytes(self) -> Bytes:
-        return self._range_bytes + self._groups * GROUP * self._bits // 8
+        return quantized_bytes(self._numel, self._bits, double=self._dtype is torch.float64)
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """Views: ranges, (groups, 2), and codes, (groups, bytes of a group)."""

@@ -1,0 +1,204 @@
+"""Trials on a device that is not here: a recorded step with the method in it, its seconds modelled, nothing limited.
+
+What a step does at other batch sizes than the recorded ones is derived (`costs/growth.py`), where the same ops run at
+all sizes; else each size is recorded. Peaks are bytes of storages, exactly: PAPAYA's are `max_memory_allocated`, which
+counts the same. Fragments are in neither, and in the limit that the advisor is given.
+
+Differs from measuring: what a device does beside the step's ops takes no time and no memory, and shares of the
+roofline are those of fp32 kernels (`costs/roofline.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, final
+
+from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.ways import Way, way_of
+from spillway.costs.device import Device
+from spillway.costs.growth import Growth, fit_growth
+from spillway.costs.roofline import step_seconds, timed
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.simulated import Simulation, simulate
+from spillway.errors import UsageError
+from spillway.ir.lives import kept_for_backward, lives_of
+from spillway.ir.step import Op, Phase, Step
+from spillway.ir.timeline import Kind
+from spillway.methods.actions import Action
+from spillway.methods.base import Problem
+from spillway.methods.planned import Planned
+from spillway.methods.rewritten import Rewritten, compressed, run_twice
+from spillway.methods.swap import Swap
+from spillway.units import Bytes, Seconds
+
+RECORDED: Final = (2, 3, 5)
+"""Batch sizes whose steps are recorded: what is linear in the batch is found by two and checked by a third."""
+
+EXPENSIVE: Final = frozenset(
+    {"mm", "addmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention_for_cpu",
+     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"}
+)  # fmt: skip
+"""Ops that selective methods do not run again, by the name before the overload: those of the block engine."""
+
+_KINDS: Final[Mapping[Kind, str]] = {
+    Kind.PARAMETER: "parameters", Kind.GRADIENT: "gradients", Kind.OPTIMIZER_STATE: "optimizer state",
+    Kind.ACTIVATION: "activations", Kind.INPUT: "input",
+}  # fmt: skip
+
+
+@final
+class Steps:
+    """A workload's step at any batch size.
+
+    Args:
+        record: Records the step of a batch of so many samples.
+        sizes: What is recorded, when it is first needed.
+    """
+
+    def __init__(self, record: Callable[[int], Step], sizes: Sequence[int] = RECORDED) -> None:
+        self._record, self._sizes = record, tuple(sizes)
+        self._known: dict[int, Step] = {}
+        self._growth: Growth | None = None
+        self._alike = True
+
+    def at(self, size: int) -> Step:
+        """The step of a batch."""
+        if size not in self._known and self._alike and self._growth is None:
+            for one in self._sizes:
+                self._known[one] = self._known.get(one) or self._record(one)
+            try:
+                self._growth = fit_growth({one: self._known[one] for one in self._sizes})
+            except ValueError:
+                self._alike = False
+        if size not in self._known:
+            exact = self._growth is not None and not self._growth.doubtful(size)
+            self._known[size] = self._growth.step_at(size) if self._growth and exact else self._record(size)
+        return self._known[size]
+
+
+@final
+class SimulatedBench(AbstractBench):
+    """Measures on a device by its description.
+
+    Args:
+        name: Of the workload.
+        steps: Of the workload.
+        device: On which they run. Its memory limits nothing here: whoever asks has a limit.
+        bits: An element, of what is quantized.
+    """
+
+    def __init__(self, name: str, steps: Steps, device: Device, *, bits: int = 4) -> None:
+        self.name = name
+        self.hardware = f"{device.name}, simulated"
+        self.device = device
+        self._steps, self._bits = steps, bits
+        self._timed: dict[int, Step] = {}
+        self._trials: dict[tuple[str, int], Trial] = {}
+
+    def measure(self, method: str, size: int) -> Trial:
+        """Simulate one step of a method. Raises UsageError for a name that is none, or a batch without a sample."""
+        if size < 1:
+            raise UsageError(f"A batch has one sample or more, not {size}.")
+        if (method, size) not in self._trials:
+            way = way_of(method)
+            peak, seconds, kinds = self._accumulated(way, size) if way.micro else self._trial(way, size)
+            self._trials[method, size] = Trial(
+                method=method, size=size, peak=peak, seconds=seconds, by_kind=dict(kinds)
+            )
+        return self._trials[method, size]
+
+    def step_of(self, way: Way, size: int) -> Rewritten:
+        """The step of a method without what it moves, and what of it would be moved."""
+        step = self._step(size)
+        match way.action:
+            case None:
+                return Rewritten(step=step, waiting=(), full=0, packed=0)
+            case Action.OFFLOAD:
+                kept = kept_for_backward(step, lives_of(step), step.saved)
+                return Rewritten(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
+            case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
+                done = compressed(step, bits=self._bits)
+            case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:
+                done = run_twice(step)
+            case Action.RECOMPUTE_COMPRESSED:
+                done = run_twice(step, bits=self._bits)
+            case Action.SELECTIVE | Action.SELECTIVE_OFFLOADED:
+                done = run_twice(step, keeps=_is_expensive)
+            case _:
+                raise UsageError(f"Nobody can simulate {way.name}.")
+        return replace(done, step=timed(done.step, self.device, keep_measured=True))
+
+    def gradient_bytes(self) -> Bytes:
+        """Of all gradients of a step."""
+        return sum(one.nbytes for one in self._step(min(RECORDED)).storages if one.kind is Kind.GRADIENT)
+
+    def _step(self, size: int) -> Step:
+        if size not in self._timed:
+            self._timed[size] = timed(self._steps.at(size), self.device)
+        return self._timed[size]
+
+    def _trial(self, way: Way, size: int) -> tuple[Bytes, Seconds, Mapping[str, Bytes]]:
+        done = self.step_of(way, size)
+        if way.action is not None and way.action.moves:
+            ran = _swapped(done, self.device, waits=way.waits or way.action is not Action.OFFLOAD)
+            return ran.peak_bytes, ran.seconds, _kinds_of(ran)
+        peak, kinds = _fullest(done.step)
+        return peak, step_seconds(done.step), kinds
+
+    def _accumulated(self, way: Way, size: int) -> tuple[Bytes, Seconds, Mapping[str, Bytes]]:
+        """Micro-batches one after the other: gradients are there from the second on, and the update runs once."""
+        if size % way.micro:
+            raise UsageError(f"A batch of {size} is no multiple of micro-batches of {way.micro}.")
+        step = self._step(way.micro)
+        peak, kinds = _fullest(step)
+        update = sum(op.seconds or 0.0 for op in step.ops if op.phase is Phase.OPTIMIZER)
+        seconds = (size // way.micro) * (step_seconds(step) - update) + update
+        if size > way.micro:
+            gradients = sum(storage.nbytes for storage in step.storages if storage.kind is Kind.GRADIENT)
+            missing = gradients - kinds.get("gradients", 0)
+            peak, kinds = peak + missing, {**kinds, "gradients": gradients}
+        return peak, seconds, kinds
+
+
+def _is_expensive(op: Op) -> bool:
+    return op.name.removeprefix("aten.").partition(".")[0] in EXPENSIVE
+
+
+def _swapped(done: Rewritten, device: Device, *, waits: bool) -> Simulation:
+    """The step with what waits in host memory, compute waiting for copies or not."""
+    step = replace(done.step, saved=done.waiting, savings=())
+    plan = Swap(prefetched=not waits).plan(Problem(step=step, allowed=UNLIMITED, device=device))
+    policy = Planned(plan, done.step, ahead=0) if waits else Planned(plan, done.step)
+    return simulate(done.step, allowed=UNLIMITED, method=policy, device=device, steps=1 if waits else 2)
+
+
+def _fullest(step: Step) -> tuple[Bytes, Mapping[str, Bytes]]:
+    """The peak of a step from which nothing is missing, and what it is made of."""
+    changes = [0] * (len(step.ops) + 1)
+    for storage in step.storages:
+        changes[storage.alive_from] += storage.nbytes
+        changes[storage.alive_until] -= storage.nbytes
+    level, peak, fullest = 0, 0, 0
+    for op in range(len(step.ops)):
+        level += changes[op]
+        if level > peak:
+            peak, fullest = level, op
+    kinds: Counter[str] = Counter()
+    for storage in step.storages:
+        if storage.alive_from <= fullest < storage.alive_until:
+            kinds[_KINDS.get(storage.kind, "other")] += storage.nbytes
+    return peak, kinds
+
+
+def _kinds_of(ran: Simulation) -> Mapping[str, Bytes]:
+    """At the fullest moment of a simulated step; what is on its way out besides is other."""
+    resident = ran.timeline.resident()
+    place = max(range(len(resident)), key=lambda number: resident[number][1])
+    kinds: Counter[str] = Counter()
+    for kind, levels in ran.timeline.by_kind().items():
+        if levels[place][1]:
+            kinds[_KINDS.get(kind, "other")] += levels[place][1]
+    kinds["other"] += ran.peak_bytes - kinds.total()
+    return kinds
