@@ -20,7 +20,7 @@ NAMES = (
     "random_programs",
     "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
     "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here", "papaya_simulated",
-    "papaya_implications", "compression",
+    "papaya_implications", "compression", "packing",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

@@ -155,6 +155,8 @@ class AbstractBlockMethod(ABC):
     """What becomes of blocks that are not kept."""
     bits: int = 4
     """An element, where that is to be quantized."""
+    compiled: bool = False
+    """Whether what quantizes is compiled."""
     waits: bool = False
     """Whether compute waits for every copy of what moves, out and in."""
     forwards: int = 1
@@ -163,7 +165,8 @@ class AbstractBlockMethod(ABC):
     def in_header(self) -> dict[str, object]:
         """What a run file says of it beside its name."""
         bits = {"bits": self.bits} if self.action.lossy else {}
-        return {"action": self.action.value, **bits, **({"waits": True} if self.waits else {})}
+        told = {"compiled": self.compiled, "waits": self.waits}
+        return {"action": self.action.value, **bits, **{name: True for name, on in told.items() if on}}
 
     @abstractmethod
     def fresh(self, *, batched: bool) -> Self:

@@ -43,27 +43,33 @@ class Checkpoint(AbstractBlockMethod):
         action: What becomes of every block instead: what it saves is moved or quantized, its input is, or it runs again
             without its expensive ops. Where it quantizes, a session has to be told `lossy=True`.
         bits: An element, of what is quantized: 2, 4 or 8. PAPAYA's is 4.
+        compiled: What quantizes is compiled by torch.compile: the same bits in less time, after some seconds at first.
         waits: Copies of what moves never run beside compute, as PAPAYA's swapping has it: a block has ended when its
             bytes are out, and the backward waits for every copy in.
 
     Raises:
-        UsageError: `action` is none, or keeps everything; `bits` are none of these; it `waits` and nothing moves.
+        UsageError: `action` is none, or keeps everything; `bits` are none of these; it `waits` and nothing moves, or is
+            `compiled` and nothing is quantized.
     """
 
     name = "checkpoint"
 
-    def __init__(self, action: Action = Action.RECOMPUTE, *, bits: int = 4, waits: bool = False) -> None:
+    def __init__(
+        self, action: Action = Action.RECOMPUTE, *, bits: int = 4, compiled: bool = False, waits: bool = False
+    ) -> None:
         if not isinstance(action, Action) or action is Action.KEEP:
             others = ", ".join(f"Action.{one.name}" for one in Action if one is not Action.KEEP)
             raise UsageError(f"Checkpoint does one of {others} with every block; got {action!r}.")
         check_bits(bits)
         if waits and not action.moves:
             raise UsageError(f"Compute can wait for copies where something moves; Action.{action.name} moves nothing.")
-        self.action, self.bits, self.waits = action, bits, waits
+        if compiled and not action.lossy:
+            raise UsageError(f"What quantizes can be compiled; Action.{action.name} quantizes nothing.")
+        self.action, self.bits, self.compiled, self.waits = action, bits, compiled, waits
 
     def fresh(self, *, batched: bool) -> Self:
         """Another one."""
-        return type(self)(self.action, bits=self.bits, waits=self.waits)
+        return type(self)(self.action, bits=self.bits, compiled=self.compiled, waits=self.waits)
 
     @property
     def sheltered(self) -> bool:

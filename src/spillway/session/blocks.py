@@ -210,7 +210,7 @@ class BlockSession(Session):
         self._engine = BlockEngine(
             self._model, names, generators=self._generators, spill_directory=self._spill_directory,
             spill_io=self._spill_io,
-            host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits,
+            host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits, compiled=self._method.compiled,
             read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
         )  # fmt: skip
         self._engine.asleep = True

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from spillway.engines.blocks.arithmetic import Arithmetic
 from spillway.engines.blocks.containers import address
 from spillway.engines.blocks.quantize import AbstractPacking, pack
 from spillway.engines.blocks.stores import Home, Storage, Store
@@ -106,11 +107,13 @@ class Compressor:
     Args:
         bits: An element, where bits are lost.
         seed: Of the chance by which elements are rounded. As many steps of the same model are the same again.
+        arithmetic: What packs; op by op if left out.
     """
 
-    def __init__(self, bits: int, seed: int) -> None:
+    def __init__(self, bits: int, seed: int, arithmetic: Arithmetic | None = None) -> None:
         self.bits = bits
         self._seed = seed
+        self._arithmetic = arithmetic
         self._generators: dict[torch.device, torch.Generator] = {}
         self._known: dict[int, _Known] = {}
         """By the address of the storage, which is nobody else's as long as the weak reference is there."""
@@ -141,7 +144,7 @@ class Compressor:
         if tensor.is_meta or storage.nbytes() % tensor.element_size():
             return None
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(cast(Any, storage))
-        packed = pack(flat, self.bits if lossy else None, self._generator(tensor.device))
+        packed = pack(flat, self.bits if lossy else None, self._generator(tensor.device), self._arithmetic)
         if packed is None:
             return None
         home = CompressedHome(*packed)

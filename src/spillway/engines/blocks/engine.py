@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from spillway.engines.blocks.arithmetic import compiled as compiled_for
 from spillway.engines.blocks.compiled import (
     CompiledHook,
     check_compiled,
@@ -109,10 +110,12 @@ class BlockEngine:
         lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
         bits: An element, of what is quantized: 2, 4 or 8.
         rounding_seed: Of the chance by which elements are rounded, a stream of its own.
+        compiled: What quantizes is compiled by torch.compile: the same bits, a good part of the time, and some seconds
+            the first time in a process.
 
     Raises:
-        UsageError: `check` is neither, `bits` are none of these, or an action is lossy and that is not allowed; the
-            latter also by a forward, where `actions` is a function.
+        UsageError: `check` is neither, `bits` are none of these, nothing can be compiled here, or an action is lossy
+            and that is not allowed; the latter also by a forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -134,6 +137,7 @@ class BlockEngine:
         lossy: bool = False,
         bits: int = 4,
         rounding_seed: int = 0,
+        compiled: bool = False,
     ) -> None:
         check_runs_once(model)
         check_bits(bits)
@@ -151,8 +155,10 @@ class BlockEngine:
         pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, pinned, write_behind, self.when_freed)
+        arithmetic = compiled_for(_device_of(model)) if compiled else None
+        compressor = Compressor(bits, rounding_seed, arithmetic)
         self._conductor = Conductor(
-            environment_of(model, generators), open_store, read_ahead, compressor=Compressor(bits, rounding_seed),
+            environment_of(model, generators), open_store, read_ahead, compressor=compressor,
             by_module=selected is not None, checks_values=check == "values",
         )  # fmt: skip
         self._figures: list[Figures] = []

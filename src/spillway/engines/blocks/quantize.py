@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from spillway.costs.packing import GROUP, groups_of, mask_bytes, quantized_bytes, range_bytes
+from spillway.engines.blocks.arithmetic import EAGER, Arithmetic, join
 from spillway.units import Bytes
 
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -54,13 +55,16 @@ Packed: TypeAlias = tuple[Tensor, AbstractPacking]
 """Bytes in one uint8 tensor of one dimension, and how to read them."""
 
 
-def pack(flat: Tensor, bits: int | None, generator: torch.Generator | None) -> Packed | None:
+def pack(
+    flat: Tensor, bits: int | None, generator: torch.Generator | None, arithmetic: Arithmetic | None = None
+) -> Packed | None:
     """Elements in fewer bytes.
 
     Args:
         flat: Of one dimension, without gaps: a float dtype or bool.
         bits: 2, 4 or 8; None if only what comes back exactly is wanted.
         generator: On the device of `flat`. Decides which way each element is rounded.
+        arithmetic: Op by op if left out; or `compiled()`, which gives the same bits.
 
     Returns:
         None if there are fewer elements than a group has, or no fewer bytes would do.
@@ -71,7 +75,9 @@ def pack(flat: Tensor, bits: int | None, generator: torch.Generator | None) -> P
         values = _two_values(flat)
         if values is not None:
             return Mask.of(flat, *values)
-        return None if bits is None or flat.dtype is torch.bool else Quantized.of(flat, bits, generator)
+        if bits is None or flat.dtype is torch.bool:
+            return None
+        return Quantized.of(flat, bits, generator, EAGER if arithmetic is None else arithmetic)
 
 
 # ------------------------------------------------------------------------------------------------------------- one bit
@@ -162,19 +168,20 @@ def _as_integers(flat: Tensor) -> Tensor:
 class Quantized(AbstractPacking):
     """The smallest value and step of each group, the codes of its elements, and groups that are kept as they are."""
 
-    __slots__ = ("_bits", "_dtype", "_groups", "_numel", "_odd")
+    __slots__ = ("_arithmetic", "_bits", "_dtype", "_groups", "_numel", "_odd")
     exact = False
 
-    def __init__(self, dtype: torch.dtype, numel: int, bits: int, odd: int) -> None:
+    def __init__(self, dtype: torch.dtype, numel: int, bits: int, odd: int, arithmetic: Arithmetic) -> None:
         self._dtype, self._numel, self._bits = dtype, numel, bits
+        self._arithmetic = arithmetic
         self._groups = groups_of(numel)
         self._odd = odd
         """Groups that are kept as they are: their numbers and elements follow the codes."""
 
     @classmethod
-    def of(cls, flat: Tensor, bits: int, generator: torch.Generator | None) -> Packed | None:
+    def of(cls, flat: Tensor, bits: int, generator: torch.Generator | None, arithmetic: Arithmetic) -> Packed | None:
         """See `pack`."""
-        self = cls(flat.dtype, flat.numel(), bits, 0)
+        self = cls(flat.dtype, flat.numel(), bits, 0, arithmetic)
         data = torch.empty(self._kept_bytes, dtype=torch.uint8, device=flat.device)
         ranges, codes = self._parts(data)
         chunk = _chunk(flat)
@@ -184,8 +191,8 @@ class Quantized(AbstractPacking):
             groups = _groups(flat[start * GROUP : (start + chunk) * GROUP])
             here = slice(start, start + len(groups))
             rounding = noise[: len(groups)].uniform_(generator=generator)
-            ranges[here], elements, beyond = _encode(groups.to(ranges.dtype), 2**bits - 1, rounding)
-            _join(elements, bits, codes[here])
+            ranges[here], elements, beyond = arithmetic.encode(groups.to(ranges.dtype), 2**bits - 1, rounding)
+            join(elements, bits, codes[here])
             odd += [(start + number, groups[number]) for number in _true(beyond)]
             if 2 * len(odd) > self._groups:
                 return None
@@ -203,12 +210,13 @@ class Quantized(AbstractPacking):
             for start in range(0, self._groups, chunk):
                 here = slice(start, start + chunk)
                 target = flat[start * GROUP : (start + chunk) * GROUP]
-                target.copy_(_decode(ranges[here], codes[here], self._bits).view(-1)[: target.numel()])
+                elements = self._arithmetic.decode(ranges[here], codes[here], self._bits)
+                target.copy_(elements.view(-1)[: target.numel()])
             if self._odd:
                 after = data[self._kept_bytes :]
                 numbers = after[: 8 * self._odd].clone().view(torch.int64).tolist()
-                elements = after[8 * self._odd :].clone().view(self._dtype).view(-1, GROUP)
-                for number, group in zip(numbers, elements, strict=True):
+                kept = after[8 * self._odd :].clone().view(self._dtype).view(-1, GROUP)
+                for number, group in zip(numbers, kept, strict=True):
                     target = flat[number * GROUP : (number + 1) * GROUP]
                     target.copy_(group[: target.numel()])
         return flat
@@ -235,61 +243,6 @@ def _groups(flat: Tensor) -> Tensor:
     """(groups, 256); what is missing to a full group is as the last element."""
     missing = -flat.numel() % GROUP
     return (torch.cat([flat, flat[-1:].expand(missing)]) if missing else flat).view(-1, GROUP)
-
-
-def _encode(values: Tensor, levels: int, rounding: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ranges, (groups, 2); codes, (groups, 256) of uint8; which groups have none, (groups,).
-
-    Args:
-        values: (groups, 256).
-        levels: The highest code.
-        rounding: (groups, 256), uniform in [0, 1). Used up.
-    """
-    low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
-    zeros = (low == 0).to(values.dtype)
-    some_zeros = bool(zeros.any())
-    if some_zeros:  # rule 2; products are several times as fast as choices
-        least = (values + (1 - values.sign()) * torch.finfo(values.dtype).max).amin(1, keepdim=True)
-        low = torch.where((zeros == 1) & (high > 0), least, low)
-    top = levels - zeros
-    step = (high - low) / top
-    beyond = ~torch.isfinite(low + top * step)
-    if beyond.any():  # rule 3
-        low, step = low.masked_fill(beyond, 0), step.masked_fill(beyond, 0)
-        values = values.masked_fill(beyond, 0)
-    codes = rounding.add_((values - low).div_(step.masked_fill(step == 0, 1))).floor_()
-    codes = torch.minimum(codes, top, out=codes)
-    if some_zeros:
-        codes.add_(zeros).mul_(torch.maximum(values.sign(), 1 - zeros))
-        step = torch.where(zeros == 1, -step, step)
-    return torch.cat([low, step], 1), codes.to(torch.uint8), beyond.view(-1)
-
-
-def _decode(ranges: Tensor, packed: Tensor, bits: int) -> Tensor:
-    """(groups, 256)."""
-    low, step = ranges[:, :1], ranges[:, 1:]
-    codes = _split(packed, bits, ranges.dtype)
-    zeros = torch.signbit(step).to(ranges.dtype)
-    if not zeros.any():
-        return codes.mul_(step).add_(low)
-    there = torch.maximum(codes.clamp(max=1), 1 - zeros)
-    return codes.sub_(zeros).mul_(step.abs()).add_(low).mul_(there)
-
-
-def _join(codes: Tensor, bits: int, packed: Tensor) -> None:
-    """Codes of (groups, 256) to bytes: the first part of a group in the lowest bits, the last in the highest."""
-    width = packed.shape[1]
-    packed.copy_(codes[:, :width])
-    for place in range(1, 8 // bits):
-        packed |= codes[:, place * width : (place + 1) * width] << place * bits
-
-
-def _split(packed: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    width = packed.shape[1]
-    codes = torch.empty((len(packed), GROUP), dtype=dtype, device=packed.device)
-    for place in range(8 // bits):
-        codes[:, place * width : (place + 1) * width] = (packed >> place * bits) & (2**bits - 1)
-    return codes
 
 
 def _chunk(flat: Tensor) -> int:
