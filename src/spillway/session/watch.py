@@ -27,11 +27,12 @@ from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize
 from spillway.units import Bytes, MiB
 
 COARSE: Final[Bytes] = 1 * MiB
-"""What the meter may be wrong by. Plans leave as much free, and a step is not refused for less."""
+"""What the meter may be wrong by. A step is not refused by it for less: what is traced is refused for a byte before the
+optimizer begins, and what is not traced was measured at the same sizes before."""
 
 
 def coarse(allowed: Bytes) -> Bytes:
-    """What the meter may be wrong by, at most half a percent of the budget."""
+    """What plans leave free: what the meter may be wrong by, at most half a percent of the budget."""
     return min(COARSE, allowed // 200)
 
 
@@ -207,7 +208,7 @@ class StepWatch:
         Raises:
             BudgetInfeasible: What came before it took more than is allowed.
         """
-        peak = self.highest - coarse(self._allowed)
+        peak = self.highest - COARSE
         windows = self._trace.so_far() if self._trace is not None else []
         if windows:
             peak = self._start + max(window.peak for window in windows)
@@ -223,6 +224,7 @@ class StepWatch:
     def _make_room(self, needed: Bytes, number: int) -> None:
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self.largest))
+        highest = self.highest
         over = self._taken(needed) + needed - self._allowed
         if over + 2 * self.largest > 0 and self._action.moves and self._engine.leaving_bytes:
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
@@ -236,11 +238,13 @@ class StepWatch:
                 if freed:
                     one.revoked.add(first)
                 over -= freed
-        taken = self._taken() - coarse(self._allowed)
-        if taken > self._allowed:
+        taken = self._taken()
+        if taken - COARSE > self._allowed:
             most = self._meter.most()
-            taken = taken if most is None else min(taken, most)
-        self._refuse_above(taken, number)
+            if most is not None and most < taken:
+                self._overcounted += taken - most
+                self.highest, taken = max(highest, most), most
+        self._refuse_above(taken - COARSE, number)
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._allowed:
@@ -258,7 +262,7 @@ class StepWatch:
         return taken
 
     def _count_again(self, taken: Bytes) -> Bytes:
-        """What the meter has counted besides tensors, as far as it was not known before.
+        """What the meter has counted besides tensors, less what was known of that before.
 
         Libraries keep what they made for sizes that are new to them; steps of new sizes are traced. Within a backward
         no trace can be read: autograd puts the thread's callbacks back after every node, those of a profiler included.
@@ -266,9 +270,10 @@ class StepWatch:
         windows = self._trace.so_far() if self._trace is not None else []
         if not windows:
             return 0
-        besides = max(taken - self._start - windows[-1].level, 0)
-        self._overcounted += besides
-        return besides
+        besides = max(taken + self._overcounted - self._start - windows[-1].level, 0)
+        more = besides - self._overcounted
+        self._overcounted = besides
+        return more
 
     def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
         self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
