@@ -300,7 +300,7 @@ def test_a_device_that_is_not_there_is_refused(device: str, sentence: str) -> No
 
 def test_batches_go_where_the_model_goes() -> None:
     there = moved(get("resnet", batch=2), "cpu")
-    pictures, labels = next(iter(there.batches(1)))
+    pictures, _ = next(iter(there.batches(1)))
     assert isinstance(pictures, torch.Tensor)
     assert {pictures.device, next(there.model.parameters()).device} == {torch.device("cpu")}
     assert next(iter(get("bert-small", batch=2, layers=1).batches(1))).keys() >= {"input_ids"}
