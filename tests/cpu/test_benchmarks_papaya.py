@@ -15,7 +15,9 @@ from benchmarks.papaya_simulated import kendall, largest_batch
 from benchmarks.record import Skipped
 from spillway.advisor import Experiment, Samples
 from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.campaign import Campaign
 from spillway.advisor.model import Cost
+from spillway.advisor.verdict import advise
 from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
 
@@ -106,6 +108,34 @@ def test_the_model_holds_here_on_a_tiny_network() -> None:
     assert by_name["1 - R of memory, the worst method"].met
     assert by_name["intercept of memory off what is there without a batch, the worst method"].met
     assert 0 < rows["checkpoint"]["alpha"] < rows["plain"]["alpha"]
+    for row in rows.values():
+        assert row["fastest"] >= row["measured"], "the trial at the largest batch is one of them"
+        assert 0 <= row["left_out"] <= 3
+
+
+def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> None:
+    class Bent(AbstractBench):
+        name, hardware = "bent", "paper"
+
+        def measure(self, method: str, size: int) -> Trial:
+            by_kind = {"activations": 8 * size, "input": size}
+            seconds = size / 4 if size < 6 else size  # at larger batches four times as long
+            return Trial(method=method, size=size, peak=max(30, 10 * size), seconds=seconds, by_kind=by_kind)
+
+    campaign = Campaign(Bent(), ["plain"], 100, batches=[1, 2, 4, 6, 8])
+    list(campaign.run())
+    network = papaya_here.Network(workload="bent", limit=100)
+    (row,) = advise(campaign.experiment(), 100)
+    there = Trial(method="plain", size=10, peak=100, seconds=10.0)
+    campaign.trials["plain"][10] = there
+    tried = papaya_here._tried(network, campaign, row)
+    assert (tried.throughput, tried.fastest) == (1, 4)
+    assert papaya_here.behind([tried], [tried.throughput]) == 0
+    assert papaya_here.behind([tried], [tried.fastest]) == pytest.approx(0.75)
+    checks = {check.what.rpartition("slower than the ")[2]: check for check in papaya_here._checks("bent", [tried])}
+    assert checks["best one at its largest batch"].met
+    assert not checks["fastest trial of any method at any batch"].met
+    assert tried.left_out == len(campaign.samples("plain").off_line) > 0
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])

@@ -232,8 +232,6 @@ def test_plain_training_that_does_not_fit_leaves_what_fits(read: Read) -> None:
             "ran out of memory wherever it was tried, from batch 4 on",
         ),
         ([step("exact", 2, PLAIN), *steps("ckpt", SMALL)], "no peaks and times at two batch sizes each"),
-        (steps("exact", PLAIN), "because no method was measured"),
-        ([*steps("exact", PLAIN), step("ckpt", 2, SMALL)], "because no method has peaks and times"),
     ],
 )
 def test_what_cannot_be_predicted_is_said_with_the_reason(read: Read, lines: list[str], why: str) -> None:
@@ -241,6 +239,23 @@ def test_what_cannot_be_predicted_is_said_with_the_reason(read: Read, lines: lis
     answer = sentence(advise(there, 2200 * MB))
     assert "nothing can be predicted" in answer
     assert why in answer
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        (steps("exact", PLAIN), "because no method was measured"),
+        ([*steps("exact", PLAIN), step("ckpt", 2, SMALL)], "because no method has peaks and times"),
+    ],
+)
+def test_where_no_method_can_be_predicted_plain_trainings_best_is_given(read: Read, lines: list[str], why: str) -> None:
+    (there,) = read(*lines)
+    rows = advise(there, 2200 * MB)
+    assert rows[0].predicted is not None
+    best = f"net on gpu: plain training reaches {rows[0].predicted.throughput:.4g} samples/s at batch"
+    assert sentence(rows).startswith(best)
+    assert why in sentence(rows)
+    assert "plain training does not fit in memory; no other" in sentence(advise(there, 10 * MB))
 
 
 def test_where_memory_does_not_grow_the_largest_batch_that_ran_is_taken(read: Read) -> None:

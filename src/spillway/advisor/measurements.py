@@ -3,7 +3,8 @@
 Columns are those of PAPAYA's published measurements. `hardware`, `network`, `algorithm`, `batch_size` and `peak_mb`
 (10^6 bytes) have to be there, and `ips` (samples per second; -1 where memory ran out) or `batch_time_s`; where a row
 has both, `ips` counts, as in the paper. `layer_num`, `hidden_size` and `fp16` tell networks of one name apart, `source`
-runs that do not belong together; others are not looked at. Of rows about the same step the last counts.
+runs that do not belong together; `peak_off_line_mb` has peaks that memory is not fitted to. Others are not looked at.
+Of rows about the same step the last counts.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Samples:
     """Bytes, by batch size."""
     failed: set[int] = field(default_factory=set)
     """Batch sizes that found no memory, and never ran."""
+    off_line: dict[int, float] = field(default_factory=dict)
+    """Peaks that memory is not fitted to, bytes by batch size: no growth was seen there, or another moment has them."""
     ends: dict[int, tuple[float, float]] = field(default_factory=dict)
     """The least and the greatest peak of each batch size."""
 
@@ -107,6 +110,8 @@ class Row:
     size: int
     seconds: Seconds | None
     nbytes: float | None
+    off_line: float | None
+    """A peak, bytes, that memory is not fitted to."""
     failed: bool
 
 
@@ -145,6 +150,8 @@ def _take(samples: Samples, row: Row) -> None:
         samples.seconds[row.size] = row.seconds
     if row.nbytes is not None:
         samples.add_peak(row.size, row.nbytes)
+    if row.off_line is not None:
+        samples.off_line[row.size] = row.off_line
 
 
 def _settled(rows: list[Row]) -> list[Row]:
@@ -210,15 +217,14 @@ def _row(path: Path, line: int, cells: Mapping[str, str | None]) -> Row | None:
     for name in ("hardware", "network", "algorithm"):
         if not text[name]:
             raise FileFormatError(f"{name} is empty", path=path, line=line)
-    ips, seconds, peak, size = (
-        _number(path, line, name, text.get(name, "")) for name in ("ips", "batch_time_s", "peak_mb", "batch_size")
-    )
+    names = ("ips", "batch_time_s", "peak_mb", "batch_size", "peak_off_line_mb")
+    ips, seconds, peak, size, off_line = (_number(path, line, name, text.get(name, "")) for name in names)
     failed = ips == OUT_OF_MEMORY
     if size is None or (failed and size == 0) or (not failed and ips is None and seconds is None and peak is None):
         return None
     if size < 1 or size != int(size):
         raise FileFormatError(f"batch_size is {text['batch_size']}, not a whole number above 0", path=path, line=line)
-    numbers = {"ips": None if failed else ips, "batch_time_s": seconds, "peak_mb": peak, "batch_size": size}
+    numbers = dict(zip(names, (None if failed else ips, seconds, peak, size, off_line), strict=True))
     for name, value in numbers.items():
         if value is not None and value <= 0:
             more = ", or -1 where memory ran out" if name == "ips" else ""
@@ -229,7 +235,8 @@ def _row(path: Path, line: int, cells: Mapping[str, str | None]) -> Row | None:
         hardware=text["hardware"], network=text["network"], method=text["algorithm"],
         source=_family(text.get("source", "")), shape=tuple(text.get(name, "") for name in SHAPE), size=int(size),
         seconds=None if failed else seconds if ips is None else size / ips,
-        nbytes=None if failed or peak is None else peak * MB, failed=failed,
+        nbytes=None if failed or peak is None else peak * MB,
+        off_line=None if failed or off_line is None else off_line * MB, failed=failed,
     )  # fmt: skip
 
 
@@ -257,35 +264,26 @@ def _family(source: str) -> str:
     return str(path.with_name(name))
 
 
-def write_measurements(
-    path: Path, experiments: Sequence[Experiment], every_peak: Sequence[Mapping[str, Mapping[int, Bytes]]]
-) -> None:
-    """Write experiments as `read_measurements` reads them, so that the same answers follow.
+def write_measurements(path: Path, experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]) -> None:
+    """Write an experiment as `read_measurements` reads it, so that the same answer follows.
 
     Arguments:
-        every_peak: Of each experiment, every method and size, those that memory is not fitted to as well; they get a
-            column of their own, `peak_off_line_mb`, which is not looked at.
+        peaks: Of every method and size, those that memory is not fitted to as well; they get a column of their own,
+            `peak_off_line_mb`.
 
     Raises OSError where the system does.
     """
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*NEEDED, "batch_time_s", "ips", "peak_off_line_mb", "layer_num", "hidden_size"))
-        for experiment, peaks in zip(experiments, every_peak, strict=True):
-            writer.writerows(_lines_of(experiment, peaks))
-
-
-def _lines_of(
-    experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]
-) -> Iterator[tuple[str | int | float, ...]]:
-    for method, samples in experiment.methods.items():
-        for size in sorted({*samples.seconds, *samples.failed}):
-            on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
-            yield (
-                experiment.hardware, experiment.network, method, size, _mb(on_line), samples.seconds.get(size, ""),
-                OUT_OF_MEMORY if size in samples.failed else "", _mb(peak if on_line is None else None),
-                experiment.layers, experiment.hidden,
-            )  # fmt: skip
+        for method, samples in experiment.methods.items():
+            for size in sorted({*samples.seconds, *samples.failed}):
+                on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
+                writer.writerow((
+                    experiment.hardware, experiment.network, method, size, _mb(on_line),
+                    samples.seconds.get(size, ""), OUT_OF_MEMORY if size in samples.failed else "",
+                    _mb(peak if on_line is None else None), experiment.layers, experiment.hidden,
+                ))  # fmt: skip
 
 
 def _mb(nbytes: float | None) -> float | str:

@@ -24,8 +24,6 @@ ENOUGH: Final = 4
 """Batch sizes: fewer leave one degree of freedom, and intervals without use."""
 FAR: Final = 1.5
 """A batch of so many times the largest that ran is beyond what was measured."""
-FASTER: Final = 1.05
-"""A batch that was measured to be so many times as fast as the largest is foretold to be goes against the model."""
 APART: Final = 1.1
 """The ratio of two peaks of the same batch from which on something besides the batch decides."""
 
@@ -57,8 +55,6 @@ class Fitted:
     """Bytes that its steps may take: what ran where memory ran out earlier than the device says."""
     most: int
     """The largest batch that ran."""
-    sizes: frozenset[int]
-    """That a line goes through."""
 
     @property
     def largest(self) -> float:
@@ -195,15 +191,7 @@ def fit(samples: Samples, limit: float, *, small_batches: bool = False) -> Fitte
     # Fragments: where memory ran out before the device is full by the fit, what ran is what there is.
     if failed is not None and cost.largest(limit) >= failed:
         limit = min(limit, cost.nbytes(most))
-    return Fitted(
-        memory=memory,
-        time=time,
-        knee=knee,
-        cost=cost,
-        limit=limit,
-        most=most,
-        sizes=frozenset({*samples.peaks, *samples.seconds}),
-    )
+    return Fitted(memory=memory, time=time, knee=knee, cost=cost, limit=limit, most=most)
 
 
 def _cost(memory: Line, time: Line) -> Cost:
@@ -219,7 +207,7 @@ def _row(
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
         "measured": None if fastest is None else Best(size=fastest[0], throughput=fastest[1]),
-        "warnings": tuple(_warnings(samples, fitted, limit)),
+        "warnings": (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, limit)),
     }  # fmt: skip
     if is_plain:
         fits = fitted is None or best is not None
@@ -232,7 +220,7 @@ def _row(
     return Row(
         verdict=verdict, score=score(plain.cost, fitted.cost), point=_point(plain, limit),
         by_score=pays_by_score(plain.cost, fitted.cost, limit),
-        by_ratio=pays(plain.cost, fitted.cost, plain.limit, fitted.limit),
+        by_ratio=pays(plain.cost, fitted.cost, limit),
         by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
         sure={"pays": chance, "does not pay": None if chance is None else 1 - chance}.get(verdict), **common,
     )  # fmt: skip
@@ -299,19 +287,18 @@ def _warnings(samples: Samples, fitted: Fitted | None, limit: float) -> Iterator
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
-    yield from _slower(samples, fitted)
     yield from _beyond(fitted, limit)
 
 
-def _slower(samples: Samples, fitted: Fitted) -> Iterator[str]:
-    """That a smaller batch was faster than the largest is foretold to be."""
-    best, fastest = fitted.best(fitted.cost), samples.fastest
-    if best is None or fastest is None or fastest[1] <= FASTER * best.throughput:
-        return
-    times = fastest[1] / best.throughput
-    yield (
-        f"At batch {fastest[0]} {fastest[1]:.4g} samples/s were measured, {times:.2f} times what "
-        f"is foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that one."
+def _is_flat(samples: Samples) -> bool:
+    """Whether peaks are there, and were not seen to grow."""
+    return bool(samples.off_line) and not samples.peaks
+
+
+def _flat(samples: Samples) -> str:
+    return (
+        f"Its peak was not seen to grow with the batch up to batch {max(samples.off_line)}, so that no line is fitted: "
+        f"measure larger batches."
     )
 
 
@@ -345,12 +332,24 @@ def sentence(rows: Sequence[Row]) -> str:
     about = f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
     plain = next((row for row in rows if row.method == plain_name(there)), None)
     known = [row for row in rows if row is not plain and row.predicted is not None]
-    if plain is None or plain.fitted is None or not known:
+    if plain is None or plain.fitted is None:
         return f"{about}: nothing can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
+    if not known:
+        return f"{about}: {_alone(plain)}; no other can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
     best = max(known, key=lambda row: row.predicted.throughput if row.predicted else 0.0)
     if best.predicted is None:
         raise ValueError("a known row has a prediction")
     return f"{about}: {_answer(plain, best, best.predicted)}"
+
+
+def _alone(plain: Row) -> str:
+    """What there is to say of plain training without a method beside it."""
+    if plain.predicted is None:
+        return "plain training does not fit in memory"
+    return (
+        f"plain training reaches {plain.predicted.throughput:.4g} samples/s at batch {plain.predicted.size}"
+        f"{_measured(plain)}"
+    )
 
 
 def _answer(plain: Row, best: Row, predicted: Best) -> str:
@@ -390,10 +389,17 @@ def _lack(plain: Row | None, rows: Sequence[Row]) -> str:
     samples = plain.experiment.methods[plain.method]
     if not samples.ran:
         return f"because plain training ran out of memory wherever it was tried, from batch {min(samples.failed)} on"
+    if plain.fitted is None and _is_flat(samples):
+        return (
+            f"because the peak of plain training was not seen to grow with the batch, up to batch "
+            f"{max(samples.off_line)}"
+        )
     if plain.fitted is None:
         return "because plain training has no peaks and times at two batch sizes each"
     if len(rows) == 1:
         return "because no method was measured"
+    if all(_is_flat(row.experiment.methods[row.method]) for row in rows if row is not plain):
+        return "because no method's peak was seen to grow with the batch"
     return "because no method has peaks and times at two batch sizes each that let it fit"
 
 
