@@ -6,6 +6,7 @@ SpillwayError
  |   +- UnknownMethodError             no method has this name
  |   +- SessionError                   a session used out of turn: a step inside a step, a call after close
  |   +- ModelError                     a model that one session cannot manage: two devices, nothing to train
+ |   |   +- NoBlocksError              no blocks were found in the model
  |   +- WorkloadError                  a workload that cannot be found or does not offer what a run needs
  +- BudgetInfeasible                   the step cannot run under its budget; carries the budget to ask for instead
  +- SpillError                         the place where absent bytes wait cannot be used
@@ -15,6 +16,7 @@ SpillwayError
  |   +- SpillCorruptedError            bytes came back that are not the bytes that went out
  +- RecomputeError                     a block cannot run a second time as it ran the first time
  +- DeviceFullError                    the device has no memory for an op although all that may leave has left
+ +- TrialError                         a step to be measured that failed; at another batch size it may not
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- NoPlanFound                        a planner ran out of time before it had any plan
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
@@ -60,6 +62,17 @@ class SessionError(UsageError):
 
 class ModelError(UsageError):
     """A model or optimizer that one session cannot manage, as when its parameters lie on two devices."""
+
+
+class NoBlocksError(ModelError):
+    """A model in which no blocks were found."""
+
+    reason: str
+    """A clause without a full stop."""
+
+    def __init__(self, sentence: str, *, reason: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
 
 
 class WorkloadError(UsageError):
@@ -129,6 +142,10 @@ class RecomputeError(SpillwayError):
 
 class DeviceFullError(SpillwayError):
     """The device has no memory for an op, under its budget or not, although all that may leave has left."""
+
+
+class TrialError(SpillwayError):
+    """A step that was to be measured failed. At another batch size it may not."""
 
 
 class PlanRejected(SpillwayError):

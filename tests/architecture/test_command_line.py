@@ -76,7 +76,6 @@ COMMAND_LINE = {
         "[--from]",
         "[--methods]",
         "[--memory]",
-        "[--device]",
         "[--simulate]",
         "[--batches]",
         "[--seconds]",

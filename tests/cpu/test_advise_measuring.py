@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import spillway
-from spillway.advisor import measuring
-from spillway.advisor.bench import Trial
+from spillway.advisor import measuring, real
+from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.campaign import Campaign
 from spillway.advisor.real import RealBench
 from spillway.advisor.ways import accumulated, way_of
 from spillway.cli import campaigns, main
-from spillway.errors import SpillwayError, WorkloadError
+from spillway.errors import SpillwayError, TrialError, WorkloadError
 from spillway.methods import Action, Checkpoint
 from spillway.workloads import get
-from spillway.workloads.base import moved
 
 WORKLOAD = """
 from dataclasses import replace
@@ -56,10 +59,30 @@ def dies(seed=0, *, batch=2):
     if batch == 2:
         os.kill(os.getpid(), signal.SIGTERM)
     made = build(seed, batch=batch)
-    return replace(made, batches=nothing_left) if batch == 3 else made
+    return replace(made, batches={3: nothing_left, 5: partial(at_most, 5)}.get(batch, made.batches))
 
 def nothing_left(steps):
     raise MemoryError
+
+def picky(seed=0, *, batch=2):
+    made = build(seed, batch=batch)
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(8), nn.BatchNorm1d(8))
+    model(torch.ones(2, 16, 64))
+    optimizers = (torch.optim.SGD(model.parameters(), 0.1),)
+    return replace(made, model=model, optimizers=optimizers, batches=partial(at_most, batch))
+
+def at_most(batch, steps):
+    if batch > 4:
+        raise ValueError("no more than 4\\nsecond line")
+    return batches(steps, batch)
+
+def ignores(seed=0, *, batch=2):
+    return build(seed, batch=3)
+
+def from_two(seed=0, *, batch=2):
+    if batch == 1:
+        raise ValueError("one is not enough")
+    return build(seed, batch=batch)
 """
 
 
@@ -78,14 +101,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(workload: str, method: str, size: int) -> Any:
     """In this process."""
-    request = {
-        "workload": f"{workload}:build",
-        "options": {},
-        "seed": 0,
-        "steps": 1,
-        "spill_directory": None,
-        "device": None,
-    }
+    request = {"workload": f"{workload}:build", "options": {}, "seed": 0, "steps": 1, "spill_directory": None}
     return measuring._measured(request, way_of(method), size)
 
 
@@ -174,10 +190,10 @@ def test_accumulating_sums_gradients_of_micro_batches_and_updates_once(workload:
 
 
 def test_a_function_without_the_argument_is_told_so(workload: str) -> None:
-    request = {"workload": f"{workload}:without_batch", "seed": 0, "options": {}, "device": None}
+    request = {"workload": f"{workload}:without_batch", "seed": 0, "options": {}}
     with pytest.raises(WorkloadError, match=r"takes no batch=, and it is trained at several batch sizes: give"):
         measuring._built(request, 1)
-    request = {"workload": f"{workload}:build", "seed": 0, "options": {"length": 3}, "device": None}
+    request = {"workload": f"{workload}:build", "seed": 0, "options": {"length": 3}}
     with pytest.raises(WorkloadError, match="takes no length=, and --length was given"):
         measuring._built(request, 1)
     with pytest.raises(WorkloadError, match="There is no workload 'resnet51'"):
@@ -189,10 +205,77 @@ def test_a_trial_that_dies_or_finds_no_memory_takes_nobody_with_it(workload: str
         with pytest.raises(SpillwayError, match=r"measured plain at batch 2 ended: it was ended by SIGTERM"):
             dying.measure("plain", 2)
         assert dying.measure("plain", 3).ran_out
+        with pytest.raises(
+            TrialError, match=r"^A step of plain at batch 5 raised ValueError: no more than 4; name"
+        ):
+            dying.measure("plain", 5)
         with pytest.raises(SpillwayError, match="9 samples is no multiple"):
             dying.measure(accumulated(4), 9)
         assert dying.measure("plain", 1).peak
         assert dying.hardware == "this CPU"
+
+
+def test_what_a_step_raises_is_one_sentence(workload: str) -> None:
+    def told(method: str, size: int) -> dict[str, Any]:
+        request = {"workload": f"{workload}:picky", "options": {}, "seed": 0, "steps": 1, "spill_directory": None}
+        sent: list[dict[str, Any]] = []
+        with measuring._telling(sent.append, "The step"):
+            measuring._answer(request, {"method": method, "size": size}, sent.append)
+        (one,) = sent
+        return one
+
+    assert told("plain", 1)["failed"].startswith("The step raised ValueError: Expected more than 1 value per channel")
+    assert told("plain", 2)["trial"]["peak"]
+    why = "The step raised ValueError: no more than 4; name sizes that can be trained with --batches."
+    assert told("plain", 8) == {"failed": why}
+    blockless = told("checkpoint", 2)["error"]["sentence"]
+    assert blockless.startswith("No blocks were found in the workload's Sequential")
+    assert "give the model layers that repeat" in blockless
+    assert "blocks=" not in blockless
+
+
+def test_a_workload_that_is_not_built_at_one_sample_is_looked_at_with_two(workload: str) -> None:
+    request = {"workload": f"{workload}:from_two", "seed": 0, "options": {}}
+    told: list[dict[str, Any]] = []
+    measuring._tell_facts(request, told.append)
+    assert told[0]["facts"]["gradient_bytes"]
+
+
+def test_batches_that_ignore_the_size_are_found_out(workload: str) -> None:
+    class Here(AbstractBench):
+        name, hardware = "ignores", "this CPU"
+
+        def measure(self, method: str, size: int) -> Trial:
+            request = {"workload": f"{workload}:ignores", "options": {}, "seed": 0, "steps": 1, "spill_directory": None}
+            return measuring._measured(request, way_of(method), size)
+
+    with pytest.raises(WorkloadError, match="does not follow it: its batches of 1 and of 2 samples"):
+        list(Campaign(Here(), ["plain"], 10**9).run())
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_process_that_is_gone_is_started_anew(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(question: object) -> None:
+        if breaks and not count:
+            raise BrokenPipeError
+
+    trial = Trial(method="plain", size=1, peak=1, seconds=1.0)
+    said = iter([[{"facts": {}}], [{"facts": {}}, {"trial": trial.to_json()}]])
+    count = 0
+
+    @contextmanager
+    def talking(*arguments: object, **options: object) -> Iterator[SimpleNamespace]:
+        nonlocal count
+        yield SimpleNamespace(ask=ask, messages=iter(next(said)), process=SimpleNamespace(wait=lambda: -15))
+        count += 1
+
+    monkeypatch.setattr(real, "talking", talking)
+    with RealBench("resnet", options={}, seed=0, output=lambda line: None) as bench:
+        with pytest.raises(SpillwayError, match="The process that measures resnet ended: it was ended by SIGTERM"):
+            bench.measure("plain", 1)
+        assert count == 1, "what is left of it is ended"
+        assert bench.measure("plain", 1) == trial
+    assert count == 2
 
 
 def test_ctrl_c_answers_from_what_is_there(
@@ -219,7 +302,7 @@ def test_ctrl_c_answers_from_what_is_there(
     assert len(list(cached.iterdir())) == 1
     last = count = 0
     code, _, err = advise(capsys, *there, "--fresh")
-    assert (code, err.splitlines()[-1]) == (130, "spillway: interrupted before anything was measured.")
+    assert (code, err.splitlines()[-1]) == (1, "spillway: Interrupted before anything was measured.")
 
 
 @pytest.mark.parametrize(
@@ -283,24 +366,3 @@ def test_a_method_that_wins_by_its_batch_is_held_against_accumulating_and_lossy_
     assert code == 0
     assert "compress" not in out
     assert "checkpoint pays" in out
-
-
-@pytest.mark.parametrize(
-    ("device", "sentence"),
-    [
-        ("mps", r"not on 'mps'"),
-        ("cuda:99", r"There is no device 'cuda:99' here: torch sees \d"),
-        ("gpu", r"no such name"),
-    ],
-)
-def test_a_device_that_is_not_there_is_refused(device: str, sentence: str) -> None:
-    with pytest.raises(WorkloadError, match=sentence):
-        moved(get("bert-small", batch=1, layers=1), device)
-
-
-def test_batches_go_where_the_model_goes() -> None:
-    there = moved(get("resnet", batch=2), "cpu")
-    pictures, _ = next(iter(there.batches(1)))
-    assert isinstance(pictures, torch.Tensor)
-    assert {pictures.device, next(there.model.parameters()).device} == {torch.device("cpu")}
-    assert next(iter(get("bert-small", batch=2, layers=1).batches(1))).keys() >= {"input_ids"}

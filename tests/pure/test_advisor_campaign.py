@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
 
-from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import POINTS, Campaign, on_line, steady
 from spillway.advisor.choice import Accumulation, Verified, accumulation_of, recommended
 from spillway.advisor.fits import fit_line
@@ -22,59 +22,7 @@ from spillway.advisor.remembered import RememberedBench, cache_file
 from spillway.advisor.verdict import Best, advise, sentence
 from spillway.advisor.ways import ACCUMULATED, DEFAULT, WAYS, accumulated, chosen, way_of
 from spillway.errors import SpillwayError, UsageError
-
-MB = 10**6
-LIMIT = 1000 * MB
-
-
-class Made(AbstractBench):
-    """A bench whose steps follow laws; it counts who asked for what."""
-
-    name = "made up"
-    hardware = "paper"
-
-    def __init__(
-        self, peaks: Mapping[str, Callable[[int], float]], seconds: Mapping[str, Callable[[int], float]]
-    ) -> None:
-        self.asked: list[tuple[str, int]] = []
-        self.before: dict[str, Callable[[int], float]] = {}
-        """The highest account before the update, of methods of which that is known."""
-        self._peaks, self._seconds = peaks, seconds
-
-    def measure(self, method: str, size: int) -> Trial:
-        self.asked.append((method, size))
-        if method not in self._peaks:
-            raise SpillwayError(f"{method} cannot be measured.")
-        before = self.before.get(method)
-        return Trial(
-            method=method,
-            size=size,
-            peak=round(self._peaks[method](size)),
-            seconds=self._seconds[method](size),
-            before_update=None if before is None else round(before(size)),
-        )
-
-    def sizes(self, method: str) -> list[int]:
-        """In the order in which they were asked for."""
-        return [size for name, size in self.asked if name == method]
-
-
-def flat_at_first(flat: float, slope: float, fixed: float) -> Callable[[int], float]:
-    """The update takes `flat` MB, and what grows with the batch takes over."""
-    return lambda size: max(flat, slope * size + fixed) * MB
-
-
-def line(slope: float, fixed: float) -> Callable[[int], float]:
-    return lambda size: slope * size + fixed
-
-
-def bench(**peaks: Callable[[int], float]) -> Made:
-    return Made(peaks, {name: line(0.01, 0.02) for name in peaks})
-
-
-def finished(campaign: Campaign) -> Campaign:
-    assert list(campaign.run())
-    return campaign
+from tests.pure.advisor_made import LIMIT, MB, Made, bench, finished, flat_at_first, line
 
 
 @pytest.mark.parametrize("limit", [500, 1000, 4000])
@@ -224,7 +172,7 @@ def test_what_remains_goes_by_what_methods_took_so_far() -> None:
 
 
 KEY = {"workload": "made up", "torch": "9"}
-FACTS = {"hardware": "paper", "gradient_bytes": 5, "device_bytes": None}
+FACTS = {"hardware": "paper", "gradient_bytes": 5}
 
 
 def remembering(made: Made, path: Path, key: Mapping[str, object] = KEY, *, fresh: bool = False) -> RememberedBench:
@@ -247,23 +195,6 @@ def test_facts_are_asked_for_once(tmp_path: Path) -> None:
     assert remembering(made, path).hardware == "paper"
     known = RememberedBench(made, lambda: pytest.fail("they are known"), path, KEY)
     assert (known.facts, known.name) == (FACTS, "made up")
-
-
-def test_what_is_free_of_a_device_is_asked_for_every_time(tmp_path: Path) -> None:
-    path, made = tmp_path / "cache.jsonl", bench(plain=line(MB, MB))
-    for free in (7, 5):
-        facts = FACTS | {"device_bytes": free}
-        assert RememberedBench(made, lambda facts=facts: facts, path, KEY).facts["device_bytes"] == free
-
-
-def test_to_verify_another_step_is_measured(tmp_path: Path) -> None:
-    made = bench(plain=line(MB, MB))
-    campaign = Campaign(remembering(made, tmp_path / "cache.jsonl"), ["plain"], LIMIT)
-    campaign.measure("plain", 3)
-    campaign.measure("plain", 3)
-    assert made.asked == [("plain", 3)]
-    campaign.measure("plain", 3, again=True)
-    assert made.asked == [("plain", 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -387,9 +318,7 @@ def test_what_is_written_gives_the_same_answer_when_it_is_read(tmp_path: Path) -
     campaign = finished(Campaign(made, ["plain", "checkpoint", "swap"], LIMIT))
     peaks = {name: campaign._peaks(name) for name in campaign.methods}
     write_measurements(
-        tmp_path / "m.csv",
-        [campaign.experiment()],
-        [{k: {s: round(p) for s, p in v.items()} for k, v in peaks.items()}],
+        tmp_path / "m.csv", campaign.experiment(), {k: {s: round(p) for s, p in v.items()} for k, v in peaks.items()}
     )
     (read,) = read_measurements(tmp_path / "m.csv")
     direct, again = advise(campaign.experiment(), LIMIT), advise(read, LIMIT)

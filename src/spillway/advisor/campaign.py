@@ -26,8 +26,8 @@ from typing import Final, final
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.fits import FEWEST, Line, fit_line
 from spillway.advisor.measurements import Experiment, Samples
-from spillway.errors import SpillwayError
-from spillway.units import Bytes, Seconds
+from spillway.errors import SpillwayError, TrialError, WorkloadError
+from spillway.units import Bytes, Seconds, format_bytes
 
 POINTS: Final = 5
 """Batch sizes of a method on the line of its memory."""
@@ -44,7 +44,9 @@ GAIN: Final = 1.15
 ALWAYS: Final = ("parameters", "optimizer state")
 """Kinds of bytes that are there all the time."""
 TRIES: Final = 2
-"""So many trials of a method may run out of memory before no larger one is tried."""
+"""So many more trials of a method may run out of memory after the first that did; then no larger one is tried."""
+SMALLEST: Final = (1, 2)
+"""What chosen sizes begin with: the second where a step of the first fails, as where a batch is normalized."""
 MOST: Final = 1 << 20
 """Samples in a batch: nothing is measured above."""
 
@@ -120,9 +122,11 @@ class Campaign:
         self.trials: dict[str, dict[int, Trial]] = {method: {} for method in methods}
         """What was measured, by method and size; a trial above the limit without figures."""
         self.faults: dict[str, str] = {}
-        """Methods that cannot be measured, and why, a sentence."""
+        """What cannot be measured, a method or a "method at batch 3", and why, a sentence."""
         self.left_out: dict[str, list[int]] = {}
         """Of the sizes that were asked for, those that would not fit by the sizes before."""
+        self.refused: dict[str, dict[int, SpillwayError]] = {method: {} for method in methods}
+        """Sizes at which a step failed, but not for want of memory."""
         self._batches = sorted(set(batches))
         self._points = points
         self._longest = longest
@@ -131,31 +135,77 @@ class Campaign:
         self._spent: dict[str, Seconds] = {}
 
     def run(self) -> Generator[Trial, None, None]:
-        """Measure, one trial after the other. A method that cannot be measured is noted, and the others go on.
+        """Measure, one trial after the other. What cannot be measured is noted, and the others go on.
 
-        Raises SpillwayError if the first method, which the others are compared with, cannot be measured.
+        Raises SpillwayError if the first method, which the others are compared with, cannot be measured at any size,
+        and WorkloadError for a workload whose batches do not follow the batch size.
         """
         for method in self.methods:
             self._began[method] = self._clock()
             try:
                 yield from self._given(method) if self._batches else self._chosen(method)
+                self._check_measured(method)
             except SpillwayError as error:
                 if method == self.methods[0]:
                     raise
-                self.faults[method] = str(error)
+                self.faults[method] = self._fault(str(error))
             self._spent[method] = self._clock() - self._began[method]
 
-    def measure(self, method: str, size: int, *, again: bool = False) -> Trial:
-        """One more trial, also of a method that is none of the campaign's; `again` even if there was one."""
-        trial = self.bench.measure_again(method, size) if again else self.bench.measure(method, size)
+    def measure(self, method: str, size: int) -> Trial:
+        """One more trial, also of a method that is none of the campaign's."""
+        trial = self.bench.measure(method, size)
         if trial.peak is not None and trial.peak > self.limit:
             trial = replace(trial, peak=None, seconds=None, by_kind={})
         self.trials.setdefault(method, {})[size] = trial
         return trial
 
+    def _tried(self, method: str, size: int) -> Trial | None:
+        """A trial; None for one that failed, which is noted if another size may do."""
+        try:
+            trial = self.measure(method, size)
+        except SpillwayError as error:
+            if not isinstance(error, TrialError) and not self._peaks(method):
+                raise
+            self.refused[method][size] = error
+            self.faults[_at(method, size)] = str(error)
+            return None
+        if method == self.methods[0]:
+            self._check_follows(trial)
+        return trial
+
+    def _check_follows(self, trial: Trial) -> None:
+        """Raises WorkloadError if a batch of another size has the same bytes, and so has the rest of its step."""
+        drawn = _drawn(trial)
+        for other in self.trials[trial.method].values():
+            if other.size != trial.size and drawn is not None and _drawn(other) == drawn:
+                small, large = sorted((other.size, trial.size))
+                raise WorkloadError(
+                    f"The workload {self.bench.name} takes batch= and does not follow it: its batches of {small} and "
+                    f"of {large} samples have the same {format_bytes(trial.by_kind['input'])}; let its batches have as "
+                    f"many samples as batch= says."
+                )
+
+    def _check_measured(self, method: str) -> None:
+        """Raises what the last trial raised if all of them failed."""
+        refused = self.refused[method]
+        if refused and not self.trials[method]:
+            for size in refused:
+                del self.faults[_at(method, size)]
+            raise list(refused.values())[-1]
+
+    def _fault(self, sentence: str) -> str:
+        """Told once: of a further method with the same fault, whose it is."""
+        first = next((name for name, fault in self.faults.items() if fault == sentence), None)
+        return sentence if first is None else f"for the same reason as {first}."
+
     @property
     def unknown(self) -> Mapping[str, int]:
-        """Methods whose memory was not seen to grow, and the largest size that ran."""
+        """Methods whose memory was not seen to grow at sizes that were chosen, and the largest that ran.
+
+        Longer steps may show more of them. Where sizes were asked for the length of steps decides nothing.
+        """
+        if self._batches:
+            return {}
         peaks = {method: self._peaks(method) for method in self.methods}
         return {method: max(found) for method, found in peaks.items() if found and not steady(found)}
 
@@ -179,6 +229,7 @@ class Campaign:
         samples, peaks = Samples(), self._peaks(method)
         for size in steady(peaks):
             samples.add_peak(size, peaks[size])
+        samples.off_line = {size: peak for size, peak in peaks.items() if size not in samples.peaks}
         for size, trial in self.trials.get(method, {}).items():
             if trial.seconds is None:
                 samples.failed.add(size)
@@ -200,24 +251,37 @@ class Campaign:
         for size in self._batches:
             if self.trials[method] and (self._ran_out(method) or size > self._fits(method)):
                 self.left_out.setdefault(method, []).append(size)
-            else:
-                yield self.measure(method, size)
+            elif (trial := self._tried(method, size)) is not None:
+                yield trial
 
     def _chosen(self, method: str) -> Iterator[Trial]:
-        size: int | None = 1
+        size: int | None = next(size for size in SMALLEST if size == SMALLEST[-1] or not self._refuses(size))
         while size is not None:
-            yield self.measure(method, size)
+            trial = self._tried(method, size)
+            if trial is not None:
+                yield trial
             size = self._next(method)
         while (between := self._between(method)) is not None:
-            yield self.measure(method, between)
+            trial = self._tried(method, between)
+            if trial is not None:
+                yield trial
+
+    def _refuses(self, size: int) -> bool:
+        """Whether plain training does."""
+        return size in self.refused[self.methods[0]]
 
     def _next(self, method: str) -> int | None:
-        """Twice the largest, or what still fits; None if that is hardly more.
+        """Twice the largest, or what still fits; None if that is hardly more, or a larger one was refused.
 
         Where a size did not fit although the line said so, a steeper one has begun: the middle between.
         """
         largest = max(self._peaks(method), default=0)
         failed = [size for size, trial in self.trials[method].items() if trial.ran_out]
+        refused = self.refused[method]
+        if not self.trials[method]:
+            return next((size for size in SMALLEST if size > max(refused)), None)
+        if max(refused, default=0) > largest:
+            return None
         if not largest or len(failed) > TRIES:
             return None
         size = min(2 * largest, self._fits(method), self._quick(method), MOST)
@@ -233,8 +297,11 @@ class Campaign:
         sizes = steady(peaks) if on_line(peaks) else sorted(peaks)[-FEWEST:]
         if len(sizes) >= self._points or len(sizes) < FEWEST:
             return None
-        low, high = max(pairwise(sizes), key=lambda pair: (pair[1] - pair[0], pair[1]))
-        return (low + high) // 2 if high - low > 1 else None
+        gaps = [
+            (high - low, high, (low + high) // 2) for low, high in pairwise(sizes)
+            if high - low > 1 and (low + high) // 2 not in self.refused[method]
+        ]  # fmt: skip
+        return max(gaps)[-1] if gaps else None
 
     def _fits(self, method: str) -> int:
         """The largest size that fits by what is known (rule 1)."""
@@ -269,6 +336,16 @@ class Campaign:
 
     def _ran_out(self, method: str) -> bool:
         return any(trial.ran_out for trial in self.trials[method].values())
+
+
+def _at(method: str, size: int) -> str:
+    return f"{method} at batch {size}"
+
+
+def _drawn(trial: Trial) -> tuple[Bytes, Bytes | None] | None:
+    """Bytes of the input and of the step until the update, alike where two batches are; None where not known."""
+    drawn = trial.by_kind.get("input", 0)
+    return (drawn, trial.peak if trial.before_update is None else trial.before_update) if drawn else None
 
 
 def _largest(line: Line, most: float) -> int:

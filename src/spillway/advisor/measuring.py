@@ -32,14 +32,14 @@ from spillway.advisor.bench import Trial
 from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
-from spillway.errors import DeviceFullError, SpillwayError, WorkloadError
+from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, WorkloadError
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
 from spillway.session import BlockSession, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
-from spillway.workloads.base import moved
+from spillway.workloads.finding import described
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -47,7 +47,8 @@ ROOMY: Final = "100%"
 """The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""
 NEVER: Final = 1 << 63
 """Later than any time."""
-_SMALL: Final = 1
+_SMALL: Final = (1, 2, 8, 64)
+"""Batch sizes at which a workload is built to look at it: the first that it takes."""
 _NO_MEMORY: Final = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
 """What torch says of the CPU in a RuntimeError."""
 
@@ -62,21 +63,24 @@ def main(arguments: list[str]) -> None:
             print(json.dumps(message), file=channel, flush=True)
 
         request = json.loads(arguments[1])
+        built = f"Building the workload {request['workload']}"
         if torch.cuda.is_available():
-            _forked(send, partial(_tell_facts, request, send))
+            _forked(send, built, partial(_tell_facts, request, send))
         else:
-            with _telling(send):
+            with _telling(send, built):
                 _tell_facts(request, send)
         for line in sys.stdin:
-            _forked(send, partial(_answer, request, json.loads(line), send))
+            asked = json.loads(line)
+            step = f"A step of {asked['method']} at batch {asked['size']}"
+            _forked(send, step, partial(_answer, request, asked, send))
 
 
-def _forked(send: Send, action: Callable[[], None]) -> None:
+def _forked(send: Send, what: str, action: Callable[[], None]) -> None:
     child = os.fork()
     if not child:
         code = 1
         try:
-            with _telling(send):
+            with _telling(send, what):
                 action()
             code = 0
         except BaseException:
@@ -89,23 +93,28 @@ def _forked(send: Send, action: Callable[[], None]) -> None:
 
 
 @contextmanager
-def _telling(send: Send) -> Iterator[None]:
+def _telling(send: Send, what: str) -> Iterator[None]:
+    """Send what went wrong: "failed" with a sentence is what the workload raised, maybe at this batch size alone."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, DeviceFullError):
         send({"ran_out": True})
+    except WorkloadError as error:
+        send({"failed": str(error)})
     except SpillwayError as error:
         send({"error": {"sentence": str(error), "infeasible": None}})
-    except RuntimeError as error:
-        if not any(sentence in str(error) for sentence in _NO_MEMORY):
-            raise
-        send({"ran_out": True})
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in _NO_MEMORY):
+            send({"ran_out": True})
+        else:
+            send({"failed": f"{what} raised {described(error)}; name sizes that can be trained with --batches."})
 
 
 def _tell_facts(request: dict[str, Any], send: Send) -> None:
     """What is known of the workload before anything is measured."""
-    workload = _built(request, _SMALL)
-    next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
+    workload = _built_small(request)
+    with contextlib.suppress(Exception):  # a trial will tell
+        next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
     device = device_of([workload.model])
     gradients = storages((Kind.GRADIENT, one) for one in workload.model.parameters() if one.requires_grad)
     on_cuda = device.type == "cuda"
@@ -113,21 +122,29 @@ def _tell_facts(request: dict[str, Any], send: Send) -> None:
         "facts": {
             "hardware": torch.cuda.get_device_name(device) if on_cuda else "this CPU",
             "gradient_bytes": sum(one.nbytes() for one in gradients),
-            "device_bytes": _free(device) if on_cuda else None,
+            "device_bytes": int(torch.cuda.mem_get_info(device)[0]) if on_cuda else None,
         }
     })  # fmt: skip
 
 
-def _free(device: torch.device) -> Bytes:
-    """What is free of a CUDA device, with what the model takes there: peaks have that in them."""
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+def _built_small(request: dict[str, Any]) -> Workload:
+    """At the smallest size that it takes. Raises WorkloadError for one that is built at none, about the smallest."""
+    first: WorkloadError | None = None
+    for size in _SMALL:
+        try:
+            return _built(request, size)
+        except WorkloadError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
+                raise
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _built(request: dict[str, Any], size: int) -> Workload:
     name, options = request["workload"], request["options"]
     try:
-        workload = get(name, seed=request["seed"], batch=size, **options)
-        return workload if request["device"] is None else moved(workload, request["device"])
+        return get(name, seed=request["seed"], batch=size, **options)
     except WorkloadError as error:
         refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
         if refused is None:
@@ -157,7 +174,14 @@ def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
     steps = _steps(workload, len(counts), request["steps"] + 1)
     with _session(workload, way, request["spill_directory"]) as session:
         run = _Steps(workload, session, counts[0])
-        run.step(steps[0])  # the optimizer makes its state, and the session finds the blocks
+        try:
+            run.step(steps[0])  # the optimizer makes its state, and the session finds the blocks
+        except NoBlocksError as error:
+            raise ModelError(
+                f"No blocks were found in the workload's {type(workload.model).__name__}, and all methods but plain "
+                f"training work on blocks ({error.reason}): give the model layers that repeat, modules of one class "
+                f"with modules inside."
+            ) from error
         timed = steps[1:]
         seconds = [run.timed(step) for step in timed]
         distinct = {signature_of(step): step for step in timed}

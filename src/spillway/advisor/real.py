@@ -13,7 +13,7 @@ from typing import Any, Final, Self, final
 
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.ways import way_of
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, TrialError
 from spillway.runs.processes import Talk, as_raised, how_it_ended, talking
 
 STEPS: Final = 5
@@ -35,7 +35,6 @@ class RealBench(AbstractBench):
         workload: A name of `spillway.workloads`, or `file.py:function`.
         options: Given to its function beside `seed` and `batch`.
         seed: Of everything that is drawn.
-        device: Where the model and its batches are moved, as torch names it; None to leave them where they are.
         output: Called, from another thread, with every line that is printed.
         steps: Timed in a trial.
         spill_directory: Where what moves waits; the system's temporary directory by default.
@@ -48,14 +47,13 @@ class RealBench(AbstractBench):
         options: Mapping[str, object],
         seed: int,
         output: Callable[[str], None],
-        device: str | None = None,
         steps: int = STEPS,
         spill_directory: str | None = None,
     ) -> None:
         self.name = workload
         self._request: dict[str, Any] = {
             "workload": workload, "options": dict(options), "seed": seed, "steps": steps,
-            "spill_directory": spill_directory, "device": device,
+            "spill_directory": spill_directory,
         }  # fmt: skip
         self._output = output
         self._process = ExitStack()
@@ -94,27 +92,36 @@ class RealBench(AbstractBench):
     def measure(self, method: str, size: int) -> Trial:
         way_of(method)
         talk = self._started()
-        talk.ask({"method": method, "size": size})
+        try:
+            talk.ask({"method": method, "size": size})
+        except BrokenPipeError:
+            raise self._gone(talk) from None
         match self._next(talk):
             case {"trial": dict(trial)}:
                 return Trial.from_json(trial)
             case {"ran_out": True} | {"ended": -9}:  # the system kills what takes the last memory
                 return Trial(method=method, size=size, peak=None, seconds=None)
+            case {"failed": str(sentence)}:
+                raise TrialError(sentence)
             case {"error": dict(error)}:
                 raise as_raised(error)
             case {"ended": int(code)}:
-                raise how_it_ended(f"The process that measured {method} at batch {size} ended", code)
+                how = how_it_ended(f"The process that measured {method} at batch {size} ended", code)
+                raise TrialError(str(how))
         raise SpillwayError(f"The process that measured {method} at batch {size} said nothing that is known.")
 
     def _started(self) -> Talk:
         if self._talk is None:
             request = self._request
+            self._process.close()  # one that could not build the workload
             talk = self._process.enter_context(
                 talking("spillway.advisor.measuring", request, self._output, listens=True, environment=_QUIET)
             )
             match self._next(talk):
                 case {"facts": dict(facts)}:
                     self._facts = facts
+                case {"failed": str(sentence)}:
+                    raise SpillwayError(sentence)
                 case {"error": dict(error)}:
                     raise as_raised(error)
                 case {"ran_out": True} | {"ended": -9}:
@@ -127,8 +134,15 @@ class RealBench(AbstractBench):
     def _next(self, talk: Talk) -> dict[str, Any]:
         message = next(talk.messages, None)
         if message is None:
-            raise how_it_ended(f"The process that measures {self.name} ended", talk.process.wait())
+            raise self._gone(talk)
         return message
+
+    def _gone(self, talk: Talk) -> SpillwayError:
+        """What to raise when the process that forks has ended; the next trial starts another one."""
+        code = talk.process.wait()
+        self._talk = None
+        self._process.close()
+        return how_it_ended(f"The process that measures {self.name} ended", code)
 
 
 def machine() -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _loaded(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise WorkloadError(f"Loading {path} raised {_described(error)}.") from error
+        raise WorkloadError(f"Loading {path} raised {described(error)}.") from error
     return module
 
 
@@ -94,7 +94,7 @@ def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[
         raise
     except (Exception, SystemExit) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in {"seed": seed, **options}.items())
-        raise WorkloadError(f"The workload {name} called with {given} raised {_described(error)}.") from error
+        raise WorkloadError(f"The workload {name} called with {given} raised {described(error)}.") from error
     if not isinstance(workload, Workload):
         raise WorkloadError(f"{name} returned {_a(workload)} where a spillway.workloads.Workload was expected.")
     return workload
@@ -112,8 +112,8 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
 
 
-def _described(error: BaseException) -> str:
-    # One sentence has one line: of a long message the first line says what it is about.
+def described(error: BaseException) -> str:
+    """The type and the first line of the message, which says what it is about: one sentence has one line."""
     message = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {message.rstrip('.')}" if message else type(error).__name__
 

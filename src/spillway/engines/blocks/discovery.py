@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from spillway.engines.blocks.compiled import uncompiled
 from spillway.engines.blocks.containers import address
-from spillway.errors import ModelError
+from spillway.errors import ModelError, NoBlocksError
 from spillway.units import Bytes
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -108,7 +108,7 @@ def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
         forward: Runs the model once, with gradients.
 
     Raises:
-        ModelError: The model has no blocks.
+        NoBlocksError: The model has no blocks.
     """
     watch = Watch(model)
     with watch.watching():
@@ -120,14 +120,17 @@ def blocks_of(model: nn.Module, watch: Watch) -> list[str]:
     """Names of the blocks, from a forward that was watched.
 
     Raises:
-        ModelError: The model has none.
+        NoBlocksError: The model has none.
     """
     found = _blocks(model, watch)
     if not found:
-        raise ModelError(
-            f"{type(model).__name__} has no blocks: among the {len(watch.calls)} modules that its forward called no "
-            f"class with modules inside occurs twice; name the blocks with blocks=[...], or take a method of the "
-            f"tensor engine, which needs none, such as method='delta'."
+        reason = (
+            f"among the {len(watch.calls)} modules that its forward called no class with modules inside occurs twice"
+        )
+        raise NoBlocksError(
+            f"{type(model).__name__} has no blocks: {reason}; name the blocks with blocks=[...], or take a method of "
+            f"the tensor engine, which needs none, such as method='delta'.",
+            reason=reason,
         )
     return found
 

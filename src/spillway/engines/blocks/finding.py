@@ -13,7 +13,7 @@ from spillway.engines.blocks.containers import CannotCopyError, FrozenTensor, fr
 from spillway.engines.blocks.discovery import BackwardInside, Watch, blocks_of
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.module_state import ModuleState
-from spillway.errors import ModelError
+from spillway.errors import NoBlocksError
 
 
 def find_blocks(
@@ -30,15 +30,17 @@ def find_blocks(
     what the forward changes elsewhere it changes once more, and hooks on modules inside are called once more.
 
     Raises:
-        ModelError: The model has no blocks, or its arguments cannot be copied.
+        NoBlocksError: The model has no blocks, or its arguments cannot be copied.
     """
     copies: dict[int, torch.UntypedStorage] = {}
     try:
         frozen = freeze((args, kwargs), lambda tensor: FrozenTensor(tensor, copies))
     except CannotCopyError as error:
-        raise ModelError(
+        reason = f"they cannot be looked for in a forward that runs once more, because {error}"
+        raise NoBlocksError(
             f"The blocks of {type(model).__name__} cannot be found in a forward that runs once more, because {error}: "
-            f"name them with blocks=[...]."
+            f"name them with blocks=[...].",
+            reason=reason,
         ) from error
     args, kwargs = thaw(frozen)
     watch = Watch(model, keeps=False)
