@@ -205,9 +205,7 @@ def test_a_trial_that_dies_or_finds_no_memory_takes_nobody_with_it(workload: str
         with pytest.raises(SpillwayError, match=r"measured plain at batch 2 ended: it was ended by SIGTERM"):
             dying.measure("plain", 2)
         assert dying.measure("plain", 3).ran_out
-        with pytest.raises(
-            TrialError, match=r"^A step of plain at batch 5 raised ValueError: no more than 4; name"
-        ):
+        with pytest.raises(TrialError, match=r"^A step of plain at batch 5 raised ValueError: no more than 4; name"):
             dying.measure("plain", 5)
         with pytest.raises(SpillwayError, match="9 samples is no multiple"):
             dying.measure(accumulated(4), 9)

@@ -55,6 +55,8 @@ class Found:
     """Of the answer."""
     accumulation: Accumulation | None = None
     verified: list[Verified] = field(default_factory=list)
+    verifies: bool = False
+    """Whether predictions are to be measured."""
     whole: bool = True
     """Whether nobody pressed Ctrl-C."""
 
@@ -86,6 +88,8 @@ class Found:
             )
         for one in self.verified:
             yield one.sentence(self.campaign.limit)
+        if self.verifies and not self.verified:
+            yield "Nothing was verified, because nothing was predicted."
 
     @property
     def lossy(self) -> frozenset[str]:
@@ -126,7 +130,8 @@ def find_out(bench: AbstractBench, asked: Asked, console: Console) -> Found:
         }
         with naming(asked.write):
             write_measurements(asked.write, experiment, peaks)
-    found = Found(campaign, experiment, rows, accumulation_of(rows, asked.gradient_bytes), whole=whole)
+    offered = accumulation_of(rows, asked.gradient_bytes)
+    found = Found(campaign, experiment, rows, offered, verifies=asked.verify, whole=whole)
     if whole:
         found.whole = _interruptible(lambda: _follow_up(found, asked, console))
     return found
