@@ -143,20 +143,17 @@ class BlockEngine:
         check_bits(bits)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
-        chosen = _chosen(model, blocks, sample)
-        self.model = model
-        self._lossy = lossy
+        self._modules = chosen = _chosen(model, blocks, sample)
+        self.model, self._lossy = model, lossy
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
-        self._modules = chosen
         check_compiled(model, chosen)
         self.when_freed: list[Freed] = []
         """Told of every storage that a thread of the engine's frees, by that thread."""
         pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, pinned, write_behind, self.when_freed)
-        arithmetic = compiled_for(_device_of(model)) if compiled else None
-        compressor = Compressor(bits, rounding_seed, arithmetic)
+        compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)
         self._conductor = Conductor(
             environment_of(model, generators), open_store, read_ahead, compressor=compressor,
             by_module=selected is not None, checks_values=check == "values",
