@@ -20,7 +20,7 @@ from benchmarks.papaya_paper import DATA, MEMORY, MODELS
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
 from spillway.advisor import Experiment, Samples, advise, read_measurements
 from spillway.advisor.bench import AbstractBench, Trial
-from spillway.advisor.model import Cost
+from spillway.advisor.model import Cost, search_largest
 from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.verdict import LINEAR
 from spillway.advisor.verdict import Row as Advice
@@ -104,27 +104,8 @@ def samples_of(trials: Iterator[Trial]) -> Samples:
 
 
 def largest_batch(bench: AbstractBench, method: str, limit: Bytes, guess: int) -> int:
-    """The largest batch whose peak is within the limit; 0 if no sample is.
-
-    Peaks never fall with the batch: between one that fits and one that does not, the next is tried where the line
-    through both would meet the limit.
-    """
-
-    def peak(size: int) -> Bytes:
-        return bench.measure(method, size).peak or 0
-
-    low, high, tried = 0, 0, guess
-    while not high or high - low > 1:
-        if peak(tried) <= limit:
-            low = tried
-        else:
-            high = tried
-        if not high:
-            tried = 2 * low
-        elif high - low > 1:
-            at = low + (high - low) * (limit - peak(low)) / (peak(high) - peak(low)) if low else high / 2
-            tried = min(max(int(at), low + 1), high - 1)
-    return low
+    """The largest batch whose peak is within the limit; 0 if no sample is."""
+    return search_largest(lambda size: (bench.measure(method, size).peak or 0) <= limit, start=guess)
 
 
 def experiment_of(
