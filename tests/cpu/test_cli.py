@@ -168,8 +168,8 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     [
         (
             "nope",
-            "There is no workload 'nope'; choose one of bert-base, bert-large, deep-narrow, gpt2, "
-            "resnet, resnet50, stdlib-lm, swin, t5, or write",
+            "There is no workload 'nope'; choose one of bert-base, bert-large, bert-small, deep-narrow, "
+            "gpt-small, gpt2, resnet, resnet50, stdlib-lm, swin, t5, vit-small, or write",
         ),
         ("workloads.py:nope", "workloads.py has no function 'nope'."),
         ("workloads.py:without_batches", "The workload workloads.py:without_batches has no batches."),
