@@ -76,6 +76,7 @@ COMMAND_LINE = {
         "[--from]",
         "[--methods]",
         "[--memory]",
+        "[--device]",
         "[--simulate]",
         "[--batches]",
         "[--seconds]",

@@ -23,6 +23,7 @@ from spillway.cli import campaigns, main
 from spillway.errors import SpillwayError, TrialError, WorkloadError
 from spillway.methods import Action, Checkpoint
 from spillway.workloads import get
+from spillway.workloads.base import moved
 
 WORKLOAD = """
 from dataclasses import replace
@@ -101,7 +102,14 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def measured(workload: str, method: str, size: int) -> Any:
     """In this process."""
-    request = {"workload": f"{workload}:build", "options": {}, "seed": 0, "steps": 1, "spill_directory": None}
+    request = {
+        "workload": f"{workload}:build",
+        "options": {},
+        "seed": 0,
+        "steps": 1,
+        "spill_directory": None,
+        "device": None,
+    }
     return measuring._measured(request, way_of(method), size)
 
 
@@ -190,10 +198,10 @@ def test_accumulating_sums_gradients_of_micro_batches_and_updates_once(workload:
 
 
 def test_a_function_without_the_argument_is_told_so(workload: str) -> None:
-    request = {"workload": f"{workload}:without_batch", "seed": 0, "options": {}}
+    request = {"workload": f"{workload}:without_batch", "seed": 0, "options": {}, "device": None}
     with pytest.raises(WorkloadError, match=r"takes no batch=, and it is trained at several batch sizes: give"):
         measuring._built(request, 1)
-    request = {"workload": f"{workload}:build", "seed": 0, "options": {"length": 3}}
+    request = {"workload": f"{workload}:build", "seed": 0, "options": {"length": 3}, "device": None}
     with pytest.raises(WorkloadError, match="takes no length=, and --length was given"):
         measuring._built(request, 1)
     with pytest.raises(WorkloadError, match="There is no workload 'resnet51'"):
@@ -300,7 +308,7 @@ def test_ctrl_c_answers_from_what_is_there(
     assert len(list(cached.iterdir())) == 1
     last = count = 0
     code, _, err = advise(capsys, *there, "--fresh")
-    assert (code, err.splitlines()[-1]) == (1, "spillway: Interrupted before anything was measured.")
+    assert (code, err.splitlines()[-1]) == (130, "spillway: interrupted before anything was measured.")
 
 
 @pytest.mark.parametrize(
@@ -364,3 +372,24 @@ def test_a_method_that_wins_by_its_batch_is_held_against_accumulating_and_lossy_
     assert code == 0
     assert "compress" not in out
     assert "checkpoint pays" in out
+
+
+@pytest.mark.parametrize(
+    ("device", "sentence"),
+    [
+        ("mps", r"not on 'mps'"),
+        ("cuda:99", r"There is no device 'cuda:99' here: torch sees \d"),
+        ("gpu", r"no such name"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(device: str, sentence: str) -> None:
+    with pytest.raises(WorkloadError, match=sentence):
+        moved(get("bert-small", batch=1, layers=1), device)
+
+
+def test_batches_go_where_the_model_goes() -> None:
+    there = moved(get("resnet", batch=2), "cpu")
+    pictures, _ = next(iter(there.batches(1)))
+    assert isinstance(pictures, torch.Tensor)
+    assert {pictures.device, next(there.model.parameters()).device} == {torch.device("cpu")}
+    assert next(iter(get("bert-small", batch=2, layers=1).batches(1))).keys() >= {"input_ids"}

@@ -172,7 +172,7 @@ def test_what_remains_goes_by_what_methods_took_so_far() -> None:
 
 
 KEY = {"workload": "made up", "torch": "9"}
-FACTS = {"hardware": "paper", "gradient_bytes": 5}
+FACTS = {"hardware": "paper", "gradient_bytes": 5, "device_bytes": None}
 
 
 def remembering(made: Made, path: Path, key: Mapping[str, object] = KEY, *, fresh: bool = False) -> RememberedBench:
@@ -195,6 +195,23 @@ def test_facts_are_asked_for_once(tmp_path: Path) -> None:
     assert remembering(made, path).hardware == "paper"
     known = RememberedBench(made, lambda: pytest.fail("they are known"), path, KEY)
     assert (known.facts, known.name) == (FACTS, "made up")
+
+
+def test_what_is_free_of_a_device_is_asked_for_every_time(tmp_path: Path) -> None:
+    path, made = tmp_path / "cache.jsonl", bench(plain=line(MB, MB))
+    for free in (7, 5):
+        facts = FACTS | {"device_bytes": free}
+        assert RememberedBench(made, lambda facts=facts: facts, path, KEY).facts["device_bytes"] == free
+
+
+def test_to_verify_another_step_is_measured(tmp_path: Path) -> None:
+    made = bench(plain=line(MB, MB))
+    campaign = Campaign(remembering(made, tmp_path / "cache.jsonl"), ["plain"], LIMIT)
+    campaign.measure("plain", 3)
+    campaign.measure("plain", 3)
+    assert made.asked == [("plain", 3)]
+    campaign.measure("plain", 3, again=True)
+    assert made.asked == [("plain", 3)] * 2
 
 
 @pytest.mark.parametrize(
@@ -318,7 +335,9 @@ def test_what_is_written_gives_the_same_answer_when_it_is_read(tmp_path: Path) -
     campaign = finished(Campaign(made, ["plain", "checkpoint", "swap"], LIMIT))
     peaks = {name: campaign._peaks(name) for name in campaign.methods}
     write_measurements(
-        tmp_path / "m.csv", campaign.experiment(), {k: {s: round(p) for s, p in v.items()} for k, v in peaks.items()}
+        tmp_path / "m.csv",
+        [campaign.experiment()],
+        [{k: {s: round(p) for s, p in v.items()} for k, v in peaks.items()}],
     )
     (read,) = read_measurements(tmp_path / "m.csv")
     direct, again = advise(campaign.experiment(), LIMIT), advise(read, LIMIT)

@@ -36,7 +36,12 @@ def whats(finding: Finding) -> list[str]:
 
 def test_memory_without_a_limit_is_what_the_machine_has(tmp_path: Path) -> None:
     finding = on_system.memory(system(tmp_path, proc__meminfo=MEMINFO, proc__self__cgroup="0::/user.slice\n"))
-    assert finding.facts == {"physical": 16 * GiB, "available": 8 * GiB, "container_limit": None}
+    assert finding.facts == {
+        "physical": 16 * GiB,
+        "available": 8 * GiB,
+        "container_limit": None,
+        "container_free": None,
+    }
     assert finding.sentence == (
         "16.00 GiB of RAM, 8.00 GiB available now: a budget in per cent is one of 16.00 GiB."
     )  # fmt: skip
@@ -63,6 +68,17 @@ def test_limits_of_the_older_control_groups_are_read(tmp_path: Path, limit: str,
     (root / "sys/fs/cgroup/memory").mkdir(parents=True)
     (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text(limit)
     assert on_system.container_limit(root) == expected
+
+
+def test_what_is_left_below_a_limit_leaves_out_file_caches(tmp_path: Path) -> None:
+    root = system(tmp_path, proc__self__cgroup="0::/a\n")
+    folder = root / "sys/fs/cgroup/a"
+    folder.mkdir(parents=True)
+    (folder / "memory.max").write_text(f"{4 * GiB}\n")
+    assert on_system.container_free(root) is None, "nobody tells what is used"
+    (folder / "memory.current").write_text(f"{3 * GiB}\n")
+    (folder / "memory.stat").write_text(f"anon {2 * GiB}\ninactive_file {GiB // 2}\n")
+    assert on_system.container_free(root) == GiB + GiB // 2
 
 
 def test_a_system_that_says_nothing_has_no_limit(tmp_path: Path) -> None:

@@ -65,6 +65,10 @@ class AbstractBench(ABC):
     hardware: str
     """A device, or "this CPU"."""
 
+    def measure_again(self, method: str, size: int) -> Trial:
+        """The same, by another step, whatever is known of it."""
+        return self.measure(method, size)
+
     @abstractmethod
     def measure(self, method: str, size: int) -> Trial:
         """One trial. Raises SpillwayError for what cannot be measured at any size."""

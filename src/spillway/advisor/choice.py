@@ -128,6 +128,8 @@ class Verified:
     measured_seconds: Seconds | None
     """None where memory ran out."""
     measured_peak: Bytes | None
+    fitted: bool
+    """Whether the lines go through a trial at this batch, so that the prediction is none of something new."""
 
     @classmethod
     def of(cls, method: str, fitted: Fitted, trial: Trial) -> Verified:
@@ -135,13 +137,14 @@ class Verified:
         size, cost = trial.size, fitted.cost
         return cls(
             method=method, size=size, predicted_seconds=cost.seconds(size), predicted_peak=cost.nbytes(size),
-            measured_seconds=trial.seconds, measured_peak=trial.peak,
+            measured_seconds=trial.seconds, measured_peak=trial.peak, fitted=size in fitted.sizes,
         )  # fmt: skip
 
     def sentence(self, limit: Bytes) -> str:
         """Predicted beside measured."""
         speed, peak = self.size / self.predicted_seconds, format_bytes(round(self.predicted_peak))
-        predicted = f"{self.method} at batch {self.size}: predicted {speed:.4g} samples/s in {peak}"
+        among = ", from trials of this batch among others" if self.fitted else ""
+        predicted = f"{self.method} at batch {self.size}: predicted {speed:.4g} samples/s in {peak}{among}"
         if self.measured_seconds is None or self.measured_peak is None:
             return f"{predicted}; it took more than {format_bytes(limit)}."
         measured = self.size / self.measured_seconds
@@ -152,7 +155,7 @@ class Verified:
         """As JSON can hold it: samples per second, and bytes."""
         measured = None if self.measured_seconds is None else self.size / self.measured_seconds
         return {
-            "method": self.method, "batch": self.size,
+            "method": self.method, "batch": self.size, "fitted": self.fitted,
             "predicted_throughput": self.size / self.predicted_seconds, "measured_throughput": measured,
             "predicted_peak_bytes": round(self.predicted_peak), "measured_peak_bytes": self.measured_peak,
         }  # fmt: skip

@@ -264,26 +264,35 @@ def _family(source: str) -> str:
     return str(path.with_name(name))
 
 
-def write_measurements(path: Path, experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]) -> None:
-    """Write an experiment as `read_measurements` reads it, so that the same answer follows.
+def write_measurements(
+    path: Path, experiments: Sequence[Experiment], every_peak: Sequence[Mapping[str, Mapping[int, Bytes]]]
+) -> None:
+    """Write experiments as `read_measurements` reads them, so that the same answers follow.
 
     Arguments:
-        peaks: Of every method and size, those that memory is not fitted to as well; they get a column of their own,
-            `peak_off_line_mb`.
+        every_peak: Of each experiment, every method and size, those that memory is not fitted to as well; they get a
+            column of their own, `peak_off_line_mb`.
 
     Raises OSError where the system does.
     """
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*NEEDED, "batch_time_s", "ips", "peak_off_line_mb", "layer_num", "hidden_size"))
-        for method, samples in experiment.methods.items():
-            for size in sorted({*samples.seconds, *samples.failed}):
-                on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
-                writer.writerow((
-                    experiment.hardware, experiment.network, method, size, _mb(on_line),
-                    samples.seconds.get(size, ""), OUT_OF_MEMORY if size in samples.failed else "",
-                    _mb(peak if on_line is None else None), experiment.layers, experiment.hidden,
-                ))  # fmt: skip
+        for experiment, peaks in zip(experiments, every_peak, strict=True):
+            writer.writerows(_lines_of(experiment, peaks))
+
+
+def _lines_of(
+    experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]
+) -> Iterator[tuple[str | int | float, ...]]:
+    for method, samples in experiment.methods.items():
+        for size in sorted({*samples.seconds, *samples.failed}):
+            on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
+            yield (
+                experiment.hardware, experiment.network, method, size, _mb(on_line), samples.seconds.get(size, ""),
+                OUT_OF_MEMORY if size in samples.failed else "", _mb(peak if on_line is None else None),
+                experiment.layers, experiment.hidden,
+            )  # fmt: skip
 
 
 def _mb(nbytes: float | None) -> float | str:

@@ -39,6 +39,7 @@ from spillway.session import BlockSession, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
+from spillway.workloads.base import moved
 from spillway.workloads.finding import described
 
 Send = Callable[[dict[str, Any]], None]
@@ -122,9 +123,14 @@ def _tell_facts(request: dict[str, Any], send: Send) -> None:
         "facts": {
             "hardware": torch.cuda.get_device_name(device) if on_cuda else "this CPU",
             "gradient_bytes": sum(one.nbytes() for one in gradients),
-            "device_bytes": int(torch.cuda.mem_get_info(device)[0]) if on_cuda else None,
+            "device_bytes": _free(device) if on_cuda else None,
         }
     })  # fmt: skip
+
+
+def _free(device: torch.device) -> Bytes:
+    """What is free of a CUDA device, with what the model takes there: peaks have that in them."""
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
 
 
 def _built_small(request: dict[str, Any]) -> Workload:
@@ -144,7 +150,8 @@ def _built_small(request: dict[str, Any]) -> Workload:
 def _built(request: dict[str, Any], size: int) -> Workload:
     name, options = request["workload"], request["options"]
     try:
-        return get(name, seed=request["seed"], batch=size, **options)
+        workload = get(name, seed=request["seed"], batch=size, **options)
+        return workload if request["device"] is None else moved(workload, request["device"])
     except WorkloadError as error:
         refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
         if refused is None:

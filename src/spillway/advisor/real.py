@@ -35,6 +35,7 @@ class RealBench(AbstractBench):
         workload: A name of `spillway.workloads`, or `file.py:function`.
         options: Given to its function beside `seed` and `batch`.
         seed: Of everything that is drawn.
+        device: Where the model and its batches are moved, as torch names it; None to leave them where they are.
         output: Called, from another thread, with every line that is printed.
         steps: Timed in a trial.
         spill_directory: Where what moves waits; the system's temporary directory by default.
@@ -47,13 +48,14 @@ class RealBench(AbstractBench):
         options: Mapping[str, object],
         seed: int,
         output: Callable[[str], None],
+        device: str | None = None,
         steps: int = STEPS,
         spill_directory: str | None = None,
     ) -> None:
         self.name = workload
         self._request: dict[str, Any] = {
             "workload": workload, "options": dict(options), "seed": seed, "steps": steps,
-            "spill_directory": spill_directory,
+            "spill_directory": spill_directory, "device": device,
         }  # fmt: skip
         self._output = output
         self._process = ExitStack()

@@ -24,6 +24,8 @@ ENOUGH: Final = 4
 """Batch sizes: fewer leave one degree of freedom, and intervals without use."""
 FAR: Final = 1.5
 """A batch of so many times the largest that ran is beyond what was measured."""
+FASTER: Final = 1.05
+"""A batch that was measured to be so many times as fast as the largest is foretold to be goes against the model."""
 APART: Final = 1.1
 """The ratio of two peaks of the same batch from which on something besides the batch decides."""
 
@@ -55,6 +57,8 @@ class Fitted:
     """Bytes that its steps may take: what ran where memory ran out earlier than the device says."""
     most: int
     """The largest batch that ran."""
+    sizes: frozenset[int]
+    """That a line goes through."""
 
     @property
     def largest(self) -> float:
@@ -191,7 +195,15 @@ def fit(samples: Samples, limit: float, *, small_batches: bool = False) -> Fitte
     # Fragments: where memory ran out before the device is full by the fit, what ran is what there is.
     if failed is not None and cost.largest(limit) >= failed:
         limit = min(limit, cost.nbytes(most))
-    return Fitted(memory=memory, time=time, knee=knee, cost=cost, limit=limit, most=most)
+    return Fitted(
+        memory=memory,
+        time=time,
+        knee=knee,
+        cost=cost,
+        limit=limit,
+        most=most,
+        sizes=frozenset({*samples.peaks, *samples.seconds}),
+    )
 
 
 def _cost(memory: Line, time: Line) -> Cost:
@@ -220,7 +232,7 @@ def _row(
     return Row(
         verdict=verdict, score=score(plain.cost, fitted.cost), point=_point(plain, limit),
         by_score=pays_by_score(plain.cost, fitted.cost, limit),
-        by_ratio=pays(plain.cost, fitted.cost, limit),
+        by_ratio=pays(plain.cost, fitted.cost, plain.limit, fitted.limit),
         by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
         sure={"pays": chance, "does not pay": None if chance is None else 1 - chance}.get(verdict), **common,
     )  # fmt: skip
@@ -287,7 +299,20 @@ def _warnings(samples: Samples, fitted: Fitted | None, limit: float) -> Iterator
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
+    yield from _slower(samples, fitted)
     yield from _beyond(fitted, limit)
+
+
+def _slower(samples: Samples, fitted: Fitted) -> Iterator[str]:
+    """That a smaller batch was faster than the largest is foretold to be."""
+    best, fastest = fitted.best(fitted.cost), samples.fastest
+    if best is None or fastest is None or fastest[1] <= FASTER * best.throughput:
+        return
+    times = fastest[1] / best.throughput
+    yield (
+        f"At batch {fastest[0]} {fastest[1]:.4g} samples/s were measured, {times:.2f} times what "
+        f"is foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that one."
+    )
 
 
 def _is_flat(samples: Samples) -> bool:

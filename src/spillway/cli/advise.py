@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, final
+from typing import Annotated, Any, Final, final
 
 import typer
 from rich.console import Console
@@ -34,7 +34,7 @@ from spillway.cli.by_devices import (
     print_sweeps,
     sweeps_over,
 )
-from spillway.cli.campaigns import Asked, Found, find_out, given, parse_sizes
+from spillway.cli.campaigns import Asked, Found, find_out, given, parse_sizes, write_found
 from spillway.cli.common import (
     Json,
     Seed,
@@ -66,7 +66,7 @@ Memory = Annotated[
     str | None,
     typer.Option(
         help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
-        show_default="what is available; with --from the largest peak of the network",
+        show_default="nine tenths of what is available, of a GPU eight; with --from the largest peak of the network",
     ),
 ]
 Simulate = Annotated[
@@ -80,7 +80,14 @@ TrialSeconds = Annotated[
     float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
 ]
 Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="its own")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Blocks of the model.", show_default="its own")]
+Layers = Annotated[
+    str | None,
+    typer.Option(help="Blocks of the model; of several numbers, as 2,4,8, each is answered.", show_default="its own"),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="Where to measure, as torch names it: cpu, cuda, cuda:1.", show_default="where the model is"),
+]
 Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")]
 Verify = Annotated[bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
@@ -90,6 +97,12 @@ SmallBatches = Annotated[
     typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
 ]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")]
+
+
+OF_GPU: Final = 0.8
+"""Of a GPU's memory, what steps may take if nobody says: PAPAYA's share, the rest being fragments."""
+OF_MACHINE: Final = 0.9
+"""The same of RAM that is available: a process takes more than its tensors."""
 
 
 @final
@@ -138,6 +151,7 @@ def advise_(
     measurements: Measurements = None,
     methods: Methods = None,
     memory: Memory = None,
+    device: Device = None,
     simulate: Simulate = None,
     batches: Batches = None,
     seconds: TrialSeconds = 6.0,
@@ -168,9 +182,9 @@ def advise_(
     check_page(output)
     if measurements is not None:
         _check_nothing_is_measured({
-            "WORKLOAD": workload, "--methods": methods, "--simulate": simulate, "--batches": batches,
-            "--length": length, "--layers": layers, "--lossless": lossless, "--verify": verify, "--fresh": fresh,
-            "--write": write,
+            "WORKLOAD": workload, "--methods": methods, "--device": device, "--simulate": simulate,
+            "--batches": batches, "--length": length, "--layers": layers, "--lossless": lossless, "--verify": verify,
+            "--fresh": fresh, "--write": write,
         })  # fmt: skip
         _from_file(measurements, limit, wanted, small_batches=small_batches)
         return
@@ -179,40 +193,74 @@ def advise_(
     wanted.exchange(known=0)  # what is wrong with it is said now
     check_writable(write)
     ways = chosen(DEFAULT if methods is None else _names(methods), lossless=lossless)
-    sizes = [] if batches is None else parse_sizes(batches)
-    options = {name: value for name, value in (("length", length), ("layers", layers)) if value is not None}
-    console = to_terminal()
-    with (
-        _measured(workload, options, seed, console, longest=seconds / (STEPS + AROUND), fresh=fresh)
-        if simulate is None
-        else _simulated(workload, options, simulate, fresh=fresh)
-    ) as place:
-        asked = Asked(
-            methods=[way.name for way in ways], limit=limit or place.memory, batches=sizes, longest=place.longest,
-            layers=layers, small_batches=small_batches, verify=verify, write=write,
-            gradient_bytes=place.gradient_bytes,
-        )  # fmt: skip
-        found = find_out(place.bench, asked, console)
-    _tell(found, wanted, place, console)
+    sizes = [] if batches is None else parse_sizes(batches, "--batches")
+    network = workload if length is None else f"{workload} length={length}"
+    ask = partial(
+        _asked, methods=[way.name for way in ways], batches=sizes, network=network,
+        small_batches=small_batches, verify=verify,
+    )  # fmt: skip
+    console, every = to_terminal(), list[_Answer]()
+    for depth in [None] if layers is None else parse_sizes(layers, "--layers"):
+        options = {name: value for name, value in (("length", length), ("layers", depth)) if value is not None}
+        with (
+            _measured(workload, options, seed, console, device, longest=seconds / (STEPS + AROUND), fresh=fresh)
+            if simulate is None
+            else _simulated(workload, options, simulate, device, fresh=fresh)
+        ) as place:
+            asked = ask(place, limit, layers="" if depth is None else str(depth))
+            every.append(_Answer(find_out(place.bench, asked, console), place))
+        if not every[-1].found.whole:
+            break
+    _tell(every, wanted, write, console)
 
 
-def _tell(found: Found, wanted: _Wanted, place: _Place, console: Console) -> None:
-    exchange = wanted.exchange(known=place.gradient_bytes)
-    swept = sweeps_over(exchange, [found.rows])
+def _asked(place: _Place, limit: Bytes | None, **more: Any) -> Asked:
+    return Asked(
+        limit=limit or place.memory, longest=place.longest, gradient_bytes=place.gradient_bytes, **more
+    )  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """About one network."""
+
+    found: Found
+    place: _Place
+
+
+def _tell(every: Sequence[_Answer], wanted: _Wanted, write: Path | None, console: Console) -> None:
+    if write is not None:
+        write_found(write, [one.found for one in every])
+    documents, swept = [], list[Sweep]()
+    for one in every:
+        exchange = wanted.exchange(known=one.place.gradient_bytes)
+        mine = sweeps_over(exchange, [one.found.rows])
+        swept += mine
+        if wanted.json:
+            document = one.found.to_json()
+            rows = answers_json([one.found.rows], exchange, mine)
+            document["rows"] = [row | more for row, more in zip(document["rows"], rows, strict=True)]
+            documents.append(document)
+        else:
+            print_found(one.found)
+            print_sweeps(exchange, mine)
     if wanted.json:
-        document = found.to_json()
-        rows = answers_json([found.rows], exchange, swept)
-        document["rows"] = [row | more for row, more in zip(document["rows"], rows, strict=True)]
-        print_json(document)
-    else:
-        print_found(found)
-        print_sweeps(exchange, swept)
-    kinds = {(trial.method, trial.size): trial.by_kind for trial in found.trials() if trial.by_kind}
-    facts = {"workload": place.bench.name, "hardware": place.bench.hardware}
-    wanted.page([found.rows], place.bench.name, facts, kinds, exchange, swept)
-    if not found.whole:
+        print_json(documents[0] if len(documents) == 1 else {"networks": documents})
+    _page(every, wanted, swept)
+    if not every[-1].found.whole:
         say(console, "spillway: interrupted. What was measured is answered from, and kept.")
         raise typer.Exit(INTERRUPTED)
+
+
+def _page(every: Sequence[_Answer], wanted: _Wanted, swept: Sequence[Sweep]) -> None:
+    place = every[0].place
+    kinds: Kinds = {}
+    if len(every) == 1:  # by method and batch size alone
+        kinds = {(trial.method, trial.size): trial.by_kind for trial in every[0].found.trials() if trial.by_kind}
+    facts = {"workload": place.bench.name, "hardware": place.bench.hardware}
+    exchange = wanted.exchange(known=place.gradient_bytes)
+    wanted.page([one.found.rows for one in every], place.bench.name, facts, kinds, exchange, swept)
 
 
 def _check_nothing_is_measured(options: Mapping[str, object]) -> None:
@@ -222,33 +270,41 @@ def _check_nothing_is_measured(options: Mapping[str, object]) -> None:
 
 @contextmanager
 def _measured(
-    workload: str, options: Mapping[str, object], seed: int, console: Console, *, longest: Seconds, fresh: bool
-) -> Iterator[_Place]:
+    workload: str, options: Mapping[str, object], seed: int, console: Console, device: str | None, *,
+    longest: Seconds, fresh: bool,
+) -> Iterator[_Place]:  # fmt: skip
     """On this machine."""
-    with RealBench(workload, options=options, seed=seed, output=partial(say, console)) as real:
+    with RealBench(workload, options=options, seed=seed, output=partial(say, console), device=device) as real:
         key = real.key() | {"spillway": spillway.__version__}
         bench = RememberedBench(real, lambda: real.facts, cache_file(key), key, fresh=fresh)
         yield _Place(
             bench=bench, memory=_there(bench.facts), gradient_bytes=int(bench.facts["gradient_bytes"]), longest=longest
         )
+        if bench.remembered:
+            say(console, f"{bench.remembered} trials were measured by earlier runs; --fresh measures them again.")
 
 
 @contextmanager
-def _simulated(workload: str, options: Mapping[str, Any], device: str, *, fresh: bool) -> Iterator[_Place]:
+def _simulated(
+    workload: str, options: Mapping[str, Any], simulated: str, device: str | None, *, fresh: bool
+) -> Iterator[_Place]:
     """On paper."""
-    if fresh:
-        raise UsageError("--fresh is for measuring, and nothing is kept of what --simulate answers: leave one out.")
-    bench = simulated_bench(workload, device, options)
-    yield _Place(bench=bench, memory=bench.device.memory, gradient_bytes=bench.gradient_bytes(), longest=inf)
+    if told := given({"--device": device, "--fresh": fresh}):
+        raise UsageError(f"{told[0]} is for measuring, and --simulate measures nothing: leave one out.")
+    bench = simulated_bench(workload, simulated, options)
+    yield _Place(
+        bench=bench, memory=int(OF_GPU * bench.device.memory), gradient_bytes=bench.gradient_bytes(), longest=inf
+    )
 
 
 def _there(facts: Mapping[str, Any]) -> Bytes:
-    """Bytes that steps may take if nobody says: what is free of the device, or available of the machine."""
+    """Bytes that steps may take if nobody says: what is free of the device, or available of the machine, less a part
+    for what is in no account."""
     if facts["device_bytes"] is not None:
-        return int(facts["device_bytes"])
+        return int(OF_GPU * facts["device_bytes"])
     system = on_system.memory().facts
-    limits = [system["available"], system["container_limit"]]
-    return int(min((limit for limit in limits if limit), default=machine_memory()))
+    limits = [system["available"], system["container_free"]]
+    return int(OF_MACHINE * min((limit for limit in limits if limit), default=machine_memory()))
 
 
 def _names(text: str) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
+import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -18,6 +19,7 @@ from spillway.advisor.measurements import Experiment, write_measurements
 from spillway.advisor.verdict import Row, advise, sentence
 from spillway.advisor.ways import accumulated, way_of
 from spillway.cli.common import naming, say
+from spillway.cli.compare import INTERRUPTED
 from spillway.errors import SpillwayError, UsageError
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
@@ -36,10 +38,12 @@ class Asked:
     """To measure; empty to choose."""
     longest: Seconds
     """A step that takes longer is not measured."""
-    layers: int | None
+    layers: str
+    """Of the network; empty where nobody says."""
+    network: str
+    """The workload with its options."""
     small_batches: bool
     verify: bool
-    write: Path | None
     gradient_bytes: Bytes
     """Of all parameters."""
 
@@ -115,26 +119,33 @@ class Found:
 def find_out(bench: AbstractBench, asked: Asked, console: Console) -> Found:
     """Measure, fit, answer. Ctrl-C ends the measuring, and what is measured is answered from.
 
-    Raises SpillwayError if plain training cannot be measured, or nothing was before Ctrl-C.
+    Raises SpillwayError if plain training cannot be measured, and Exit if nothing was before Ctrl-C.
     """
     campaign = Campaign(bench, asked.methods, asked.limit, batches=asked.batches, longest=asked.longest)
     whole = _collect(campaign, console)
     if not any(campaign.trials.values()):
-        raise SpillwayError("Interrupted before anything was measured.")
-    experiment = campaign.experiment(layers="" if asked.layers is None else str(asked.layers))
+        say(console, "spillway: interrupted before anything was measured.")
+        raise typer.Exit(INTERRUPTED)
+    experiment = replace(campaign.experiment(layers=asked.layers), network=asked.network)
     rows = advise(experiment, asked.limit, small_batches=asked.small_batches)
-    if asked.write is not None:
-        peaks = {
-            method: {size: trial.peak for size, trial in trials.items() if trial.peak is not None}
-            for method, trials in campaign.trials.items()
-        }
-        with naming(asked.write):
-            write_measurements(asked.write, experiment, peaks)
     offered = accumulation_of(rows, asked.gradient_bytes)
     found = Found(campaign, experiment, rows, offered, verifies=asked.verify, whole=whole)
     if whole:
         found.whole = _interruptible(lambda: _follow_up(found, asked, console))
     return found
+
+
+def write_found(path: Path, every: Sequence[Found]) -> None:
+    """Write what was measured, as `--from` reads it. Raises SpillwayError where the system refuses."""
+    peaks = [
+        {
+            method: {size: trial.peak for size, trial in trials.items() if trial.peak is not None}
+            for method, trials in found.campaign.trials.items()
+        }
+        for found in every
+    ]
+    with naming(path):
+        write_measurements(path, [found.experiment for found in every], peaks)
 
 
 def _collect(campaign: Campaign, console: Console) -> bool:
@@ -164,14 +175,14 @@ def _follow_up(found: Found, asked: Asked, console: Console) -> None:
     for one in (best, None if plain is best else plain) if asked.verify else ():
         if one is None or one.fitted is None or one.predicted is None:
             continue
-        measured = _one(found, one.method, one.predicted.size, console)
+        measured = _one(found, one.method, one.predicted.size, console, again=True)
         if measured is not None:
             found.verified.append(Verified.of(one.method, one.fitted, measured))
 
 
-def _one(found: Found, method: str, size: int, console: Console) -> Trial | None:
+def _one(found: Found, method: str, size: int, console: Console, *, again: bool = False) -> Trial | None:
     try:
-        trial = found.campaign.measure(method, size)
+        trial = found.campaign.measure(method, size, again=again)
     except SpillwayError as error:
         found.campaign.faults[method] = str(error)
         return None
@@ -208,11 +219,11 @@ def _left(campaign: Campaign) -> str:
     return f"; method {place} of {len(campaign.methods)}{left}"
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_sizes(text: str, option: str) -> list[int]:
     """`2,4,8`. Raises UsageError for anything but whole numbers above 0."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"--batches takes whole numbers above 0 with commas between them, as 2,4,8; got {text!r}.")
+        raise UsageError(f"{option} takes whole numbers above 0 with commas between them, as 2,4,8; got {text!r}.")
     return sorted({int(part) for part in parts})
 
 

@@ -23,6 +23,10 @@ _SETTINGS: Final = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
 )
+_FILES: Final = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")
+}  # fmt: skip
+"""Of control groups, by version: the limit, and what is used."""
 _NO_LIMIT: Final[Bytes] = 1 << 60
 """Version 1 of control groups writes a number above this where there is no limit."""
 
@@ -56,21 +60,44 @@ def memory(root: Path = _ROOT) -> Finding:
         topic="memory",
         sentence=f"{format_bytes(physical)} of RAM{inside}, {format_bytes(available)} available now: a budget in per "
         f"cent is one of {format_bytes(physical)}.",
-        facts={"physical": physical, "available": available, "container_limit": limit},
+        facts={
+            "physical": physical,
+            "available": available,
+            "container_limit": limit,
+            "container_free": container_free(root),
+        },
         problems=problems,
     )
 
 
 def container_limit(root: Path = _ROOT) -> Bytes | None:
     """The smallest memory limit of this process's control groups, of either version; None without one."""
-    limits = []
+    return min((limit for _, limit, _ in _limits(root)), default=None)
+
+
+def container_free(root: Path = _ROOT) -> Bytes | None:
+    """The least that is left below any of these limits, file caches that go first not counted as used; None without
+    one."""
+    left = []
+    for folder, limit, usage in _limits(root):
+        with contextlib.suppress(OSError, ValueError):
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            caches = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
+            left.append(max(limit - int((folder / usage).read_text()) + caches, 0))
+    return min(left, default=None)
+
+
+def _limits(root: Path) -> Iterator[tuple[Path, Bytes, str]]:
+    """Folders of control groups with a limit, that, and the name of the file that tells what is used."""
     for group, version in _groups(root):
         base = root / "sys/fs/cgroup" if version == 2 else root / "sys/fs/cgroup/memory"
-        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        for folder in (group, *group.parents):
+        name, usage = _FILES[version]
+        for one in (group, *group.parents):
+            folder = base / one.relative_to("/")
             with contextlib.suppress(OSError, ValueError):
-                limits.append(int((base / folder.relative_to("/") / name).read_text()))
-    return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
+                limit = int((folder / name).read_text())
+                if limit < _NO_LIMIT:
+                    yield folder, limit, usage
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, int]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from spillway.errors import WorkloadError
 
 Batch: TypeAlias = Mapping[str, Tensor] | tuple[Tensor, ...]
 """What one step consumes."""
@@ -47,6 +49,31 @@ class Workload:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return loss.detach()
+
+
+def moved(workload: Workload, device: str) -> Workload:
+    """The workload with its model and batches on a device, as torch names it: `cpu`, `cuda` or `cuda:1`.
+
+    Raises WorkloadError where there is no such device.
+    """
+    try:
+        where = torch.device(device)
+        if where.type not in ("cpu", "cuda"):
+            raise WorkloadError(f"Workloads train on cpu, cuda or cuda:1, and not on {device!r}.")
+        if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+            raise WorkloadError(f"There is no device {device!r} here: torch sees {torch.cuda.device_count()} of CUDA.")
+    except RuntimeError:
+        raise WorkloadError(f"There is no device {device!r}: torch has no such name.") from None
+    workload.model.to(where)  # parameters stay the same objects, which the optimizers know
+
+    def batches(steps: int) -> Iterator[Batch]:
+        for batch in workload.batches(steps):
+            if isinstance(batch, Mapping):
+                yield {name: tensor.to(where) for name, tensor in batch.items()}
+            else:
+                yield tuple(tensor.to(where) for tensor in batch)
+
+    return replace(workload, batches=batches)
 
 
 def seed_everything(seed: int) -> None:

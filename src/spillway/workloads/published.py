@@ -188,6 +188,8 @@ def _build(name: str, seed: int, *, batch: int, length: int, layers: int | None,
     if batch < 1:
         raise WorkloadError(f"The workload {name} takes one or more samples in a batch, not {batch}.")
     model = getattr(transformers, published.model)(config).train()
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # which transformers takes then, and warns in every process
     return Workload(
         name=name,
         model=model,
