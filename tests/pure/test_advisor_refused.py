@@ -125,7 +125,7 @@ def test_peaks_that_were_not_seen_to_grow_are_not_said_to_be_missing(tmp_path: P
         )
     assert campaign.unknown == {}, "how long a step may take decides nothing"
     peaks = {method: dict.fromkeys((1, 2, 4), 300 * MB) for method in campaign.methods}
-    write_measurements(tmp_path / "m.csv", campaign.experiment(), peaks)
+    write_measurements(tmp_path / "m.csv", [campaign.experiment()], [peaks])
     (read,) = read_measurements(tmp_path / "m.csv")
     assert sentence(advise(read, LIMIT)) == sentence(rows)
     flat_swap = bench(plain=line(50 * MB, 100 * MB), swap=flat_at_first(300, 1, 100))
