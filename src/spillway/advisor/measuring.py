@@ -151,7 +151,7 @@ def _built(request: dict[str, Any], size: int) -> Workload:
     name, options = request["workload"], request["options"]
     try:
         workload = get(name, seed=request["seed"], batch=size, **options)
-        return workload if request["device"] is None else moved(workload, request["device"])
+        return workload if request.get("device") is None else moved(workload, request["device"])
     except WorkloadError as error:
         refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
         if refused is None:
