@@ -50,11 +50,17 @@ def left(directory: Path) -> Left:
     )
 
 
+OTHERS = {thread for thread in threading.enumerate() if thread.name.startswith("spillway-disk")}
+"""Workers of sessions of other tests, which may stay."""
+
+
 def await_threads() -> None:
     """Workers of a session that nobody closed end by themselves, soon after it is gone."""
     for thread in threading.enumerate():
-        if thread.name.startswith("spillway-disk"):
-            thread.join(timeout=30)
+        if thread.name.startswith("spillway-disk") and thread not in OTHERS:
+            thread.join(timeout=10)
+            if thread.is_alive():
+                OTHERS.add(thread)  # it counts as one that is left, and is not waited for again
 
 
 def played(method: Callable[[], Any], end: str, directory: Path) -> Any:
