@@ -56,6 +56,11 @@ class Holder:
         """Whether it is ours to give up, and nobody has written to it since it was saved."""
         return not self.pinned and self.witness is not None and self.witness._version == self.version
 
+    @property
+    def written(self) -> bool:
+        """Whether somebody is known to have written to it since it was saved: nobody may read it any more."""
+        return self.witness is not None and bool(self.witness._version != self.version)
+
     def let_go(self) -> None:
         """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
         if self.value is None or self.pinned:
@@ -83,7 +88,7 @@ class Holder:
         Raises:
             RuntimeError: The tensor was written to in place after it had been saved.
         """
-        if self.witness is None or self.witness._version == self.version:
+        if not self.written:
             return
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "

@@ -106,10 +106,14 @@ def bring_saved_for(holder: Holder, holders: Iterable[Holder]) -> None:
 
 
 def bring_saved(holders: Iterable[Holder]) -> None:
-    """Bring everything back that these holders sent away, views over one storage again."""
+    """Bring everything back that these holders sent away, views over one storage again.
+
+    What was written to meanwhile stays away: it may have been written while it was copied, and whoever asks for it is
+    told so (`Holder.check`).
+    """
     loaded: dict[AnyHome, Storage] = {}
     for holder in holders:
-        if holder.home is not None and holder.value is None:
+        if holder.home is not None and holder.value is None and not holder.written:
             home = holder.home.home
             if home not in loaded:
                 loaded[home] = home.load()
