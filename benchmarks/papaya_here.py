@@ -11,8 +11,9 @@ a prime number, of which the bytes of whatever grows with the batch are a multip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final, final
 
 from benchmarks.record import (
@@ -71,6 +72,8 @@ class Size:
     batches: Sequence[int] = ()
     """Empty to let the campaign choose."""
     steps: int = STEPS
+    rounds: int = 5
+    """Trials of every method at its largest batch, once that is known."""
     longest: Seconds = SECONDS / (STEPS + AROUND)
 
 
@@ -84,7 +87,7 @@ class Tried:
     at_peak: Trial | None
     """Of a prime batch, for what is there without one; None if nothing was fitted."""
     there: Trial | None
-    """At the batch that was predicted to be the largest; None if there is none."""
+    """At the batch that was predicted to be the largest, of the median time; None if there is none."""
     fastest: float | None
     """Samples per second of its fastest trial, at whatever size; None if none ran."""
     left_out: int
@@ -134,16 +137,43 @@ def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
             tell(f"{network.workload}, {trial.method} at {trial.size}: {trial.seconds} s, {trial.peak} bytes")
         for method, fault in campaign.faults.items():
             tell(f"{network.workload}, {method}: {fault}")
-        return [_tried(network, campaign, row) for row in advise(campaign.experiment(), network.limit)]
+        rows = advise(campaign.experiment(), network.limit)
+        largest = [
+            (row.method, row.predicted.size) for row in rows if row.fitted is not None and row.predicted is not None
+        ]
+        _in_turn(campaign, dict.fromkeys((*largest, *_fastest(campaign))), size.rounds, tell)
+        there = {method: campaign.trials[method][batch] for method, batch in largest}
+        return [_tried(network, campaign, row, there.get(row.method)) for row in rows]
 
 
-def _tried(network: Network, campaign: Campaign, advice: Advice) -> Tried:
-    samples = campaign.samples(advice.method)
-    at_peak, there = None, None
-    if advice.fitted is not None and advice.predicted is not None:
+def _fastest(campaign: Campaign) -> list[tuple[str, int]]:
+    """The trial of the highest throughput, of whatever method."""
+    ran = [(method, size, one) for method, of in campaign.trials.items() for size, one in of.items() if one.seconds]
+    best = max(ran, key=lambda found: found[1] / _seconds(found[2]), default=None)
+    return [] if best is None else [best[:2]]
+
+
+def _in_turn(campaign: Campaign, pairs: Iterable[tuple[str, int]], rounds: int, tell: Tell) -> None:
+    """Measure methods at batch sizes again, all of them once in each round: their trials become those of the median
+    time."""
+    found: dict[tuple[str, int], list[Trial]] = {pair: [] for pair in pairs}
+    for number in range(rounds):
+        for (method, size), trials in found.items():
+            trials.append(campaign.measure(method, size, again=True))
+            tell(f"round {number + 1} of {rounds}, {method} at {size}: {trials[-1].seconds} s")
+    for (method, size), trials in found.items():
+        campaign.trials[method][size] = sorted(trials, key=_seconds)[len(trials) // 2]
+
+
+def _seconds(trial: Trial) -> Seconds:
+    return inf if trial.seconds is None else trial.seconds
+
+
+def _tried(network: Network, campaign: Campaign, advice: Advice, there: Trial | None) -> Tried:
+    samples, at_peak = campaign.samples(advice.method), None
+    if there is not None:
         prime = prime_between(min(samples.peaks), max(samples.peaks))
         at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
-        there = campaign.measure(advice.method, advice.predicted.size)
     fastest = campaign.samples(advice.method).fastest  # with the trials that came now
     return Tried(
         network=network, advice=advice, at_peak=at_peak, there=there, fastest=None if fastest is None else fastest[1],
@@ -226,8 +256,9 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
-    "ran once more at the largest batch that fits by its line: that is what stands under measured. The limit is "
-    "emulated: a step whose peak by account is above it counts as out of memory.",
+    "ran at the largest batch that fits by its line, five times, in turn with the other methods and the fastest of all "
+    "trials: the median stands under measured. The limit is emulated: a step whose peak by account is above it "
+    "counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well, and their peak is "
@@ -241,6 +272,6 @@ BENCHMARK: Final = Benchmark(
     full=Size(),
     quick=Size(
         networks=(Network(workload="resnet", limit=100 * MB, options={"width": 4, "blocks": [1, 1, 1, 1]}),),
-        methods=("plain", "checkpoint"), batches=(5, 7, 9), steps=1,
+        methods=("plain", "checkpoint"), batches=(5, 7, 9), steps=1, rounds=1,
     ),
 )  # fmt: skip

@@ -128,7 +128,7 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     (row,) = advise(campaign.experiment(), 100)
     there = Trial(method="plain", size=10, peak=100, seconds=10.0)
     campaign.trials["plain"][10] = there
-    tried = papaya_here._tried(network, campaign, row)
+    tried = papaya_here._tried(network, campaign, row, there)
     assert (tried.throughput, tried.fastest) == (1, 4)
     assert papaya_here.behind([tried], [tried.throughput]) == 0
     assert papaya_here.behind([tried], [tried.fastest]) == pytest.approx(0.75)
@@ -136,6 +136,25 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     assert checks["best one at its largest batch"].met
     assert not checks["fastest trial of any method at any batch"].met
     assert tried.left_out == len(campaign.samples("plain").off_line) > 0
+
+
+def test_trials_at_the_largest_batch_take_turns_and_the_median_counts() -> None:
+    asked: list[tuple[str, int]] = []
+    seconds = iter([5.0, 1.0, 3.0, 2.0, 4.0, 9.0])
+
+    class Uneven(AbstractBench):
+        name, hardware = "uneven", "paper"
+
+        def measure(self, method: str, size: int) -> Trial:
+            asked.append((method, size))
+            return Trial(method=method, size=size, peak=size, seconds=next(seconds))
+
+    campaign = Campaign(Uneven(), ["plain", "swap"], 100, batches=[1])
+    pairs = [("plain", 8), ("swap", 9)]
+    papaya_here._in_turn(campaign, pairs, 3, lambda text: None)
+    assert asked == pairs * 3
+    assert (campaign.trials["plain"][8].seconds, campaign.trials["swap"][9].seconds) == (4.0, 2.0)
+    assert papaya_here._fastest(campaign) == [("swap", 9)]
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])

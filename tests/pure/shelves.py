@@ -39,8 +39,13 @@ class Shelves:
     """The ones that were moved, in the order in which they left; `due` has them the other way round."""
     arriving: int = 0
     in_backward: bool = False
+    after_backward: bool = False
     exposed: float = 1.0
     overlaps: bool = True
+
+    @property
+    def turned(self) -> bool:
+        return self.in_backward or self.after_backward
 
     def candidates(self) -> Iterator[Shelf]:
         return iter(self.storages)

@@ -236,11 +236,12 @@ def test_the_seconds_of_a_reload_are_those_of_the_link_if_it_is_told() -> None:
 FIRST, SECOND, THIRD = (Shelf(number=number, nbytes=100) for number in (11, 12, 13))
 
 
-def test_the_prefetcher_follows_the_order_of_use_in_the_backward_and_keeps_to_its_number() -> None:
+def test_the_prefetcher_follows_the_order_of_use_from_the_backward_on_and_keeps_to_its_number() -> None:
     away = (FIRST, SECOND, THIRD)
     assert foreseen(Delta(), resident=100, away=away, in_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
     assert foreseen(Delta(), resident=100, away=away, in_backward=True, arriving=1) == [Fetch(THIRD)]
     assert foreseen(Delta(), resident=100, away=away, in_backward=True, arriving=2) == []
+    assert foreseen(Delta(), resident=100, away=away, after_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
     assert foreseen(Delta(), resident=100, away=away) == [], "in the forward nothing is wanted back soon"
 
 

@@ -61,7 +61,7 @@ class Controller:
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
-        "machine", "peak", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
+        "machine", "peak", "planned", "policy", "recipes", "resident", "tier_full", "turned", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -71,14 +71,12 @@ class Controller:
         self.chain_cap = chain_cap
         self.resident: Bytes = 0
         self.peak: Bytes = 0
-        self.clock = 0
-        self.first_op = 0
+        self.clock = self.first_op = self.away = 0
         self.created: Bytes = 0
         self.counters = Counters()
         self.lock = threading.RLock()
         self.dropped: dict[Value, None] = {}
         self.planned: dict[Value, PlannedReturn] = {}
-        self.away = 0
         self.recipes: list[Recipe] = []
         self.young: list[Storage] = []
         self.events: list[tuple[int, Storage, Change]] | None = None
@@ -88,7 +86,7 @@ class Controller:
         self._next_number = 0
         self._next_temporary = FIRST_TEMPORARY
         self._drops_allowed = True
-        self.in_backward = False
+        self.in_backward = self.turned = False
         self.copies = Copies(self)
         self.view = View(self)
 
@@ -255,6 +253,12 @@ class Controller:
         self.machine.settle()
         if self.resident + needed > self.allowed:
             raise refusal(self, needed, name)
+
+    def foresee(self, *, in_backward: bool) -> None:
+        """Between two ops: let the policy begin copies."""
+        self.in_backward = in_backward
+        self.turned = self.turned or in_backward
+        self.copies.foresee()
 
     def grant(self, proposal: Proposal) -> bool:
         """Carry a proposal out, or refuse and count it (rule 9)."""
@@ -452,6 +456,7 @@ class Controller:
         self.counters = Counters()
         self.peak = self.resident
         self.first_op = self.clock
+        self.turned = False
         self.copies.begin_step(signature, self._next_number)
 
     def end_step(self) -> None:

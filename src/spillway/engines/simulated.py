@@ -325,8 +325,7 @@ class _Run:
             self._following.before_op()
         if self._look_ahead:
             self._look_ahead = False
-            controller.in_backward = call.op.phase is Phase.BACKWARD
-            controller.copies.foresee()
+            controller.foresee(in_backward=call.op.phase is Phase.BACKWARD)
         controller.clock = clock = controller.clock + 1
         used, written = self._named(call.reads), self._named(call.writes)
         for storage in (*used, *written):

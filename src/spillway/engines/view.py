@@ -157,6 +157,11 @@ class View:
         """Whether autograd runs a backward."""
         return self._controller.in_backward
 
+    @property
+    def turned(self) -> bool:
+        """Whether a backward has begun in this step."""
+        return self._controller.turned
+
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive and that are present now."""
         found = self._ancestry(storage)

@@ -170,6 +170,10 @@ class MemoryView(Protocol):
     def in_backward(self) -> bool:
         """Whether autograd runs a backward."""
 
+    @property
+    def turned(self) -> bool:
+        """Whether one has begun in this step: what moved is wanted back from here on."""
+
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive."""
 

@@ -87,7 +87,8 @@ class Delta(AbstractPolicy):
     - `looks_after`: ops between two looks for what to copy out ahead, because each takes time; the paper looks whenever
       a tensor is used (algorithm 1).
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
-      in the backward. The paper's queue is first in, first out (algorithm 4): the order of the forward.
+      from the backward to the end of the step. The paper's queue is first in, first out (algorithm 4): the order of
+      the forward.
     - `enough`: share of the budget up to which the Prefetcher finds "memory enough"; in the paper the early mark.
     - `only_beside`: nothing starts early where copies have neither a processor nor a link of their own; in the paper
       they always have.
@@ -325,7 +326,7 @@ class Delta(AbstractPolicy):
     def _looks_in(self, view: MemoryView) -> bool:
         return (
             view.arriving < self.most_copies_in
-            and (view.in_backward or not self.in_order_of_use)
+            and (view.turned or not self.in_order_of_use)
             and view.resident < self.enough * view.allowed
             and view.anything_moved
         )

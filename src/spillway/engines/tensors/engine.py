@@ -123,7 +123,7 @@ class TensorEngine:
     def learn_op(self, func: Any) -> OpInfo:
         """Read the op's schema, once."""
         info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
-        info.fast = info.fast and not self.lazy_bits
+        info.fast, info.normalises = (suits and not self.lazy_bits for suits in (info.fast, info.normalises))
         self.place.learn_op(info)
         return info
 
@@ -134,7 +134,7 @@ class TensorEngine:
             return
         self.lazy_bits = True
         for info in self.infos.values():
-            info.fast = False
+            info.fast = info.normalises = False
         self._dispatch.start_anew()
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
@@ -192,7 +192,7 @@ class TensorEngine:
             for storage in seen.writes:
                 self.machine.wait_for_readers(storage)
         if info.fresh or info.resizes:
-            bound = info.bound(seen.args) if info.bound is not None and seen.args else None
+            bound = info.bound(seen.args) if info.bound is not None and info.fast and seen.args else None
             needed = bound or 0
             if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
@@ -218,8 +218,7 @@ class TensorEngine:
         controller = self.controller
         if self.in_step:
             with controller.lock, torch._C._DisableTorchDispatch():
-                controller.in_backward = torch._C._current_graph_task_id() >= 0
-                controller.copies.foresee()
+                controller.foresee(in_backward=torch._C._current_graph_task_id() >= 0)
 
     def _restore_what_sizes_read(self, seen: Seen) -> None:
         if seen.info.name in READS_CONTENT:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import LARGE, Recipe, Value
+from spillway.engines.records import LARGE, Recipe, Storage, Value
 from spillway.engines.tensors.bindings import quickest_call
-from spillway.engines.tensors.calls import OPERAND, Call, random_state, surroundings_with
+from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state, surroundings_with
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
@@ -43,9 +43,11 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """The cheapest function that does all there is to do for the op."""
     if info.view:
         return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
+    recorded = bool(engine.controller.policy.uses_recipes and info.exactness)
+    if info.normalises and recorded:
+        return _normalising(info, engine, usual)
     if info.fast and not info.resizes:
         if info.fresh and not info.writes:
-            recorded = engine.controller.policy.uses_recipes and info.exactness
             return (_creating_with_recipe if recorded else _creating)(info, engine, usual)
         if not info.fresh and info.writes in ((), (0,)):
             return _writing(info, engine, usual)
@@ -191,6 +193,72 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     return handle
 
 
+def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+    """For ops that create storages and write running statistics, which a replay does without."""
+    controller, table, interrupts, overwrite = (
+        engine.controller,
+        engine.table,
+        engine.interrupts,
+        engine.controller.overwrite,
+    )
+    call, _ = engine.place.calls(info)
+    bound, expect, now, finish = (
+        info.bound,
+        engine.creations.expect,
+        engine.place.now,
+        _registering_several(info, engine),
+    )
+    plain, harmless, odd, statistics = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.scratch
+    surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if interrupts:
+            engine.raise_interrupt()
+        clock = controller.clock + 1
+        reads: list[Value] = []
+        recorded: list[Operand] = []
+        scratch: list[Operand] = []
+        written: list[Storage] = []
+        for place, given in enumerate(args):
+            if type(given) in plain:
+                try:
+                    storage = table[_address(given)]
+                    geometry = given.shape, given.stride(), given.storage_offset(), given.dtype
+                except (KeyError, RuntimeError):
+                    return usual(info, args, kwargs)
+                storage.touched = clock
+                value: Any = storage.value
+                if value.absent or geometry[3] in odd or (value.dependents and place in statistics):
+                    return usual(info, args, kwargs)
+                operand = place, same(geometry, geometry)
+                if place in statistics:
+                    written.append(storage)
+                    scratch.append(operand)
+                else:
+                    value.recorded = True
+                    reads.append(value)
+                    recorded.append(operand)
+            elif type(given) not in harmless:
+                return usual(info, args, kwargs)
+        needed = bound(args) if bound is not None and info.trains(args) and not kwargs else None
+        if needed is None or controller.resident + needed > controller.allowed:
+            return usual(info, args, kwargs)
+        if needed >= LARGE:
+            expect(needed)
+        controller.clock = clock
+        holes = [None if type(given) in plain else given for given in args]
+        payload = Call(info.func, holes, None, recorded, surroundings.now(), (), scratch)
+        began = now()
+        try:
+            out = call(*args)
+        finally:
+            for storage in written:
+                overwrite(storage, None)  # in an error whatever it wrote until then
+        return finish(out, clock, reads, payload, now() - began)
+
+    return handle
+
+
 def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create nothing, and write their first argument or nothing at all.
 
@@ -300,7 +368,7 @@ def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., An
     register, remember = engine.register_new, engine.controller.remember
     name, exactness, operator = info.name, info.exactness, info.func
 
-    def finish(out: Any, clock: int, reads: list[Value], payload: list[Any] | None, seconds: float) -> Any:
+    def finish(out: Any, clock: int, reads: list[Value], payload: list[Any] | Call | None, seconds: float) -> Any:
         created: list[Value] = []
         positions: list[int] = []
         nbytes = 0
@@ -311,7 +379,10 @@ def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., An
                 positions.append(position)
                 nbytes += storage.nbytes
         if created and payload is not None:
-            payload[0] = (operator, tuple(positions))
+            if isinstance(payload, Call):
+                payload = payload._replace(outputs=tuple(positions))
+            else:
+                payload[0] = (operator, tuple(positions))
             remember(_recipe((clock, name, reads, payload, seconds, exactness, created, (), nbytes)))
         return out
 

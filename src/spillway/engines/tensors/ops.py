@@ -5,14 +5,14 @@ Everything is read off the op's schema once; what schemas do not say stands in t
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
 
 from spillway.engines.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
+from spillway.engines.tensors.bounds import bound_of
 
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -74,83 +74,6 @@ UNMARKED_WRITES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Arguments that an op writes although its schema does not say so."""
 
-Bound = Callable[[Sequence[Any]], int | None]
-
-
-def _like_first(args: Sequence[Any]) -> int | None:
-    nbytes: int = args[0].numel() * 16 + 256
-    return nbytes
-
-
-def _layer_norm_backward(args: Sequence[Any]) -> int | None:
-    nbytes: int = args[0].numel() * 16 + math.prod(args[2]) * 32 + 768
-    return nbytes
-
-
-def _like_pair(args: Sequence[Any]) -> int | None:
-    first, second = args[0], args[1]
-    if type(second) not in _NUMBERS and second.shape != first.shape:
-        return None
-    nbytes: int = first.numel() * 16 + 256
-    return nbytes
-
-
-def _matrix_product(args: Sequence[Any]) -> int | None:
-    left, right = args[-2], args[-1]
-    try:
-        (rows, _), (_, columns) = left.shape, right.shape
-    except (AttributeError, ValueError):  # the last argument is a dtype; or torch is about to refuse the call
-        return None
-    nbytes: int = rows * columns * left.element_size() + 256
-    return nbytes
-
-
-def _batched_product(args: Sequence[Any]) -> int | None:
-    left, right = args[-2], args[-1]
-    try:
-        (batch, rows, _), (_, _, columns) = left.shape, right.shape
-    except (AttributeError, ValueError):
-        return None
-    nbytes: int = batch * rows * columns * left.element_size() + 256
-    return nbytes
-
-
-def _given_shape(args: Sequence[Any]) -> int | None:
-    nbytes: int = math.prod(args[1]) * 16 + 256
-    return nbytes
-
-
-def _nothing(args: Sequence[Any]) -> int | None:
-    return 0
-
-
-_NUMBERS = (int, float, bool, complex)
-_LIKE_FIRST = (
-    "_to_copy", "clone", "relu", "gelu", "tanh", "sigmoid", "silu", "exp", "log", "neg", "abs", "sqrt",
-    "rsqrt", "reciprocal", "sin", "cos", "erf", "bernoulli", "empty_like", "zeros_like", "ones_like",
-    "full_like", "rand_like", "randn_like", "_softmax", "_log_softmax", "sum", "mean", "native_layer_norm",
-    "gelu_backward", "threshold_backward", "tanh_backward", "sigmoid_backward", "silu_backward",
-    "_softmax_backward_data", "_log_softmax_backward_data", "native_dropout", "native_dropout_backward",
-    "logical_not", "isnan", "hardtanh", "leaky_relu", "_safe_softmax",
-)  # fmt: skip
-_LIKE_PAIR = (
-    "add", "sub", "mul", "div", "eq", "ne", "lt", "le", "gt", "ge", "maximum", "minimum",
-)  # fmt: skip
-
-BOUNDS: Final[Mapping[str, Bound]] = MappingProxyType(
-    {f"aten::{name}": _like_first for name in _LIKE_FIRST}
-    | {f"aten::{name}": _like_pair for name in _LIKE_PAIR}
-    | {f"aten::{name}": _matrix_product for name in ("mm", "addmm")}
-    | {f"aten::{name}": _batched_product for name in ("bmm", "baddbmm")}
-    | {"aten::native_layer_norm_backward": _layer_norm_backward, "aten::select_backward": _given_shape}
-)
-"""Cheap upper bounds in bytes of what an op creates, from its arguments; None where the arguments are not of the usual
-kind. An op without one is asked for its exact size (`Sizes`)."""
-
-_EXACT_BOUNDS: Final = frozenset({_matrix_product, _batched_product, _nothing})
-_SAFETY: Final = 4
-"""How many times the likely size the other bounds are: they allow for 16 bytes an element."""
-
 ODD_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (
@@ -188,6 +111,7 @@ class OpInfo:
         "fresh",
         "func",
         "name",
+        "normalises",
         "places",
         "resizes",
         "safety",
@@ -240,20 +164,23 @@ class OpInfo:
         positional = not any(
             argument.kwarg_only and kind is not None for argument, kind in zip(schema.arguments, kinds, strict=True)
         )
-        self.fast = (
+        usual = (
             positional
             and "list" not in kinds
             and all(kind in ("tensor", None) for kind in returns)
-            and not (self.scratch or self.composite or self.exactness == NEVER)
+            and not (self.composite or self.exactness == NEVER)
             and (not self.seeded or (self.writes == (0,) and not self.fresh))
             and self.name not in LAZY_BITS
             and all(place in self.tensors for place in self.writes)
         )
+        self.fast = usual and not self.scratch
         """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its
         own."""
-        self.bound: Bound | None = BOUNDS.get(self.name) if self.fresh or self.resizes else _nothing
-        self.safety = 1 if self.bound in _EXACT_BOUNDS else _SAFETY
-        """How many times the likely size the bound is."""
+        self.normalises = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
+        """Whether it would if it wrote no running statistics."""
+        self.bound, self.safety = bound_of(self.name, creates=self.fresh or self.resizes)
+        """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
+        is."""
 
     def _is_view(self, schema: Any) -> bool:
         """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""

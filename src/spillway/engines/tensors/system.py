@@ -60,6 +60,7 @@ class ResidentSet:
             self._statm = -1
 
 
+_NO_LIMIT: Bytes = 1 << 62
 _LEAST: Bytes = 2 << 20
 _MOST: Bytes = 4 << 20
 """Bytes created between two looks at the resident set: few near its limit, more below (it also grows by what is small
@@ -78,8 +79,9 @@ class Reclaimer:
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
         self._headroom: Bytes = 0
-        self.limit: Bytes = 1 << 62
-        """Resident bytes from which freed memory is returned; without a limit the allocator keeps it."""
+        self.limit: Bytes = _NO_LIMIT
+        """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nobody
+        looks."""
 
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created. They count when they are: what was expected need not come."""
@@ -94,6 +96,8 @@ class Reclaimer:
 
     def settle(self, coming: Bytes = 0) -> None:
         """Look, and return what was freed if what is about to be created would not fit beside it."""
+        if self.limit >= _NO_LIMIT:
+            return
         resident = self._resident_set.read()
         if resident + coming > self.limit:
             self._resident_set.trim()

@@ -23,7 +23,7 @@ import numpy.ctypeslib  # not when it is first used, which may be when no file c
 
 from spillway.engines.lanes import Transfer, TransferLog
 from spillway.engines.tiers.forks import ForkedReaders
-from spillway.engines.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages
+from spillway.engines.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages, memory_at
 from spillway.errors import SpillBusyError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.ir import Lane
 from spillway.units import Bytes, Seconds, format_bytes
@@ -403,9 +403,10 @@ def checksum(address: int, nbytes: Bytes) -> int:
     summed = rows * 8 * _COLUMNS
     if summed > nbytes:
         rows = summed = 0
-    words = np.ctypeslib.as_array((ctypes.c_uint64 * (rows * _COLUMNS)).from_address(address))
-    digest = hashlib.blake2b(np.add.reduce(words.reshape(rows, _COLUMNS), axis=0).data, digest_size=8)
-    digest.update(ctypes.string_at(address + summed, nbytes - summed))
+    content = memory_at(address, nbytes)
+    words = np.frombuffer(content[:summed], np.uint64).reshape(rows, _COLUMNS)
+    digest = hashlib.blake2b(np.add.reduce(words, axis=0).data, digest_size=8)
+    digest.update(content[summed:])
     return int.from_bytes(digest.digest(), "little") ^ nbytes
 
 

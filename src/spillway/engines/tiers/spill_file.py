@@ -62,11 +62,11 @@ class SpillFile:
     def write(self, offset: Bytes, address: int, nbytes: Bytes) -> None:
         """Copy bytes into the file, up to the end of their last page with whatever if they go past the cache."""
         if self.io == "buffered":
-            _write_all(self.descriptor, offset, _memory(address, nbytes))
+            _write_all(self.descriptor, offset, memory_at(address, nbytes))
             return
         done = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
         if done:
-            _write_all(self._direct, offset, _memory(address, done))
+            _write_all(self._direct, offset, memory_at(address, done))
         for begin in range(done, nbytes, _PIECE):
             length = min(_PIECE, nbytes - begin)
             buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
@@ -80,11 +80,11 @@ class SpillFile:
             SpillCorruptedError: It ends before them.
         """
         if self.io == "buffered":
-            _read_all(self.descriptor, offset, _memory(address, nbytes), nbytes)
+            _read_all(self.descriptor, offset, memory_at(address, nbytes), nbytes)
             return
         done = nbytes // PAGE * PAGE if address % PAGE == 0 else 0
         if done:
-            _read_all(self._direct, offset, _memory(address, done), done)
+            _read_all(self._direct, offset, memory_at(address, done), done)
         for begin in range(done, nbytes, _PIECE):
             length = min(_PIECE, nbytes - begin)
             buffer, whole = self._buffer(), -(-length // PAGE) * PAGE
@@ -142,13 +142,19 @@ class SpillFile:
         return self._own.buffer  # type: ignore[no-any-return]
 
 
+_Anything: Final = ctypes.c_char * (1 << 46)
+"""From an address on. ctypes makes a class for every length, which takes longer than to copy a page, and which only the
+garbage collector can free: this is the only one."""
+
+
 def forget_pages(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: Bytes) -> None:
     """Private copies of these pages are given up: what is read there comes from the file again."""
     _system.madvise(ctypes.addressof(window) + start, nbytes, mmap.MADV_DONTNEED)
 
 
-def _memory(address: int, nbytes: Bytes) -> memoryview:
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+def memory_at(address: int, nbytes: Bytes) -> memoryview:
+    """Bytes at an address, for as long as whoever owns them keeps them there."""
+    return memoryview(_Anything.from_address(address)).cast("B")[:nbytes]
 
 
 def _address(buffer: mmap.mmap) -> int:

@@ -1,0 +1,111 @@
+"""Cheap bounds are close where they are meant to be; that none is too low is the op audit's to show."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from spillway.engines.tensors.bounds import bound_of
+from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.ops import OpInfo
+
+aten = torch.ops.aten
+CLOSE = 1024
+"""Bytes by which a bound may be too high."""
+
+
+def some(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape)
+
+
+IMAGES = some(4, 6, 33, 20)
+ROWS = some(32, 7, 64)
+POOLED = torch.max_pool2d(IMAGES, 2)
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "relu": (aten.relu.default, (ROWS,)),
+    "relu of half precision": (aten.relu.default, (ROWS.bfloat16(),)),
+    "gelu_backward": (aten.gelu_backward.default, (ROWS, ROWS)),
+    "threshold_backward": (aten.threshold_backward.default, (ROWS, ROWS, 0)),
+    "softmax": (aten._softmax.default, (ROWS, -1, False)),
+    "softmax backward": (aten._softmax_backward_data.default, (ROWS, ROWS, -1, torch.float32)),
+    "dropout": (aten.native_dropout.default, (ROWS, 0.5, True)),
+    "add": (aten.add.Tensor, (ROWS, ROWS)),
+    "a number": (aten.mul.Tensor, (ROWS, 2.0)),
+    "broadcast": (aten.add.Tensor, (some(32, 1, 64), some(7, 1))),
+    "compared": (aten.gt.Scalar, (ROWS, 0)),
+    "filled": (aten.masked_fill.Scalar, (ROWS, some(7, 64) > 0, 1.0)),
+    "sum of rows": (aten.sum.dim_IntList, (ROWS, [0, 1])),
+    "sum of all": (aten.sum.default, (ROWS,)),
+    "mean": (aten.mean.dim, (IMAGES, [-1, -2], True)),
+    "layer norm": (aten.native_layer_norm.default, (ROWS, [64], None, None, 1e-5)),
+    "batch norm": (aten.native_batch_norm.default, (IMAGES, None, None, None, None, True, 0.1, 1e-5)),
+    "group norm": (aten.native_group_norm.default, (IMAGES, None, None, 4, 6, 660, 3, 1e-5)),
+    "product": (aten.mm.default, (some(100, 30), some(30, 200))),
+    "convolution": (aten.convolution.default, (IMAGES, some(8, 3, 5, 3), None, [2, 1], [1], [1, 2], False, [0], 2)),
+    "transposed": (aten.convolution.default, (IMAGES, some(6, 4, 3, 3), None, [2], [1], [1], True, [1, 0], 2)),
+    "signal": (aten.convolution.default, (some(4, 6, 100), some(8, 6, 5), some(8), [1], [0], [1], False, [0], 1)),
+    "pooled backward": (
+        aten.max_pool2d_with_indices_backward.default,
+        (POOLED, IMAGES, [2, 2], [2, 2], [0, 0], [1, 1], False, aten.max_pool2d_with_indices(IMAGES, [2, 2])[1]),
+    ),
+    "upsampled": (aten.upsample_nearest2d.default, (IMAGES, [66, 40])),
+    "embedding": (aten.embedding.default, (some(100, 64), torch.arange(90).view(9, 10))),
+    "embedding backward": (
+        aten.embedding_dense_backward.default,
+        (some(9, 10, 64), torch.arange(90).view(9, 10), 100, -1, False),
+    ),
+    "slice backward": (aten.slice_backward.default, (some(4, 7), [32, 7], 0, 0, 4, 1)),
+}
+ODD: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "whole numbers": (aten.exp.default, (torch.arange(1000, dtype=torch.int8),)),
+    "two dtypes": (aten.add.Tensor, (ROWS, ROWS.double())),
+    "pooled": (aten.max_pool2d_with_indices.default, (IMAGES, [3, 2], [2], [1, 0], [1], True)),
+    "an empty dimension": (aten.sum.dim_IntList, (some(0, 1000), [0])),
+    "new": (aten.zeros.default, ([30, 40],)),
+    "no dimension": (aten.sum.dim_IntList, (ROWS, [])),
+}
+
+
+def created(func: Any, args: tuple[Any, ...]) -> int:
+    given = {a.untyped_storage()._cdata for a in args if isinstance(a, torch.Tensor)}
+    storages = [tensor.untyped_storage() for tensor in tensors_of(func(*args))]
+    return sum(storage.nbytes() for storage in storages if storage._cdata not in given)
+
+
+def bound(func: Any, args: tuple[Any, ...]) -> int:
+    found = OpInfo(func).bound
+    assert found is not None
+    nbytes = found(args)
+    assert nbytes is not None
+    return nbytes
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_bound_is_close(call: tuple[Any, tuple[Any, ...]]) -> None:
+    made = created(*call)
+    assert made <= bound(*call) <= made + CLOSE
+
+
+@pytest.mark.parametrize("call", ODD.values(), ids=ODD)
+def test_a_bound_is_high_enough_for_what_is_unusual(call: tuple[Any, tuple[Any, ...]]) -> None:
+    assert created(*call) <= bound(*call)
+
+
+def test_a_call_of_an_unusual_kind_has_no_bound_and_raises_nothing() -> None:
+    convolution, _ = bound_of("aten::convolution", creates=True)
+    pair, _ = bound_of("aten::add", creates=True)
+    upsampled, _ = bound_of("aten::upsample_nearest2d", creates=True)
+    assert convolution is not None
+    assert pair is not None
+    assert upsampled is not None
+    assert convolution((IMAGES, some(8, 6, 3, 3))) is None
+    assert convolution((IMAGES, some(8, 6), None, [1], [0], [1], False, [0], 1)) is None
+    assert pair((ROWS, None)) is None
+    assert upsampled((IMAGES, None, [2.0, 2.0])) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor([some(2, 3), some(4, 3)])
+    assert pair((nested, nested)) is None
