@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.holders import Holder
+from spillway.engines.blocks.stores import Home
 from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
-from spillway.errors import SpillError, SpillFullError
+from spillway.errors import SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.actions import Action
-from tests.cpu.block_cases import Chain
+from tests.cpu.block_cases import Chain, Functional
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
 
 MOVING = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED]
@@ -225,3 +228,29 @@ def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkey
     assert end == "closes half-way" or used(engine) == []
     engine.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_bytes_that_were_written_while_they_were_copied_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Tensor] = []
+
+    def function(block: Functional, x: Tensor) -> Tensor:
+        inner = block.one(x).exp()
+        saved.append(inner)
+        return block.two(inner).tanh()  # its result comes back first, with all that the block sent away
+
+    model, engine = engine_of(function, Action.OFFLOAD)
+    loss = model(batch()).sum()
+    engine.settle()
+    with torch.no_grad():
+        saved[-1].mul_(2)
+    load, torn = Home.load, [h.home.home for h in gc.get_objects() if type(h) is Holder and h.written and h.home]
+
+    def load_of_torn(home: Home) -> torch.UntypedStorage:
+        if home in torn:
+            raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
+        return load(home)
+
+    monkeypatch.setattr(Home, "load", load_of_torn)
+    assert torn
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -195,19 +195,9 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
 
 def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write running statistics, which a replay does without."""
-    controller, table, interrupts, overwrite = (
-        engine.controller,
-        engine.table,
-        engine.interrupts,
-        engine.controller.overwrite,
-    )
-    call, _ = engine.place.calls(info)
-    bound, expect, now, finish = (
-        info.bound,
-        engine.creations.expect,
-        engine.place.now,
-        _registering_several(info, engine),
-    )
+    controller, table, interrupts = engine.controller, engine.table, engine.interrupts
+    call, bound, finish = engine.place.calls(info)[0], info.bound, _registering_several(info, engine)
+    overwrite, expect, now = controller.overwrite, engine.creations.expect, engine.place.now
     plain, harmless, odd, statistics = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.scratch
     surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
 
@@ -217,8 +207,7 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         clock = controller.clock + 1
         reads: list[Value] = []
         recorded: list[Operand] = []
-        scratch: list[Operand] = []
-        written: list[Storage] = []
+        written: list[tuple[Storage, Operand]] = []
         for place, given in enumerate(args):
             if type(given) in plain:
                 try:
@@ -230,14 +219,12 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
                 value: Any = storage.value
                 if value.absent or geometry[3] in odd or (value.dependents and place in statistics):
                     return usual(info, args, kwargs)
-                operand = place, same(geometry, geometry)
                 if place in statistics:
-                    written.append(storage)
-                    scratch.append(operand)
+                    written.append((storage, (place, same(geometry, geometry))))
                 else:
                     value.recorded = True
                     reads.append(value)
-                    recorded.append(operand)
+                    recorded.append((place, same(geometry, geometry)))
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
         needed = bound(args) if bound is not None and info.trains(args) and not kwargs else None
@@ -247,12 +234,13 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             expect(needed)
         controller.clock = clock
         holes = [None if type(given) in plain else given for given in args]
+        scratch = [operand for _, operand in written]
         payload = Call(info.func, holes, None, recorded, surroundings.now(), (), scratch)
         began = now()
         try:
             out = call(*args)
         finally:
-            for storage in written:
+            for storage, _ in written:
                 overwrite(storage, None)  # in an error whatever it wrote until then
         return finish(out, clock, reads, payload, now() - began)
 
