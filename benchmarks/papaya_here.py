@@ -11,7 +11,7 @@ a prime number, of which the bytes of whatever grows with the batch are a multip
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, final
@@ -138,24 +138,52 @@ def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
         for method, fault in campaign.faults.items():
             tell(f"{network.workload}, {method}: {fault}")
         rows = advise(campaign.experiment(), network.limit)
-        largest = [
-            (row.method, row.predicted.size) for row in rows if row.fitted is not None and row.predicted is not None
-        ]
-        _in_turn(campaign, dict.fromkeys((*largest, *_fastest(campaign))), size.rounds, tell)
-        there = {method: campaign.trials[method][batch] for method, batch in largest}
-        return [_tried(network, campaign, row, there.get(row.method)) for row in rows]
+        fits = [_fit(campaign, row) for row in rows]
+        _again(
+            campaign, [(fit.advice.method, fit.largest) for fit in fits if fit.largest is not None], size.rounds, tell
+        )
+        return [_tried(network, campaign, fit) for fit in fits]
 
 
-def _fastest(campaign: Campaign) -> list[tuple[str, int]]:
-    """The trial of the highest throughput, of whatever method."""
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What is known of a method before it runs at its largest batch."""
+
+    advice: Advice
+    largest: int | None
+    """None if nothing was fitted, or nothing fits."""
+    at_peak: Trial | None
+    left_out: int
+
+
+def _fit(campaign: Campaign, advice: Advice) -> Fit:
+    samples, at_peak, largest = campaign.samples(advice.method), None, None
+    if advice.fitted is not None and advice.predicted is not None:
+        largest, prime = advice.predicted.size, prime_between(min(samples.peaks), max(samples.peaks))
+        at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
+    return Fit(advice=advice, largest=largest, at_peak=at_peak, left_out=len(samples.off_line))
+
+
+def _again(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
+    """Measure methods at batch sizes again, in turn, and what is then the fastest of all trials, until that has been
+    measured again."""
+    done = set(pairs)
+    _in_turn(campaign, pairs, rounds, tell)
+    while (fastest := _fastest(campaign)) is not None and fastest not in done:
+        _in_turn(campaign, [fastest], rounds, tell)
+        done.add(fastest)
+
+
+def _fastest(campaign: Campaign) -> tuple[str, int] | None:
+    """Method and batch size of the trial with the highest throughput; None if nothing ran."""
     ran = [(method, size, one) for method, of in campaign.trials.items() for size, one in of.items() if one.seconds]
     best = max(ran, key=lambda found: found[1] / _seconds(found[2]), default=None)
-    return [] if best is None else [best[:2]]
+    return None if best is None else best[:2]
 
 
-def _in_turn(campaign: Campaign, pairs: Iterable[tuple[str, int]], rounds: int, tell: Tell) -> None:
-    """Measure methods at batch sizes again, all of them once in each round: their trials become those of the median
-    time."""
+def _in_turn(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
+    """All pairs once in each round: their trials become those of the median time."""
     found: dict[tuple[str, int], list[Trial]] = {pair: [] for pair in pairs}
     for number in range(rounds):
         for (method, size), trials in found.items():
@@ -169,15 +197,12 @@ def _seconds(trial: Trial) -> Seconds:
     return inf if trial.seconds is None else trial.seconds
 
 
-def _tried(network: Network, campaign: Campaign, advice: Advice, there: Trial | None) -> Tried:
-    samples, at_peak = campaign.samples(advice.method), None
-    if there is not None:
-        prime = prime_between(min(samples.peaks), max(samples.peaks))
-        at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
-    fastest = campaign.samples(advice.method).fastest  # with the trials that came now
+def _tried(network: Network, campaign: Campaign, fit: Fit) -> Tried:
+    trials, fastest = campaign.trials[fit.advice.method], campaign.samples(fit.advice.method).fastest
     return Tried(
-        network=network, advice=advice, at_peak=at_peak, there=there, fastest=None if fastest is None else fastest[1],
-        left_out=len(samples.off_line),
+        network=network, advice=fit.advice, at_peak=fit.at_peak,
+        there=None if fit.largest is None else trials[fit.largest], fastest=None if fastest is None else fastest[1],
+        left_out=fit.left_out,
     )  # fmt: skip
 
 
@@ -256,9 +281,9 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
-    "ran at the largest batch that fits by its line, five times, in turn with the other methods and the fastest of all "
-    "trials: the median stands under measured. The limit is emulated: a step whose peak by account is above it "
-    "counts as out of memory.",
+    "ran at the largest batch that fits by its line, five times, in turn with the other methods, and so did the "
+    "fastest of all trials: the median stands under measured. The limit is emulated: a step whose peak by account is "
+    "above it counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well, and their peak is "

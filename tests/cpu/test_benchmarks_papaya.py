@@ -126,9 +126,9 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     list(campaign.run())
     network = papaya_here.Network(workload="bent", limit=100)
     (row,) = advise(campaign.experiment(), 100)
-    there = Trial(method="plain", size=10, peak=100, seconds=10.0)
-    campaign.trials["plain"][10] = there
-    tried = papaya_here._tried(network, campaign, row, there)
+    fit = papaya_here._fit(campaign, row)
+    campaign.trials["plain"][10] = Trial(method="plain", size=10, peak=100, seconds=10.0)
+    tried = papaya_here._tried(network, campaign, fit)
     assert (tried.throughput, tried.fastest) == (1, 4)
     assert papaya_here.behind([tried], [tried.throughput]) == 0
     assert papaya_here.behind([tried], [tried.fastest]) == pytest.approx(0.75)
@@ -154,7 +154,23 @@ def test_trials_at_the_largest_batch_take_turns_and_the_median_counts() -> None:
     papaya_here._in_turn(campaign, pairs, 3, lambda text: None)
     assert asked == pairs * 3
     assert (campaign.trials["plain"][8].seconds, campaign.trials["swap"][9].seconds) == (4.0, 2.0)
-    assert papaya_here._fastest(campaign) == [("swap", 9)]
+    assert papaya_here._fastest(campaign) == ("swap", 9)
+
+
+def test_the_fastest_trial_is_measured_again_until_it_was() -> None:
+    lucky = {1: [0.1, 1.0, 1.0, 1.0], 2: [0.5, 2.0, 2.0, 2.0], 4: [4.0] * 4}
+
+    class Lucky(AbstractBench):
+        name, hardware = "lucky", "paper"
+
+        def measure(self, method: str, size: int) -> Trial:
+            return Trial(method=method, size=size, peak=size, seconds=lucky[size].pop(0))
+
+    campaign = Campaign(Lucky(), ["plain"], 100, batches=[1])
+    for size in lucky:
+        campaign.measure("plain", size)
+    papaya_here._again(campaign, [("plain", 4)], 3, lambda text: None)
+    assert {size: trial.seconds for size, trial in campaign.trials["plain"].items()} == {1: 1.0, 2: 2.0, 4: 4.0}
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])

@@ -19,7 +19,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.units import Bytes
 
 _SLACK: Bytes = 64
-"""Per created tensor: meta functions forget the odd scalar (`total_weight` of a loss)."""
+"""Per created tensor of a formula or a loss: meta functions forget the odd scalar (`total_weight`)."""
 
 _PAGE: Bytes = 4096
 
@@ -236,7 +236,7 @@ def _evident(info: OpInfo, args: Sequence[Any]) -> Bytes | None:
         left, right = args[-2], args[-1]
         if not isinstance(right, torch.Tensor) or not (left.dim() and right.dim() and left.shape[-1]):
             return None
-        return int(left.numel() // left.shape[-1] * right.shape[-1] * left.element_size()) + _SLACK
+        return int(left.numel() // left.shape[-1] * right.shape[-1] * left.element_size())
     if info.name not in _LIKE_OPERANDS or not args[0].dtype.is_floating_point:
         return None
     first = args[0]
@@ -245,7 +245,7 @@ def _evident(info: OpInfo, args: Sequence[Any]) -> Bytes | None:
             return None
         if isinstance(other, complex) or (isinstance(other, torch.dtype) and other != first.dtype):
             return None
-    return int(first.numel() * first.element_size()) + _SLACK
+    return int(first.numel() * first.element_size())
 
 
 def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
@@ -272,13 +272,14 @@ def _meta_bytes(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> By
     operand_storages = [tensor.untyped_storage() for _, tensor, _ in operands(info, meta_args, meta_kwargs)]
     given = {storage._cdata: storage.nbytes() for storage in operand_storages}
     created: dict[int, Bytes] = {}
+    slack = _SLACK if "loss" in info.name else 0
     stack = [info.func(*meta_args, **meta_kwargs)]
     while stack:
         result = stack.pop()
         if isinstance(result, torch.Tensor):
             storage = result.untyped_storage()
             if storage._cdata not in given:
-                created[storage._cdata] = storage.nbytes() + _SLACK
+                created[storage._cdata] = storage.nbytes() + slack
         elif isinstance(result, list | tuple):
             stack.extend(result)
     grown = {storage._cdata: storage.nbytes() - given[storage._cdata] for storage in operand_storages}
