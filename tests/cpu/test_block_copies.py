@@ -19,7 +19,7 @@ from spillway.engines.blocks.holders import Holder
 from spillway.engines.blocks.stores import Home
 from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
-from spillway.errors import SpillCorruptedError, SpillError, SpillFullError
+from spillway.errors import RecomputeError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
@@ -230,13 +230,16 @@ def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bytes_that_were_written_while_they_were_copied_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("closes", [False, True])
+def test_bytes_that_were_written_while_they_were_copied_are_not_read(
+    closes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved: list[Tensor] = []
 
     def function(block: Functional, x: Tensor) -> Tensor:
         inner = block.one(x).exp()
         saved.append(inner)
-        return block.two(inner).tanh()  # its result comes back first, with all that the block sent away
+        return block.two(inner).sin().tanh()  # what the sine saved comes back first, with all that the block sent
 
     model, engine = engine_of(function, Action.OFFLOAD)
     loss = model(batch()).sum()
@@ -252,5 +255,32 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(monkeypatch
 
     monkeypatch.setattr(Home, "load", load_of_torn)
     assert torn
+    if closes:
+        engine.close()  # everything comes home
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = engine_of(sines, Action.RECOMPUTE_OFFLOADED, count=2)
+    gradients(model, model(batch()).sum())  # from now on arguments are known not to be written to, and not copied
+    hidden: list[Tensor] = []
+    model.blocks[1].register_forward_pre_hook(lambda _, args: hidden.append(args[0]))
+    loss = model(batch()).sum()
+    engine.settle()
+    with torch.no_grad():
+        hidden[0].mul_(2)
+    frames = [ref() for ref in engine._frames.values()]
+    moved = [one for frame in frames if frame for one in frame.arguments() if one.moved_on and not one.copied]
+    load, torn = Home.load, [one.away.home for one in moved if one.away]
+
+    def load_of_torn(home: Home) -> torch.UntypedStorage:
+        if home in torn:
+            raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
+        return load(home)
+
+    monkeypatch.setattr(Home, "load", load_of_torn)
+    assert torn
+    engine.close()
+    with pytest.raises(RecomputeError, match="was written to in place"):
         loss.backward()

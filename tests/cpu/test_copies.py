@@ -6,7 +6,7 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import spillway
 from spillway.engines.records import Storage
+from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.disk import DiskTier, Slot
-from spillway.methods import Copy, Drop, Fetch, Move, Proposal
+from spillway.methods import AbstractPolicy, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, copying_beside, is_moved, put_away
 from tests.pure.test_disk_tier import files_end_at
@@ -294,3 +295,39 @@ def test_a_process_that_is_forked_waits_for_no_worker_that_it_does_not_have(
         damaged + 1
     assert torch.equal(damaged, torch.arange(ITEMS))
     assert torch.equal(whole, torch.arange(ITEMS) * 2)
+
+
+class Watcher(AbstractPolicy):
+    """Notes where the step is whenever it is asked to look ahead."""
+
+    name = "watcher"
+    foresees = True
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, bool]] = []
+
+    def looks(self, view: MemoryView) -> bool:
+        if not self.seen or self.seen[-1] != (view.in_backward, view.turned):
+            self.seen.append((view.in_backward, view.turned))
+        return False
+
+    def relieve(self, view: MemoryView, needed: int) -> Generator[Proposal, bool, None]:
+        yield from ()
+
+
+def test_a_policy_knows_where_the_step_is_with_several_micro_batches_and_in_every_step() -> None:
+    model, policy = nn.Linear(512, 512), Watcher()
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = TensorEngine(policy, PLENTY)
+    forward, backward, update = (False, False), (True, True), (False, True)
+    try:
+        for _ in range(2):
+            policy.seen.clear()
+            engine.begin_step([("parameter", parameter) for parameter in model.parameters()])
+            for _ in range(2):
+                model(torch.ones(512, 512)).relu().sum().backward()
+            optimizer.step()
+            engine.end_step()
+            assert policy.seen == [forward, backward, forward, backward, update]
+    finally:
+        engine.close()

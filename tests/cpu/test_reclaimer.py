@@ -72,7 +72,7 @@ def test_what_was_expected_and_did_not_come_hides_nothing_that_comes_later() -> 
     assert resident.reads == 1
 
 
-def test_without_a_limit_nothing_is_ever_trimmed() -> None:
+def test_without_a_limit_nothing_is_read_or_trimmed() -> None:
     resident = Resident(used=1 << 40, freed=1 << 40)
     watching = Reclaimer(cast(Any, resident))
     watching.expect(1 << 40)

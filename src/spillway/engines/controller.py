@@ -37,6 +37,7 @@ from spillway.engines.replay import Ancestry, PlannedReturn, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
 from spillway.errors import EngineError, SpillFullError
+from spillway.ir.step import Phase
 from spillway.ir.timeline import Change
 from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal, Restore
 from spillway.units import Bytes
@@ -60,8 +61,8 @@ class Controller:
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
-        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "in_backward", "lock",
-        "machine", "peak", "planned", "policy", "recipes", "resident", "tier_full", "turned", "view", "young",
+        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "lock",
+        "machine", "peak", "phase", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -86,7 +87,7 @@ class Controller:
         self._next_number = 0
         self._next_temporary = FIRST_TEMPORARY
         self._drops_allowed = True
-        self.in_backward = self.turned = False
+        self.phase = Phase.FORWARD
         self.copies = Copies(self)
         self.view = View(self)
 
@@ -254,10 +255,9 @@ class Controller:
         if self.resident + needed > self.allowed:
             raise refusal(self, needed, name)
 
-    def foresee(self, *, in_backward: bool) -> None:
+    def foresee(self, phase: Phase) -> None:
         """Between two ops: let the policy begin copies."""
-        self.in_backward = in_backward
-        self.turned = self.turned or in_backward
+        self.phase = phase
         self.copies.foresee()
 
     def grant(self, proposal: Proposal) -> bool:
@@ -456,7 +456,7 @@ class Controller:
         self.counters = Counters()
         self.peak = self.resident
         self.first_op = self.clock
-        self.turned = False
+        self.phase = Phase.FORWARD
         self.copies.begin_step(signature, self._next_number)
 
     def end_step(self) -> None:

@@ -34,7 +34,7 @@ from spillway.engines.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONT
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.lanes import total
 from spillway.ir.plan import Plan
-from spillway.ir.step import Op, Phase, Step, StorageId
+from spillway.ir.step import Op, Step, StorageId
 from spillway.ir.timeline import Timeline
 from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
@@ -325,7 +325,7 @@ class _Run:
             self._following.before_op()
         if self._look_ahead:
             self._look_ahead = False
-            controller.foresee(in_backward=call.op.phase is Phase.BACKWARD)
+            controller.foresee(call.op.phase)
         controller.clock = clock = controller.clock + 1
         used, written = self._named(call.reads), self._named(call.writes)
         for storage in (*used, *written):

@@ -11,6 +11,7 @@ from spillway.engines.neighbours import Neighbours
 from spillway.engines.recall import way_back_of_moved
 from spillway.engines.records import AWAY, DROPPED, EXACT, HERE, Storage
 from spillway.engines.replay import Ancestry, ancestry
+from spillway.ir.step import Phase
 from spillway.methods.base import Evicted
 from spillway.units import Bytes, Seconds
 
@@ -155,12 +156,12 @@ class View:
     @property
     def in_backward(self) -> bool:
         """Whether autograd runs a backward."""
-        return self._controller.in_backward
+        return self._controller.phase is Phase.BACKWARD
 
     @property
     def turned(self) -> bool:
-        """Whether a backward has begun in this step."""
-        return self._controller.turned
+        """Whether a backward has begun, and no other forward since."""
+        return self._controller.phase is not Phase.FORWARD
 
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive and that are present now."""

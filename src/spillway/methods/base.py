@@ -172,7 +172,7 @@ class MemoryView(Protocol):
 
     @property
     def turned(self) -> bool:
-        """Whether one has begun in this step: what moved is wanted back from here on."""
+        """Whether one has begun, and no other forward since: what moved is wanted back from here on."""
 
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive."""

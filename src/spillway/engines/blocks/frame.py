@@ -324,6 +324,7 @@ class Frame:
                 self._restore(holder)
                 value = holder.value
         if value is None:
+            holder.check()  # another thread may have written to it meanwhile
             raise EngineError(f"A tensor saved in {self.name} did not come back.")
         if holder.recomputed and retained():
             holder.value = None  # rule 7

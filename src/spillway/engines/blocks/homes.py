@@ -144,7 +144,10 @@ def come_home(holders: Iterable[Holder], every: Iterable[FrozenTensor]) -> None:
         holder.home, holder.recomputed = None, False
     for frozen in every:
         if frozen.away is not None and isinstance(frozen.away.home, Home):
-            frozen.come_home()
+            if frozen.moved_on and not frozen.copied:
+                frozen.away = None  # nobody may call with it any more: it may have been written while it was copied
+            else:
+                frozen.come_home()
 
 
 def waiting(holders: Iterable[Holder], every: Iterable[FrozenTensor]) -> list[AnyHome]:

@@ -70,9 +70,9 @@ def fit_for_cuda(info: OpInfo) -> None:
     never = never or (name in _CONVOLUTIONS and torch.backends.cudnn.benchmark)
     if never and info.exactness == EXACT:
         info.exactness = NEVER
-        info.fast = info.normalises = False
+        info.take_the_long_way()
     if name in HUNGRY:
-        info.fast = info.normalises = False
+        info.take_the_long_way()
         info.bound = None
     unmarked = frozenset(UNMARKED_WRITES.get(name, ()))
     if unmarked:

@@ -34,6 +34,7 @@ from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.ir.lanes import Transfers, total
+from spillway.ir.step import Phase
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
@@ -123,7 +124,8 @@ class TensorEngine:
     def learn_op(self, func: Any) -> OpInfo:
         """Read the op's schema, once."""
         info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
-        info.fast, info.normalises = (suits and not self.lazy_bits for suits in (info.fast, info.normalises))
+        if self.lazy_bits:
+            info.take_the_long_way()
         self.place.learn_op(info)
         return info
 
@@ -134,7 +136,7 @@ class TensorEngine:
             return
         self.lazy_bits = True
         for info in self.infos.values():
-            info.fast = info.normalises = False
+            info.take_the_long_way()
         self._dispatch.start_anew()
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
@@ -192,7 +194,7 @@ class TensorEngine:
             for storage in seen.writes:
                 self.machine.wait_for_readers(storage)
         if info.fresh or info.resizes:
-            bound = info.bound(seen.args) if info.bound is not None and info.fast and seen.args else None
+            bound = info.bound(seen.args) if info.bound is not None and seen.args and not seen.opaque else None
             needed = bound or 0
             if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
@@ -218,7 +220,14 @@ class TensorEngine:
         controller = self.controller
         if self.in_step:
             with controller.lock, torch._C._DisableTorchDispatch():
-                controller.foresee(in_backward=torch._C._current_graph_task_id() >= 0)
+                controller.foresee(self._phase())
+
+    def _phase(self) -> Phase:
+        """Where the step is. What runs without a graph is a part of the forward until there was a backward."""
+        if torch._C._current_graph_task_id() >= 0:
+            return Phase.BACKWARD
+        forward = torch.is_grad_enabled() or self.controller.phase is Phase.FORWARD
+        return Phase.FORWARD if forward else Phase.OPTIMIZER
 
     def _restore_what_sizes_read(self, seen: Seen) -> None:
         if seen.info.name in READS_CONTENT:

@@ -44,7 +44,7 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     if info.view:
         return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
     recorded = bool(engine.controller.policy.uses_recipes and info.exactness)
-    if info.normalises and recorded:
+    if info.writes_statistics and info.bound is not None and recorded:
         return _normalising(info, engine, usual)
     if info.fast and not info.resizes:
         if info.fresh and not info.writes:

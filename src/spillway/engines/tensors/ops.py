@@ -111,7 +111,6 @@ class OpInfo:
         "fresh",
         "func",
         "name",
-        "normalises",
         "places",
         "resizes",
         "safety",
@@ -124,6 +123,7 @@ class OpInfo:
         "uncounted",
         "view",
         "writes",
+        "writes_statistics",
     )  # fmt: skip
 
     def __init__(self, func: Any) -> None:
@@ -132,7 +132,7 @@ class OpInfo:
         self.call = func._op
         """What `func` calls after a Python frame of its own."""
         self.name: str = schema.name
-        self.composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.composite = _is_composite(func)
         kinds = [_tensor_kind(argument.type) for argument in schema.arguments]
         self.schema_writes = frozenset(
             argument.name
@@ -176,11 +176,15 @@ class OpInfo:
         self.fast = usual and not self.scratch
         """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its
         own."""
-        self.normalises = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
-        """Whether it would if it wrote no running statistics."""
+        self.writes_statistics = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
+        """Whether the short way would suit it but for running statistics, which it writes."""
         self.bound, self.safety = bound_of(self.name, creates=self.fresh or self.resizes)
         """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
         is."""
+
+    def take_the_long_way(self) -> None:
+        """The short way is not for it after all."""
+        self.fast = self.writes_statistics = False
 
     def _is_view(self, schema: Any) -> bool:
         """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""
@@ -192,6 +196,13 @@ class OpInfo:
     def trains(self, args: Sequence[Any]) -> bool:
         """Whether an op of `SCRATCH` is called in training."""
         return self.training is None or (len(args) > self.training and bool(args[self.training]))
+
+
+def _is_composite(func: Any) -> bool:
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+    except RuntimeError:  # some ops are known to torch's Python alone: `sym_size` of a jagged tensor
+        return False
 
 
 def _exactness(name: str) -> int:

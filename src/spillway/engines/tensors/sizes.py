@@ -193,9 +193,9 @@ class Sizes:
             return None, FORMULAS[info.name](args)
         try:
             key = (info.func, torch.is_grad_enabled(), _key(args), _key(kwargs) if kwargs else None)
-        except RuntimeError:  # nested tensors have no shape
+            known = self._known.get(key)
+        except (RuntimeError, TypeError):  # nested tensors have no shape, or one of symbols
             return None, _guess(info, args, kwargs)
-        known = self._known.get(key)
         if known is None:
             if len(self._known) >= _MOST_KNOWN:  # numbers that change from step to step make new keys for ever
                 self._known.clear()
@@ -213,9 +213,9 @@ class Sizes:
         formula = FORMULAS.get(info.name)
         if formula is not None and info.name not in DEPENDS_ON_CONTENT:
             return formula(args)
-        if not kwargs and (evident := _evident(info, args)) is not None:
-            return evident
         try:
+            if not kwargs and (evident := _evident(info, args)) is not None:
+                return evident
             return _meta_bytes(info, args, kwargs)
         except Exception:  # a custom op without a meta function fails in whatever way it likes
             self._guessed.add(key)  # and its next result may be larger

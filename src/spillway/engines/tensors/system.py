@@ -80,8 +80,8 @@ class Reclaimer:
         self._resident_set = resident_set
         self._headroom: Bytes = 0
         self.limit: Bytes = _NO_LIMIT
-        """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nobody
-        looks."""
+        """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nothing is
+        read here."""
 
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created. They count when they are: what was expected need not come."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final, TypeVar, final
 
 import numpy as np
-import numpy.ctypeslib  # not when it is first used, which may be when no file can be opened
 
 from spillway.engines.lanes import Transfer, TransferLog
 from spillway.engines.tiers.forks import ForkedReaders
