@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.holders import Holder
-from spillway.engines.blocks.stores import Home
+from spillway.engines.blocks.stores import DiskLanes, Home, Parcel
 from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import RecomputeError, SpillCorruptedError, SpillError, SpillFullError
@@ -284,3 +284,21 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
     engine.close()
     with pytest.raises(RecomputeError, match="was written to in place"):
         loss.backward()
+
+
+def test_who_has_waited_for_a_copy_out_holds_its_source_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, late = DiskLanes._written, threading.Event()
+
+    def written_late(lanes: DiskLanes, parcel: Parcel, writing: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            late.wait(timeout=1)  # as a worker does that gets no turn of the interpreter
+        written(lanes, parcel, writing)
+
+    monkeypatch.setattr(DiskLanes, "_written", written_late)
+    model, engine = engine_of(sines, Action.OFFLOAD)
+    loss = model(batch()).sum()
+    engine.settle()
+    homes = [h.home.home for h in gc.get_objects() if type(h) is Holder and h.home is not None]
+    assert [home._parcel.source for home in homes] == [None] * len(homes) != []
+    late.set()
+    loss.backward()

@@ -10,6 +10,7 @@ import torch
 
 import spillway
 from spillway.engines.blocks.meter import HeapMeter, meter_for
+from spillway.methods import Action, Checkpoint
 from spillway.units import KiB, MiB
 from tests.cpu.test_block_session import Training, managed, run
 
@@ -80,3 +81,17 @@ def test_a_step_that_takes_too_much_is_refused_all_the_same(reserve: Callable[[]
     training.model.blocks[2].register_forward_pre_hook(lambda *_: reserve())
     with managed(training, 900 * KiB, "checkpoint") as memory, pytest.raises(spillway.BudgetInfeasible):
         run(training, memory)
+
+
+def test_what_others_give_up_within_a_step_makes_no_room() -> None:
+    training = Training()
+    with managed(training, "1GiB", Checkpoint(Action.OFFLOAD, waits=True), timeline=True) as memory:
+        run(training, memory)
+    budget = int(1.1 * max(report.peak_bytes for report in memory.history))
+    training, others = Training(), [torch.ones(16 * MiB, dtype=torch.uint8) for _ in range(10)]
+    training.model.blocks[1].register_forward_pre_hook(
+        lambda *_: others.clear() if len(others) < 2 else others.__delitem__(0)
+    )
+    with managed(training, budget, Checkpoint(Action.OFFLOAD), timeline=True) as memory:
+        assert run(training, memory) == run(Training(), None)
+    assert max(report.peak_bytes for report in memory.history) <= budget

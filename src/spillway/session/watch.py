@@ -150,8 +150,6 @@ class StepWatch:
         at = len(self._marks)
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
-        if resident < self._start:  # what has gone since the step began need not have counted
-            resident = max(resident, self._known())
         decision, forecast, size, asleep = self._decide(self._allowed - resident - coarse(self._allowed))
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
@@ -256,6 +254,9 @@ class StepWatch:
     def _taken(self, needed: Bytes = 0) -> Bytes:
         """Now, by the meter; where that leaves no room for what is needed, by the trace as well if there is one."""
         taken = self._start + self._meter.read() - self._base - self._overcounted
+        if taken < self._start and taken < (known := self._known()):
+            self._base -= known - taken  # something else than the step's has gone since, and makes no room
+            taken = known
         if taken + needed > self._allowed and self._trace is not None and not _in_backward():
             taken -= self._count_again(taken)
         self.highest = max(self.highest, taken)

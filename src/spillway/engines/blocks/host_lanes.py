@@ -87,6 +87,9 @@ class HostLanes:
         """Kept until the copy is done (rule 4)."""
         self._unwanted.append(arrival)
 
+    def sent(self) -> None:
+        """The allocator knows what is free."""
+
     def reap(self, parcel: Parcel) -> None:
         """By looking at the event of the copy out."""
         if parcel.source is not None and parcel.place.done.query():

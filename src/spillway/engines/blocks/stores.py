@@ -66,6 +66,9 @@ class Lanes(Protocol):
             SpillFullError: There is no room; nothing has changed.
         """
 
+    def sent(self) -> None:
+        """Who sent storages holds none of them any more."""
+
     def finish_out(self, parcel: Parcel) -> None:
         """Afterwards the source may be freed. Raises the error with which the copy ended."""
 
@@ -179,7 +182,8 @@ class Store:
             self.finish_out()
 
     def end_block(self) -> None:
-        """It has sent everything."""
+        """It has sent everything, and holds none of it any more."""
+        self._lanes.sent()
         if self.write_behind is not None:
             self.finish_out(self.write_behind)
 
@@ -303,6 +307,9 @@ class DiskLanes:
     def __init__(self, tier: DiskTier, when_freed: Sequence[Freed] = ()) -> None:
         self.tier = tier
         self._when_freed = when_freed
+        self._letting_go = threading.RLock()
+        self._held: list[tuple[Any, int, Bytes]] = []
+        """What is out and somebody holds, since `sent` was called last: a weak reference, its address and bytes."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tensors on the CPU."""
@@ -310,32 +317,46 @@ class DiskLanes:
 
     def start_out(self, parcel: Parcel) -> None:
         """By a worker, or at once where the workers have enough to do."""
-        source = cast(Storage, parcel.source)
+        address = cast(Storage, parcel.source).data_ptr()  # nobody here may hold the source when the worker lets go
         try:
-            parcel.place = self.tier.start_write(source.data_ptr(), parcel.nbytes)
+            parcel.place = self.tier.start_write(address, parcel.nbytes)
         except SpillFullError:
             raise
         except SpillError:
-            parcel.place = self.tier.write(source.data_ptr(), parcel.nbytes)
+            parcel.place = self.tier.write(address, parcel.nbytes)
             parcel.source = None
             return
         writing = cast("Future[None]", parcel.place.writing)
         writing.add_done_callback(partial(self._written, parcel))
 
     def _written(self, parcel: Parcel, writing: Future[None]) -> None:
-        """In the worker: the bytes are out (rule 1)."""
+        """The bytes are out (rule 1): called by the worker, and by whoever waited for it and got here first."""
         if writing.cancelled() or writing.exception() is not None:
             return
-        at, source = time.time_ns(), parcel.source
-        if self._when_freed and source is not None:
-            weak: Any = StorageWeakRef
-            address, there = source.data_ptr(), weak(source)
-            source = parcel.source = None
-            if there.expired():  # else somebody has it still, and will have freed it
-                for tell in tuple(self._when_freed):
-                    tell(at, address, parcel.nbytes)
-        source = parcel.source = None
+        at = time.time_ns()
+        with self._letting_go:
+            source, parcel.source = parcel.source, None
+            if self._when_freed and source is not None:
+                weak: Any = StorageWeakRef
+                address, there = source.data_ptr(), weak(source)
+                source = None
+                if there.expired():
+                    self._tell(at, address, parcel.nbytes)
+                else:  # whoever sends it may have it still
+                    self._held.append((there, address, parcel.nbytes))
         parcel.place.writing = None  # it refers to the parcel
+
+    def sent(self) -> None:
+        """Tell of what the sender was the last to hold. Whoever holds the rest frees it by himself."""
+        with self._letting_go:
+            held, self._held = self._held, []
+            for there, address, nbytes in held:
+                if there.expired():
+                    self._tell(time.time_ns(), address, nbytes)
+
+    def _tell(self, at: int, address: int, nbytes: Bytes) -> None:
+        for tell in tuple(self._when_freed):
+            tell(at, address, nbytes)
 
     def finish_out(self, parcel: Parcel) -> None:
         """The host waits."""
@@ -343,6 +364,7 @@ class DiskLanes:
         if writing is not None and not writing.cancelled():
             self.tier.log.wait([writing])
             writing.result()
+            self._written(parcel, writing)  # the worker may not come to it for as long as this thread runs
 
     def start_in(self, parcel: Parcel) -> tuple[Storage, Future[bool]]:
         """By a worker."""
