@@ -230,6 +230,19 @@ def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
+def tear(monkeypatch: pytest.MonkeyPatch, homes: list[Home]) -> None:
+    """Bytes of these were written while they were copied: who reads them finds a wrong checksum."""
+    assert homes
+    load = Home.load
+
+    def load_of_torn(home: Home) -> torch.UntypedStorage:
+        if home in homes:
+            raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
+        return load(home)
+
+    monkeypatch.setattr(Home, "load", load_of_torn)
+
+
 @pytest.mark.parametrize("closes", [False, True])
 def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     closes: bool, monkeypatch: pytest.MonkeyPatch
@@ -246,15 +259,7 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     engine.settle()
     with torch.no_grad():
         saved[-1].mul_(2)
-    load, torn = Home.load, [h.home.home for h in gc.get_objects() if type(h) is Holder and h.written and h.home]
-
-    def load_of_torn(home: Home) -> torch.UntypedStorage:
-        if home in torn:
-            raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
-        return load(home)
-
-    monkeypatch.setattr(Home, "load", load_of_torn)
-    assert torn
+    tear(monkeypatch, [h.home.home for h in gc.get_objects() if type(h) is Holder and h.written and h.home])
     if closes:
         engine.close()  # everything comes home
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -272,15 +277,7 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
         hidden[0].mul_(2)
     frames = [ref() for ref in engine._frames.values()]
     moved = [one for frame in frames if frame for one in frame.arguments() if one.moved_on and not one.copied]
-    load, torn = Home.load, [one.away.home for one in moved if one.away]
-
-    def load_of_torn(home: Home) -> torch.UntypedStorage:
-        if home in torn:
-            raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
-        return load(home)
-
-    monkeypatch.setattr(Home, "load", load_of_torn)
-    assert torn
+    tear(monkeypatch, [one.away.home for one in moved if one.away])
     engine.close()
     with pytest.raises(RecomputeError, match="was written to in place"):
         loss.backward()

@@ -87,7 +87,7 @@ class HostLanes:
         """Kept until the copy is done (rule 4)."""
         self._unwanted.append(arrival)
 
-    def sent(self) -> None:
+    def sender_let_go(self) -> None:
         """The allocator knows what is free."""
 
     def reap(self, parcel: Parcel) -> None:

@@ -66,7 +66,7 @@ class Lanes(Protocol):
             SpillFullError: There is no room; nothing has changed.
         """
 
-    def sent(self) -> None:
+    def sender_let_go(self) -> None:
         """Who sent storages holds none of them any more."""
 
     def finish_out(self, parcel: Parcel) -> None:
@@ -183,7 +183,7 @@ class Store:
 
     def end_block(self) -> None:
         """It has sent everything, and holds none of it any more."""
-        self._lanes.sent()
+        self._lanes.sender_let_go()
         if self.write_behind is not None:
             self.finish_out(self.write_behind)
 
@@ -309,7 +309,7 @@ class DiskLanes:
         self._when_freed = when_freed
         self._letting_go = threading.RLock()
         self._held: list[tuple[Any, int, Bytes]] = []
-        """What is out and somebody holds, since `sent` was called last: a weak reference, its address and bytes."""
+        """What is out and its sender may hold: a weak reference, its address and bytes."""
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tensors on the CPU."""
@@ -346,7 +346,7 @@ class DiskLanes:
                     self._held.append((there, address, parcel.nbytes))
         parcel.place.writing = None  # it refers to the parcel
 
-    def sent(self) -> None:
+    def sender_let_go(self) -> None:
         """Tell of what the sender was the last to hold. Whoever holds the rest frees it by himself."""
         with self._letting_go:
             held, self._held = self._held, []

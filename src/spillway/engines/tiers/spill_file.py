@@ -143,8 +143,8 @@ class SpillFile:
 
 
 _Anything: Final = ctypes.c_char * (1 << 46)
-"""From an address on. ctypes makes a class for every length, which takes longer than to copy a page, and which only the
-garbage collector can free: this is the only one."""
+"""From an address on. ctypes makes a class for every length, which only the garbage collector can free: this is the
+only one."""
 
 
 def forget_pages(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: Bytes) -> None:
