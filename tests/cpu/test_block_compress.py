@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from torch.nn import functional as F
 
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.blocks.holders import Holder, storages
+from spillway.engines.blocks.holders import storages
 from spillway.engines.blocks.homes import away
 from spillway.errors import UsageError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Functional, Residual, mean_square
-from tests.cpu.test_block_engine import batch, engine_of, gradients, same, used
+from tests.cpu.test_block_engine import batch, engine_of, gradients, holders, same, used
 
 LOSSY = tuple(action for action in Action if action.lossy)
 COMPRESSING = [Action.COMPRESS, Action.COMPRESS_OFFLOADED]
@@ -32,13 +31,9 @@ def relus(block: Functional, x: Tensor) -> Tensor:
     return F.relu(block.two(F.relu(block.one(x))))
 
 
-def holders() -> list[Holder]:
-    return [thing for thing in gc.get_objects() if type(thing) is Holder]
-
-
-def held() -> int:
+def held(engine: BlockEngine) -> int:
     """Bytes of activations that saved tensors hold in full."""
-    return sum(storages(holders()).values())
+    return sum(storages(holders(engine)).values())
 
 
 def far(left: list[Tensor], right: list[Tensor]) -> float:
@@ -87,10 +82,9 @@ def test_bits_are_two_four_or_eight(bits: Any) -> None:
 @pytest.mark.parametrize("action", COMPRESSING)
 def test_saved_activations_are_held_in_an_eighth_each_once(action: Action, tmp_path: Path) -> None:
     model, engine = engine_of(relus, action, count=3, spill_directory=tmp_path)
-    before = held()
     loss = model(batch()).square().sum()
     # Four activations a block, of which the last is the next one's argument; the last block's result is its caller's.
-    assert held() == before
+    assert held(engine) == 0
     own = [report.packed_bytes for report in engine.calls]
     assert own == [(1 + 2) * PACKED, 2 * PACKED, 2 * PACKED], (
         "an argument that the last block saved is not packed again"
@@ -139,12 +133,12 @@ def test_statistics_integers_small_tensors_and_weights_stay_and_masks_take_a_bit
 
     model, engine = engine_of(function, Action.COMPRESS)
     loss = model(batch()).square().sum()
-    kept = [one for one in holders() if one.frame.site in engine._sites and one.home is None]
+    kept = [one for one in holders(engine) if one.home is None]
     shapes = sorted(
         {tuple(one.shape) for one in kept if not one.pinned and one.value.untyped_storage().nbytes() >= 1024}
     )
     assert shapes == [(300,), (300, 1)], "the index of rows; their mean and deviation"
-    assert {one.home.home.nbytes for one in holders() if one.home is not None} >= {-(-300 * 32 // 8)}
+    assert {one.home.home.nbytes for one in holders(engine) if one.home is not None} >= {-(-300 * 32 // 8)}
     loss.backward()
 
 
@@ -194,7 +188,7 @@ def test_a_graph_gives_the_same_gradients_again_and_after_close(action: Action, 
     model.zero_grad()
     loss.backward(retain_graph=True)
     first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    held_after = [one.value for one in holders() if one.frame.site in engine._sites and not one.pinned]
+    held_after = [one.value for one in holders(engine) if not one.pinned]
     assert all(value is None or value.untyped_storage().nbytes() < 4096 for value in held_after)
     engine.close()
     assert used(engine) == []
@@ -206,14 +200,13 @@ def test_only_what_a_node_wants_comes_back_for_it() -> None:
 
     def function(block: Functional, x: Tensor) -> Tensor:
         x = F.gelu(block.one(x))
-        x.register_hook(lambda gradient: seen.append(held() - before))
+        x.register_hook(lambda gradient: seen.append(held(engine)))
         for _ in range(6):
             x = torch.sin(x)
-        x.register_hook(lambda gradient: seen.append(held() - before))
+        x.register_hook(lambda gradient: seen.append(held(engine)))
         return block.two(x)
 
-    model, _ = engine_of(function, Action.COMPRESS)
-    before = held()
+    model, engine = engine_of(function, Action.COMPRESS)
     model(batch()).square().sum().backward()
     assert len(seen) == 2
     assert max(seen) <= 2 * FLOATS, "of eight that were saved"
@@ -285,9 +278,8 @@ def test_a_block_runs_again_on_what_it_was_called_with_quantized() -> None:
         return relus(block, x)
 
     model, engine = engine_of(function, Action.RECOMPUTE_COMPRESSED, count=2, check="values")
-    before = held()
     loss = mean_square(model, batch())
-    assert held() == before
+    assert held(engine) == 0
     assert [report.packed_bytes for report in engine.calls] == [PACKED, PACKED]
     loss.backward()
     assert [report.recomputes for report in engine.calls] == [1, 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,14 +14,13 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.blocks.holders import Holder
 from spillway.engines.blocks.stores import DiskLanes, Home, Parcel
 from spillway.engines.tiers import disk
 from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import RecomputeError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional
-from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
+from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, holders, same, sines, used
 
 MOVING = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED]
 SLOTS = {Action.OFFLOAD: 3, Action.RECOMPUTE_OFFLOADED: 1}
@@ -259,7 +257,7 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     engine.settle()
     with torch.no_grad():
         saved[-1].mul_(2)
-    tear(monkeypatch, [h.home.home for h in gc.get_objects() if type(h) is Holder and h.written and h.home])
+    tear(monkeypatch, [holder.home.home for holder in holders(engine) if holder.written and holder.home])
     if closes:
         engine.close()  # everything comes home
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -295,7 +293,7 @@ def test_who_has_waited_for_a_copy_out_holds_its_source_no_longer(monkeypatch: p
     model, engine = engine_of(sines, Action.OFFLOAD)
     loss = model(batch()).sum()
     engine.settle()
-    homes = [h.home.home for h in gc.get_objects() if type(h) is Holder and h.home is not None]
+    homes = [holder.home.home for holder in holders(engine) if holder.home]
     assert [home._parcel.source for home in homes] == [None] * len(homes) != []
     late.set()
     loss.backward()

@@ -62,6 +62,11 @@ def used(engine: BlockEngine) -> list[int]:
     return list(store._lanes.tier._in_use.values()) if store is not None else []
 
 
+def holders(engine: BlockEngine) -> list[Holder]:
+    """What holds a saved tensor of its blocks, and of no engine of another test whose graph is still there."""
+    return [thing for thing in gc.get_objects() if type(thing) is Holder and thing.frame.site in engine._sites]
+
+
 def living(kind: type) -> int:
     return sum(type(thing) is kind for thing in gc.get_objects())
 
@@ -178,11 +183,11 @@ def test_every_saved_storage_is_offloaded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("action", [*RECOMPUTING, Action.OFFLOAD])
 def test_a_retained_graph_does_not_retain_what_was_brought_back(action: Action) -> None:
-    model, _ = engine_of(sines, action, count=2)
+    model, engine = engine_of(sines, action, count=2)
     model(batch()).sum().backward()
     loss = model(batch()).sum()
     loss.backward(retain_graph=True)
-    values = [holder.value for holder in gc.get_objects() if type(holder) is Holder and not holder.pinned]
+    values = [holder.value for holder in holders(engine) if not holder.pinned]
     assert values
     assert all(value is None or value.untyped_storage().nbytes() == FLOATS for value in values)
     kept = sum(value is not None for value in values)
@@ -190,12 +195,12 @@ def test_a_retained_graph_does_not_retain_what_was_brought_back(action: Action) 
 
 
 def test_what_a_retained_graph_has_handed_out_is_dropped_at_once() -> None:
-    model, _ = engine_of(sines, Action.RECOMPUTE, count=2)
+    model, engine = engine_of(sines, Action.RECOMPUTE, count=2)
     hidden = model.blocks[0](model.embed(batch()))
     held: list[int] = []
 
     def look(_: Tensor) -> None:
-        values = [thing.value for thing in gc.get_objects() if type(thing) is Holder and not thing.pinned]
+        values = [holder.value for holder in holders(engine) if not holder.pinned]
         held.append(sum(value is not None for value in values))
 
     hidden.register_hook(look)  # the backward has left block 1
