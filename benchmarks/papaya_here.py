@@ -11,7 +11,7 @@ a prime number, of which the bytes of whatever grows with the batch are a multip
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, final
@@ -88,6 +88,8 @@ class Tried:
     """Of a prime batch, for what is there without one; None if nothing was fitted."""
     there: Trial | None
     """At the batch that was predicted to be the largest, of the median time; None if there is none."""
+    taken: Trial | None
+    """At the batch that is recommended with it, which may be a smaller one that was seen to be faster."""
     fastest: float | None
     """Samples per second of its fastest trial, at whatever size; None if none ran."""
     left_out: int
@@ -109,8 +111,8 @@ class Tried:
 
     @property
     def throughput(self) -> float | None:
-        """Samples per second, as measured."""
-        return None if self.there is None or self.there.seconds is None else self.there.size / self.there.seconds
+        """Samples per second at its largest batch, as measured."""
+        return None if self.there is None else self.there.throughput
 
     @property
     def off(self) -> float | None:
@@ -201,8 +203,9 @@ def _tried(network: Network, campaign: Campaign, fit: Fit) -> Tried:
     trials, fastest = campaign.trials[fit.advice.method], campaign.samples(fit.advice.method).fastest
     return Tried(
         network=network, advice=fit.advice, at_peak=fit.at_peak,
-        there=None if fit.largest is None else trials[fit.largest], fastest=None if fastest is None else fastest[1],
-        left_out=fit.left_out,
+        there=None if fit.largest is None else trials[fit.largest],
+        taken=None if fit.advice.taken is None else trials[fit.advice.taken.size],
+        fastest=None if fastest is None else fastest[1], left_out=fit.left_out,
     )  # fmt: skip
 
 
@@ -226,20 +229,29 @@ def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
     ):
         known = [abs(off) for off in offs if off is not None]
         yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
-    for what, speeds in (
-        ("best one at its largest batch", [one.throughput for one in tried]),
-        ("fastest trial of any method at any batch", [one.fastest for one in tried]),
+    for where, what, mine, speeds in (
+        ("its largest batch", "best one at its largest batch", _largest, [_largest(one) for one in tried]),
+        ("the batch to take", "fastest trial of any method at any batch", _taken, [one.fastest for one in tried]),
     ):
         yield Check(
-            what=f"{name}: the recommended method, at its largest batch, is slower than the {what}",
-            measured=behind(tried, speeds), at_most=RECOMMENDED,
+            what=f"{name}: the recommended method, at {where}, is slower than the {what}",
+            measured=behind(tried, mine, speeds), at_most=RECOMMENDED,
         )  # fmt: skip
 
 
-def behind(tried: Sequence[Tried], speeds: Sequence[float | None]) -> float:
-    """By what share of the highest of these speeds, as measured; 1 where nothing was recommended or measured."""
+def _largest(tried: Tried) -> float | None:
+    return tried.throughput
+
+
+def _taken(tried: Tried) -> float | None:
+    return None if tried.taken is None else tried.taken.throughput
+
+
+def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speeds: Sequence[float | None]) -> float:
+    """By what share of the highest of these speeds the recommended method is slower; 1 where nothing was recommended
+    or measured."""
     best = recommended([one.advice for one in tried])
-    mine = next((one.throughput for one in tried if best is not None and one.advice.method == best.method), None)
+    mine = next((speed(one) for one in tried if best is not None and one.advice.method == best.method), None)
     return 1.0 if mine is None else 1 - mine / max(speed for speed in speeds if speed is not None)
 
 

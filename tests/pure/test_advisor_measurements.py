@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from spillway.advisor import Experiment, Row, advise, default_limit, read_measurements, sentence
+from spillway.advisor.choice import recommended
 from spillway.advisor.measurements import MB
 from spillway.advisor.model import Cost
+from spillway.advisor.verdict import fit, judge
 from spillway.cli import main
 from spillway.errors import FileFormatError
 from tests.shared import shared
@@ -147,7 +149,7 @@ def test_a_method_that_pays_is_named_with_its_batch_and_what_it_gains(read: Read
     assert (ckpt.by_score, ckpt.by_ratio, ckpt.by_fragments) == (True, True, True)
     assert ckpt.sure == pytest.approx(1)
     assert sentence(list(rows.values())) == (
-        "net on gpu: ckpt pays: at batch 60 65.22 samples/s (measured: 34.88 at 12), 1.74 times plain's 37.5 samples/s "
+        "net on gpu: ckpt pays: 65.22 samples/s at batch 60 (measured: 34.88 at 12), 1.74 times plain's 37.5 samples/s "
         "at batch 12 (measured: 37.5 at 12); over 99 % sure (see the remarks on ckpt)."
     )
 
@@ -156,7 +158,45 @@ def test_where_nothing_pays_the_answer_is_to_stay_plain(read: Read) -> None:
     (there,) = read(*steps("exact", PLAIN), *steps("swap", SLOW))
     rows = advise(there, 2200 * MB)
     assert "stay plain: 37.5 samples/s at batch 12" in sentence(rows)
-    assert "the nearest method, swap, reaches 0.50 times that at batch 60" in sentence(rows)
+    assert "the nearest method, swap, reaches 0.50 times that: 18.75 samples/s at batch 60" in sentence(rows)
+
+
+SMALLER = ",gpu,net,exact,4,,,{:.2f},,1400,"
+"""A row of the batch of 4, at so many samples per second: 37.5 are foretold of the largest, 12."""
+
+
+@pytest.mark.parametrize(("speed", "taken"), [(1.02 * 37.5, 12), (1.04 * 37.5, 4)])
+def test_a_smaller_batch_that_was_seen_to_be_faster_is_the_one_to_take(read: Read, speed: float, taken: int) -> None:
+    (there,) = read(*steps("exact", PLAIN), *steps("swap", SLOW))
+    fits = {name: fit(samples, 2200 * MB) for name, samples in there.methods.items()}
+    (seen,) = read(*steps("exact", PLAIN), *steps("swap", SLOW), SMALLER.format(speed))
+    plain, swap = judge(seen, fits, 2200 * MB)
+    assert plain.taken is not None
+    assert (plain.taken.size, plain.to_json()["taken_batch"]) == (taken, taken)
+    assert recommended([plain, swap]) is plain
+    assert any("Take that one" in one for one in plain.warnings) == (taken == 4)
+    said = "39 samples/s at batch 4, as measured (foretold of its largest, 12: 37.5)" if taken == 4 else (
+        "37.5 samples/s at batch 12 (measured: 38.25 at 4)"
+    )  # fmt: skip
+    assert f"stay plain: {said}; the nearest method, swap, reaches" in sentence([plain, swap])
+
+
+def test_what_was_measured_is_believed_before_the_model(read: Read) -> None:
+    (there,) = read(*steps("exact", PLAIN), *steps("ckpt", SMALL))
+    fits = {name: fit(samples, 2200 * MB) for name, samples in there.methods.items()}
+    (seen,) = read(*steps("exact", PLAIN), *steps("ckpt", SMALL), SMALLER.format(70))
+    plain, ckpt = judge(seen, fits, 2200 * MB)
+    assert ckpt.verdict == "pays"
+    assert recommended([plain, ckpt]) is plain
+    said = sentence([plain, ckpt])
+    assert "stay plain: 70 samples/s at batch 4" in said
+    assert "; by what was measured, and against the model (see" in said
+
+
+def test_a_batch_beyond_the_largest_is_never_the_one_to_take(read: Read) -> None:
+    (there,) = read(*steps("exact", PLAIN), ",gpu,net,exact,16,,,60,,2600,")
+    (plain,) = judge(there, {"exact": fit(there.methods["exact"], 2200 * MB)}, 2200 * MB)
+    assert plain.taken is plain.predicted
 
 
 def test_scattered_points_make_it_less_sure(read: Read) -> None:
@@ -220,7 +260,7 @@ def test_plain_training_that_does_not_fit_leaves_what_fits(read: Read) -> None:
     (there,) = read(*steps("exact", large), *steps("ckpt", SMALL))
     rows = advise(there, 2200 * MB)
     assert [row.verdict for row in rows] == ["does not fit", "pays"]
-    assert "plain training does not fit in memory; take ckpt at batch 60" in sentence(rows)
+    assert "plain training does not fit in memory; take ckpt for 65.22 samples/s at batch 60 (" in sentence(rows)
 
 
 @pytest.mark.parametrize(
@@ -286,8 +326,8 @@ def test_without_a_limit_what_ran_is_what_fits(read: Read) -> None:
 KEYS = [
     "network", "hardware", "method", "layers", "hidden", "precision", "source", "limit_bytes", "alpha", "beta", "gamma",
     "delta", "r_memory", "r_time", "intervals", "small_batches", "own_limit_bytes", "score", "point", "predicted_batch",
-    "predicted_throughput", "measured_batch", "measured_throughput", "by_score", "by_ratio", "by_fragments", "sure",
-    "verdict", "warnings",
+    "predicted_throughput", "taken_batch", "measured_batch", "measured_throughput", "by_score", "by_ratio",
+    "by_fragments", "sure", "verdict", "warnings",
 ]  # fmt: skip
 
 

@@ -117,7 +117,7 @@ def changed(path: Path, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"format": "spillway run"}, "this is no 'spillway device' file"),
-        ({"version": 1}, "it is of version 1, and this Spillway reads version 2"),
+        ({"version": 1}, "it is of version 1, and this Spillway reads version 3"),
         ({"device": []}, "it holds no device"),
         ({"memory": 1.5}, "memory of its device is missing or no Bytes"),
         ({"memory": True}, "memory of its device is missing or no Bytes"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 
 import pytest
 
@@ -67,26 +67,31 @@ def test_a_copy_takes_what_the_device_says_and_compute_waits_for_it() -> None:
 
 
 def test_watching_and_handling_take_what_the_device_says_unless_the_step_fits() -> None:
-    device = replace(DEVICE, watch_seconds=1e-4, handling_seconds=1e-3, look_seconds=1.0)
+    device = replace(DEVICE, watch_seconds=1e-4, handling_seconds=1e-3, question_seconds=1.0)
     ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=device, steps=1)
     assert (ran.moves, ran.drops, ran.recomputed_ops) == (1, 0, 0)
     assert ran.python_seconds == pytest.approx(32e-4 + 2e-3)  # 32 ops; one storage left and came back
     assert ran.seconds == pytest.approx(ran.plain_seconds + ran.stall_seconds + ran.python_seconds)
+    asking = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
+    assert asking.python_seconds > 20  # which of them costs what
+    device = replace(device, question_seconds=0.0)
     dropped = simulate(DEEP, allowed=PEAK - LAYER, method=DROPS, device=device, steps=2)
     assert dropped.python_seconds == pytest.approx(32e-4 + 2e-3)  # one left, one op ran again; the last step counts
-    always = Delta(early=0.01, spare=100, looks_after=1)
-    looking = simulate(DEEP, allowed=PEAK - LAYER, method=always, device=device)
-    assert looking.python_seconds > 20  # once after every op that creates, but for the last
-    seldom = simulate(DEEP, allowed=PEAK - LAYER, method=Delta(), device=device)
-    assert seldom.python_seconds < 5  # where there is something to do
-    ending = simulate(DEEP, allowed=int(PEAK * 0.85), method=DTR("largest"), device=replace(device, look_seconds=0.0))
+    ending = simulate(DEEP, allowed=int(PEAK * 0.85), method=DTR("largest"), device=device)
     assert ending.status == "ok"
     events = ending.drops + ending.moves + ending.recomputed_ops + ending.bytes_in // LAYER
     assert ending.python_seconds == pytest.approx(32e-4 + events * 1e-3)  # the end of the step too
-    planned = simulate(DEEP, allowed=PEAK, method=SqrtN(), device=replace(device, look_seconds=0.0))
+    planned = simulate(DEEP, allowed=PEAK, method=SqrtN(), device=device)
     assert planned.python_seconds == pytest.approx(32e-4 + (planned.drops + planned.recomputed_ops) * 1e-3)
     fits = simulate(DEEP, allowed=PEAK, method=KeepAll(), device=device)
     assert (fits.python_seconds, fits.overhead) == (0.0, pytest.approx(1.0))
+
+
+def test_a_long_op_costs_more_of_python_than_a_short_one() -> None:
+    """`watch_root` times the square root of its seconds."""
+    device = replace(DEVICE, watch_root=0.5)
+    ran = simulate(DEEP, allowed=PEAK - LAYER, method=KeepAll(), device=device, steps=1)
+    assert ran.python_seconds == pytest.approx(sum(0.5 * sqrt(op.seconds or 0.0) for op in DEEP.ops))
 
 
 def test_the_disk_is_a_lane_of_its_own_and_as_slow_as_the_device_says() -> None:

@@ -23,9 +23,9 @@ SAME: Final = 0.98
 
 
 def recommended(rows: Sequence[Row]) -> Row | None:
-    """The row with the highest predicted throughput; None where none has one. Of two the first, plain training."""
-    known = [row for row in rows if row.predicted is not None]
-    return max(known, key=lambda row: row.predicted.throughput if row.predicted else 0.0, default=None)
+    """The row with the highest throughput, each at the batch to take; None where nothing is predicted. Of two the
+    first, plain training."""
+    return max((row for row in rows if row.predicted is not None), key=lambda row: row.reaches, default=None)
 
 
 def plain_row(rows: Sequence[Row]) -> Row | None:

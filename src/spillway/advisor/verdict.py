@@ -24,8 +24,9 @@ ENOUGH: Final = 4
 """Batch sizes: fewer leave one degree of freedom, and intervals without use."""
 FAR: Final = 1.5
 """A batch of so many times the largest that ran is beyond what was measured."""
-FASTER: Final = 1.05
-"""A batch that was measured to be so many times as fast as the largest is foretold to be goes against the model."""
+FASTER: Final = 1.03
+"""A smaller batch that was measured to be more than so many times as fast as the largest is foretold to be goes against
+the model, and is the one to take."""
 APART: Final = 1.1
 """The ratio of two peaks of the same batch from which on something besides the batch decides."""
 
@@ -100,6 +101,16 @@ class Row:
     warnings: tuple[str, ...] = ()
     """Sentences."""
 
+    @property
+    def taken(self) -> Best | None:
+        """What to train at with this method: as predicted, unless a smaller batch was seen to be faster."""
+        return self.measured if _is_smaller_and_faster(self.measured, self.predicted) else self.predicted
+
+    @property
+    def reaches(self) -> float:
+        """Samples per second at that; 0 where nothing is predicted."""
+        return 0.0 if self.taken is None else self.taken.throughput
+
     def to_json(self) -> dict[str, Any]:
         """The row as JSON can hold it: bytes, seconds, samples per second; null for the unknown and the infinite."""
         there = self.experiment
@@ -110,6 +121,7 @@ class Row:
             "score": _finite(self.score), "point": _finite(self.point),
             "predicted_batch": self.predicted and self.predicted.size,
             "predicted_throughput": self.predicted and self.predicted.throughput,
+            "taken_batch": self.taken and self.taken.size,
             "measured_batch": self.measured and self.measured.size,
             "measured_throughput": self.measured and self.measured.throughput,
             "by_score": self.by_score, "by_ratio": self.by_ratio, "by_fragments": self.by_fragments,
@@ -214,12 +226,12 @@ def _row(
     experiment: Experiment, method: str, samples: Samples, fitted: Fitted | None, plain: Fitted | None, limit: float, *,
     is_plain: bool,
 ) -> Row:  # fmt: skip
-    fastest = samples.fastest
+    fastest = None if samples.fastest is None else Best(size=samples.fastest[0], throughput=samples.fastest[1])
     best = None if fitted is None else fitted.best(fitted.cost)
+    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, fastest, limit))
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
-        "measured": None if fastest is None else Best(size=fastest[0], throughput=fastest[1]),
-        "warnings": (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, limit)),
+        "measured": fastest, "warnings": warnings,
     }  # fmt: skip
     if is_plain:
         fits = fitted is None or best is not None
@@ -273,7 +285,7 @@ def _slowness(fitted: Fitted) -> tuple[float, float]:
     return cost.seconds(size) / size, (time.error_at(size) / size) ** 2 + (falls * off) ** 2
 
 
-def _warnings(samples: Samples, fitted: Fitted | None, limit: float) -> Iterator[str]:
+def _warnings(samples: Samples, fitted: Fitted | None, fastest: Best | None, limit: float) -> Iterator[str]:
     if samples.spread > APART:
         yield (
             f"Peaks of the same batch size differ by up to {samples.spread:.2f} times: something besides the batch "
@@ -299,20 +311,25 @@ def _warnings(samples: Samples, fitted: Fitted | None, limit: float) -> Iterator
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
-    yield from _slower(samples, fitted)
+    yield from _slower(fastest, fitted.best(fitted.cost))
     yield from _beyond(fitted, limit)
 
 
-def _slower(samples: Samples, fitted: Fitted) -> Iterator[str]:
+def _slower(fastest: Best | None, best: Best | None) -> Iterator[str]:
     """That a smaller batch was faster than the largest is foretold to be."""
-    best, fastest = fitted.best(fitted.cost), samples.fastest
-    if best is None or fastest is None or fastest[1] <= FASTER * best.throughput:
-        return
-    times = fastest[1] / best.throughput
-    yield (
-        f"At batch {fastest[0]} {fastest[1]:.4g} samples/s were measured, {times:.2f} times what "
-        f"is foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that one."
-    )
+    if fastest is not None and best is not None and _is_smaller_and_faster(fastest, best):
+        times = fastest.throughput / best.throughput
+        yield (
+            f"At batch {fastest.size} {fastest.throughput:.4g} samples/s were measured, {times:.2f} times what is "
+            f"foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that "
+            f"one."
+        )
+
+
+def _is_smaller_and_faster(fastest: Best | None, best: Best | None) -> bool:
+    if fastest is None or best is None or fastest.size >= best.size:
+        return False
+    return fastest.throughput > FASTER * best.throughput
 
 
 def _is_flat(samples: Samples) -> bool:
@@ -361,42 +378,41 @@ def sentence(rows: Sequence[Row]) -> str:
         return f"{about}: nothing can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
     if not known:
         return f"{about}: {_alone(plain)}; no other can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
-    best = max(known, key=lambda row: row.predicted.throughput if row.predicted else 0.0)
-    if best.predicted is None:
-        raise ValueError("a known row has a prediction")
-    return f"{about}: {_answer(plain, best, best.predicted)}"
+    return f"{about}: {_answer(plain, max(known, key=lambda row: row.reaches))}"
 
 
 def _alone(plain: Row) -> str:
     """What there is to say of plain training without a method beside it."""
     if plain.predicted is None:
         return "plain training does not fit in memory"
-    return (
-        f"plain training reaches {plain.predicted.throughput:.4g} samples/s at batch {plain.predicted.size}"
-        f"{_measured(plain)}"
-    )
+    return f"plain training reaches {_speed(plain)}"
 
 
-def _answer(plain: Row, best: Row, predicted: Best) -> str:
+def _answer(plain: Row, best: Row) -> str:
+    if plain.predicted is None:
+        return f"plain training does not fit in memory; take {best.method} for {_speed(best)}."
+    ratio, pays = best.reaches / plain.reaches, best.reaches >= plain.reaches
     sure = "how sure cannot be told" if best.sure is None else f"{_percent(best.sure)} sure"
+    if pays != (best.verdict == "pays"):
+        sure = "by what was measured, and against the model"
     if remarked := [row.method for row in (plain, best) if row.warnings]:
         sure += f" (see the remarks on {' and '.join(remarked)})"
-    if plain.predicted is None:
-        return (
-            f"plain training does not fit in memory; take {best.method} at batch {predicted.size} for "
-            f"{predicted.throughput:.4g} samples/s{_measured(best)}."
-        )
-    ratio = predicted.throughput / plain.predicted.throughput
-    alone = f"{plain.predicted.throughput:.4g} samples/s at batch {plain.predicted.size}{_measured(plain)}"
-    if best.verdict == "pays":
-        return (
-            f"{best.method} pays: at batch {predicted.size} {predicted.throughput:.4g} samples/s{_measured(best)}, "
-            f"{ratio:.2f} times plain's {alone}; {sure}."
-        )
+    if pays:
+        return f"{best.method} pays: {_speed(best)}, {ratio:.2f} times plain's {_speed(plain)}; {sure}."
     return (
-        f"stay plain: {alone}; the nearest method, {best.method}, reaches {ratio:.2f} times that at batch "
-        f"{predicted.size}{_measured(best)}; {sure}."
+        f"stay plain: {_speed(plain)}; the nearest method, {best.method}, reaches {ratio:.2f} times that: "
+        f"{_speed(best)}; {sure}."
     )
+
+
+def _speed(row: Row) -> str:
+    """At which batch a method is how fast, as foretold and as measured; of methods of which something is foretold."""
+    if row.taken is None or row.predicted is None:
+        raise ValueError(f"nothing is foretold of {row.method}")
+    there = f"{row.taken.throughput:.4g} samples/s at batch {row.taken.size}"
+    if row.taken is row.predicted:
+        return f"{there}{_measured(row)}"
+    return f"{there}, as measured (foretold of its largest, {row.predicted.size}: {row.predicted.throughput:.4g})"
 
 
 def _percent(share: float) -> str:

@@ -173,11 +173,12 @@ def _follow_up(found: Found, asked: Asked, console: Console) -> None:
         if trial is not None and trial.seconds is not None:
             found.accumulation = replace(offered, measured=offered.size / trial.seconds)
     for one in (best, None if plain is best else plain) if asked.verify else ():
-        if one is None or one.fitted is None or one.predicted is None:
+        if one is None or one.fitted is None or one.predicted is None or one.taken is None:
             continue
-        measured = _one(found, one.method, one.predicted.size, console, again=True)
-        if measured is not None:
-            found.verified.append(Verified.of(one.method, one.fitted, measured))
+        for size in sorted({one.taken.size, one.predicted.size}):
+            measured = _one(found, one.method, size, console, again=True)
+            if measured is not None:
+                found.verified.append(Verified.of(one.method, one.fitted, measured))
 
 
 def _one(found: Found, method: str, size: int, console: Console, *, again: bool = False) -> Trial | None:

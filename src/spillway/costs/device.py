@@ -46,17 +46,22 @@ class Device:
     """Whether copies out and in run at full speed beside each other."""
     watch_seconds: Seconds = 0.0
     """What compute waits for each op while Spillway watches it; 0 where Python runs ahead of the device."""
+    watch_root: float = 0.0
+    """What it waits besides, times the square root of the op's own seconds: long ops leave Python's caches cold."""
     handling_seconds: Seconds = 0.0
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
-    look_seconds: Seconds = 0.0
-    """What compute waits whenever a method that begins copies early is asked for them, or for room; 0 likewise."""
+    question_seconds: Seconds = 0.0
+    """What compute waits for every question that a method asks about a storage; 0 likewise."""
 
     def __post_init__(self) -> None:
         rates = (
             self.flops_per_second, self.bytes_per_second, self.out_per_second, self.in_per_second,
             self.disk_out_per_second, self.disk_in_per_second,
         )  # fmt: skip
-        times = self.op_seconds, self.copy_seconds, self.watch_seconds, self.handling_seconds, self.look_seconds
+        times = (
+            self.op_seconds, self.copy_seconds, self.watch_seconds, self.watch_root, self.handling_seconds,
+            self.question_seconds,
+        )  # fmt: skip
         if not all(0 < rate < math.inf for rate in rates) or min(times) < 0:
             raise UsageError(f"Device {self.name!r} needs rates above 0 and times of 0 or more; got {self!r}.")
 

@@ -14,7 +14,7 @@ from spillway.costs.device import Device
 from spillway.errors import FileFormatError, UsageError
 
 FORMAT: Final = "spillway device"
-VERSION: Final = 2
+VERSION: Final = 3
 _TYPES: Final[Mapping[str, type | tuple[type, ...]]] = {"str": str, "Bytes": int, "bool": bool}
 
 

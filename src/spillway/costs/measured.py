@@ -1,8 +1,8 @@
 """This machine as a device: what its processor, memory, disk and link do, measured once and remembered.
 
-The seconds that this takes are spent once for each machine, torch, number of threads and spill directory. Stands beside
-the engines and not below them, because the disk is measured through the tier that sessions use, and what watching ops
-costs by the engine that watches them.
+The seconds that this takes are spent once for each machine, torch, Spillway, number of threads and spill directory.
+Stands beside the engines and not below them, because the disk is measured through the tier that sessions use, and what
+watching ops costs by the engine that watches them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from spillway import __version__
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.watching import measure_watching
@@ -88,6 +89,7 @@ def _key(directory: Path) -> Mapping[str, Any]:
     return {
         "machine": name, "processor": _processor(), "processors": os.cpu_count(), "gpu": gpu,
         "torch": str(torch.__version__), "threads": torch.get_num_threads(), "directory": str(directory.resolve()),
+        "spillway": __version__,  # whose own Python is measured too
     }  # fmt: skip
 
 
@@ -118,7 +120,8 @@ def _cpu(directory: Path) -> Device:
         out_per_second=link.out, in_per_second=link.back,
         disk_out_per_second=disk.out, disk_in_per_second=disk.back,
         op_seconds=_launch("cpu"), copy_seconds=max(_page_copy(directory), watching.copy),
-        watch_seconds=watching.op, handling_seconds=watching.storage, look_seconds=watching.look,
+        watch_seconds=watching.op, watch_root=watching.root, handling_seconds=watching.storage,
+        question_seconds=watching.question,
         duplex=False,  # both ways are the same memory, and the same disk
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "
         f"spill file in {directory} through the page cache",

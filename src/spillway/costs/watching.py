@@ -1,20 +1,27 @@
-"""What a session on the CPU costs besides copies: for every op that it watches, and for every storage that it handles.
+"""What a session on the CPU costs besides copies: for every op that it watches, every storage that it handles, and
+every question that its method asks.
 
-A small model is trained under two budgets, each step beside a plain one: just below its peak, where next to nothing has
-to leave, and at half of that, there also by a method that looks ahead. Its ops are large enough to push the engine's
-own Python out of the processor's caches, as ops that are worth a budget do.
+A small model is trained, each step beside a plain one: just below its peak, where next to nothing has to leave, with
+batches of several sizes; and at half of that, there also by a method that asks much.
+
+NOTE [Cold caches]. The longer an op ran, the more of the engine's own Python and of its records it pushed out of the
+processor's caches, and the longer takes what the engine does around it: about 10 us after an op of no length, 30 after
+one of 50 us, 100 after one of a millisecond. Over that range it grows as the square root of the op's seconds.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from math import inf, sqrt
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, cast, final
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
@@ -23,12 +30,20 @@ from spillway.methods import LRU, Delta
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
 
-_LAYERS: Final = 16
 _WIDTH: Final = 256
-_ROWS: Final = 256
-"""An activation is 256 KiB."""
 _WARM: Final = 2
-_ROUNDS: Final = 15
+_ROUNDS: Final = 11
+
+
+class _Shape(NamedTuple):
+    """Of the model and its batch; an activation has a KiB for every row."""
+
+    layers: int
+    rows: int
+
+
+_PRESSED: Final = (_Shape(layers=16, rows=16), _Shape(layers=16, rows=256))
+_WATCHED: Final = (*_PRESSED, _Shape(layers=8, rows=1024), _Shape(layers=4, rows=4096))
 
 
 class Watching(NamedTuple):
@@ -36,10 +51,12 @@ class Watching(NamedTuple):
 
     op: Seconds
     """For every op."""
+    root: float
+    """For every op besides, times the square root of its own seconds (NOTE [Cold caches])."""
     storage: Seconds
     """For every storage that leaves or comes back, and every op that runs again."""
-    look: Seconds
-    """Whenever a policy that foresees is asked: as DELTA takes it."""
+    question: Seconds
+    """For every question that a policy asks about a storage."""
     copy: Seconds
     """What a copy takes beside its bytes, among ops and not among copies."""
 
@@ -49,19 +66,45 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
 
     Raises SpillError as a session does.
     """
-    peak = _Trainer(LRU(), UNLIMITED, directory).peak()
-    watched = _median(_Trainer(LRU(), peak - 1, directory).steps())
-    pressed = _median(_Trainer(LRU(), peak // 2, directory).steps())
-    looking = _median(_Trainer(Delta(), peak // 2, directory).steps())
-    op = _share(watched.python, watched.ops)
-    storage = _share(pressed.python - op * pressed.ops, pressed.handled)
-    look = _share(looking.python - op * looking.ops - storage * looking.handled, looking.looks)
-    copying = pressed.bytes_out / link.out + pressed.bytes_in / link.back
-    return Watching(op=op, storage=storage, look=look, copy=_share(pressed.stalled - copying, pressed.copies))
+    roots, watched, peaks = [], [], []
+    for shape in _WATCHED:
+        trainer = _Trainer(shape, LRU(), UNLIMITED, directory)
+        roots.append(sum(map(sqrt, trainer.op_seconds())))
+        peaks.append(trainer.peak())
+        watched.append(_median(_Trainer(shape, LRU(), peaks[-1] - 1, directory).steps()))
+    op, root = _law([(step.ops, of, step.python) for step, of in zip(watched, roots, strict=True)])
+
+    def pressed(policy: AbstractPolicy) -> Iterator[tuple[_Step, Seconds]]:
+        """At half of the peak: a step, and its Python but for that of ops."""
+        for shape, peak, of in zip(_PRESSED, peaks, roots, strict=False):
+            step = _median(_Trainer(shape, policy, peak // 2, directory).steps())
+            yield step, step.python - op * step.ops - root * of
+
+    handling, asking = list(pressed(LRU())), list(pressed(Delta()))
+    storage, question = _law([(step.handled, step.questions, rest) for step, rest in (*handling, *asking)])
+    waited = sum(step.stalled - step.bytes_out / link.out - step.bytes_in / link.back for step, _ in handling)
+    copy = max(waited / max(sum(step.copies for step, _ in handling), 1), 0.0)
+    return Watching(op=op, root=root, storage=storage, question=question, copy=copy)
 
 
-def _share(seconds: Seconds, count: int) -> Seconds:
-    return max(seconds / max(count, 1), 0.0)
+def _law(steps: Sequence[tuple[float, float, Seconds]]) -> tuple[Seconds, Seconds]:
+    """What each of one thing and of another takes, by least squares of relative errors; neither is negative.
+
+    Arguments:
+        steps: Of each how much there was of the one and of the other, and the seconds that all took.
+    """
+    known = [(one / seconds, other / seconds) for one, other, seconds in steps if seconds > 0]
+    best = (inf, 0.0, 0.0)
+    for uses in ((True, True), (True, False), (False, True)):  # what would be negative is left out
+        columns = [[value for value, used in zip(row, uses, strict=True) if used] for row in known]
+        if not columns:
+            break
+        found = iter(np.linalg.lstsq(np.array(columns), np.ones(len(columns)), rcond=None)[0])
+        first, second = (float(next(found)) if used else 0.0 for used in uses)
+        off = sum((first * one + second * other - 1) ** 2 for one, other in known)
+        if min(first, second) >= 0:
+            best = min(best, (off, first, second))
+    return best[1:]
 
 
 class _Step(NamedTuple):
@@ -76,7 +119,8 @@ class _Step(NamedTuple):
     """Out and in."""
     handled: int
     """Storages that left, storages that came back, and ops that ran again."""
-    looks: int
+    questions: int
+    """That the policy asked about storages."""
     bytes_out: Bytes
     bytes_in: Bytes
 
@@ -95,15 +139,15 @@ def _median(steps: Iterable[_Step]) -> _Step:
 class _Trainer:
     """Two copies of the model: one under the budget, one without."""
 
-    def __init__(self, policy: AbstractPolicy, allowed: Bytes, directory: Path) -> None:
+    def __init__(self, shape: _Shape, policy: AbstractPolicy, allowed: Bytes, directory: Path) -> None:
         self._policy = policy
         self._allowed = allowed
         self._directory = directory
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self._models = [_model(), _model()]
+            self._models = [_model(shape.layers), _model(shape.layers)]
             self._optimizers = [torch.optim.AdamW(model.parameters()) for model in self._models]
-            self._batch = torch.randn(_ROWS, _WIDTH)
+            self._batch = torch.randn(shape.rows, _WIDTH)
 
     def peak(self) -> Bytes:
         """Of a step that keeps everything."""
@@ -111,6 +155,15 @@ class _Trainer:
             for _ in range(_WARM):
                 self._managed(engine)
             return engine.controller.peak
+
+    def op_seconds(self) -> list[Seconds]:
+        """Of every op of a plain step."""
+        for _ in range(_WARM):
+            self._train(0)
+        clock = _Clock()
+        with clock:
+            self._train(0)
+        return list(clock.seconds)
 
     def steps(self) -> Iterator[_Step]:
         """Those that count."""
@@ -135,7 +188,7 @@ class _Trainer:
             plain=between - began, seconds=ended - between, stalled=counters.stall_seconds,
             recomputing=counters.recomputed_seconds, ops=engine.ops, copies=counters.moves + counters.reloads,
             handled=counters.drops + counters.moves + counters.reloads + counters.recomputed_ops,
-            looks=counters.looks, bytes_out=counters.bytes_out, bytes_in=counters.bytes_in,
+            questions=counters.questions, bytes_out=counters.bytes_out, bytes_in=counters.bytes_in,
         )  # fmt: skip
 
     def _managed(self, engine: TensorEngine) -> None:
@@ -151,6 +204,22 @@ class _Trainer:
         self._optimizers[which].zero_grad()
 
 
-def _model() -> torch.nn.Module:
-    layers = [(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(_WIDTH)) for _ in range(_LAYERS)]
-    return torch.nn.Sequential(*(module for layer in layers for module in layer))
+@final
+class _Clock(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """Times every op that is more than a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[Seconds] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        result = op(*args, **kwargs or {})
+        if not op.is_view:
+            self.seconds.append(time.perf_counter() - began)
+        return result
+
+
+def _model(layers: int) -> torch.nn.Module:
+    built = [(torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU(), torch.nn.LayerNorm(_WIDTH)) for _ in range(layers)]
+    return torch.nn.Sequential(*(module for layer in built for module in layer))

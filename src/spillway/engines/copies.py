@@ -63,7 +63,6 @@ class Copies:
         if not controller.policy.looks(controller.view):
             return
         self._foreseeing = True
-        controller.counters.looks += 1
         try:
             controller.empty_graveyard()
             grant_in_turn(controller, controller.policy.foresee(controller.view), lambda: False)

@@ -131,8 +131,8 @@ class Counters:
 
     `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
     say when compute waited and ran ops again. `reloads` counts storages that were copied back, `recomputes` those that
-    replays brought back, `recalls` those of them that had been moved. `looks` says how often a policy that
-    foresees was asked, for copies that may begin or for room.
+    replays brought back, `recalls` those of them that had been moved. `questions` says how often the
+    policy asked the view what a storage would cost.
     """
 
     recomputed_ops: int = 0
@@ -148,7 +148,7 @@ class Counters:
     dropped_bytes: Bytes = 0
     drops: int = 0
     moves: int = 0
-    looks: int = 0
+    questions: int = 0
     refusals: dict[str, int] = field(default_factory=dict)
     floor_bytes: Bytes = 0
     stalls: list[Stall] = field(default_factory=list)

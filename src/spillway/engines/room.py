@@ -35,7 +35,6 @@ def grant_in_turn(
 
 def ask_policy(controller: Controller, needed: Bytes) -> None:
     """Grant what the policy proposes until `needed` more bytes fit."""
-    controller.counters.looks += controller.policy.foresees
     proposals = controller.policy.relieve(controller.view, controller.resident + needed - controller.allowed)
     grant_in_turn(controller, proposals, lambda: controller.resident + needed <= controller.allowed)
 

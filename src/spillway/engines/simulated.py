@@ -20,6 +20,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from math import sqrt
 from typing import Final, Literal, NamedTuple, final
 
 from spillway.costs.device import Device
@@ -80,7 +81,7 @@ class Simulation:
     stall_seconds: Seconds
     """Time that compute waited for copies."""
     python_seconds: Seconds
-    """Compute waited for Spillway itself: the device's `watch_seconds`, `handling_seconds` and `look_seconds`."""
+    """Compute waited for Spillway itself, as the device says: for every op, storage handled and question asked."""
     hidden_seconds: Seconds
     """Of the time that copies took, the part in which compute did not wait."""
     dropped_bytes: Bytes
@@ -142,9 +143,8 @@ def simulate(
         overlaps=overlaps,
     )
     watched = policy.follows or step.plain_peak() > allowed  # else the engine steps aside
-    attention = Attention(device.watch_seconds, device.handling_seconds, device.look_seconds)
     controller = Controller(machine, policy, allowed, chain_cap)
-    run = _Run(step, machine, controller, frozenset(escaped), attention if watched else Attention(0.0, 0.0, 0.0))
+    run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device) if watched else Attention())
     for number in range(steps):
         status, why = run.go(number)
         if status != "ok":
@@ -205,12 +205,23 @@ def _exactness(op: Op) -> int:
 class Attention(NamedTuple):
     """What compute waits for Spillway itself."""
 
-    op: Seconds
+    op: Seconds = 0.0
     """For every op."""
-    storage: Seconds
+    root: float = 0.0
+    """For every op besides, times the square root of its seconds."""
+    storage: Seconds = 0.0
     """For every storage that leaves or comes back, and every op that runs again."""
-    look: Seconds
-    """Whenever a policy that foresees is asked, for room or for copies that may begin."""
+    question: Seconds = 0.0
+    """For every question of the policy."""
+
+    @classmethod
+    def of(cls, device: Device) -> Attention:
+        """As the device has it."""
+        return cls(device.watch_seconds, device.watch_root, device.handling_seconds, device.question_seconds)
+
+    def around(self, op: Op) -> Seconds:
+        """For one op."""
+        return self.op + self.root * sqrt(op.seconds or 0.0)
 
 
 @final
@@ -338,7 +349,7 @@ class _Run:
                 self._complete(call, reads, written)
         if self._following is not None:
             self._following.after_op(self._named(call.creates))
-        self._attend(self._attention.op)
+        self._attend(self._attention.around(call.op))
         self._chronicle.ran.append(Ran(began, now(), clock, call.op.name))
         for number in call.dies:
             self._let_go(number)
@@ -347,7 +358,7 @@ class _Run:
         """Compute waits for Python: for an op, and for what was handled since the last."""
         counters, attention = self._controller.counters, self._attention
         events = counters.drops + counters.moves + counters.reloads + counters.recomputed_ops
-        handled = attention.storage * events + attention.look * counters.looks
+        handled = attention.storage * events + attention.question * counters.questions
         seconds = op + handled - self._handled
         self._machine.work(seconds)
         self._handled, self._python = handled, self._python + seconds

@@ -88,6 +88,7 @@ class View:
 
     def own_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the op that made it."""
+        self._controller.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         recipe = None if value is None else value.recipe
         if recipe is None or recipe.exactness != EXACT:
@@ -117,6 +118,7 @@ class View:
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""
+        self._controller.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         out_and_in = self._controller.machine.transfer_seconds(storage.nbytes)
         return out_and_in / 2 if value is not None and value.home is not None else out_and_in
@@ -170,6 +172,7 @@ class View:
 
     def stale_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the ops of this step since it was last used."""
+        self._controller.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return 0.0 if value is None else self._neighbours.seconds_since(value)
 
@@ -183,6 +186,7 @@ class View:
 
     def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
         """The evicted next to it."""
+        self._controller.counters.questions += 1
         if isinstance(of, Evicted):
             return self._neighbours.around(of)
         value = of.value if isinstance(of, Storage) else None
@@ -190,11 +194,13 @@ class View:
 
     def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
         """The evicted that it needs."""
+        self._controller.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return {} if value is None else self._neighbours.ancestors(value)
 
     def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
         """The evicted that need it."""
+        self._controller.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return {} if value is None else self._neighbours.descendants(value)
 
@@ -203,6 +209,7 @@ class View:
         self._neighbours.forget()
 
     def _ancestry(self, storage: Candidate) -> Ancestry | None:
+        self._controller.counters.questions += 1
         if not isinstance(storage, Storage):
             return None
         away = storage.value is not None and storage.value.absent == AWAY
