@@ -141,9 +141,7 @@ def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
             tell(f"{network.workload}, {method}: {fault}")
         rows = advise(campaign.experiment(), network.limit)
         fits = [_fit(campaign, row) for row in rows]
-        _again(
-            campaign, [(fit.advice.method, fit.largest) for fit in fits if fit.largest is not None], size.rounds, tell
-        )
+        _again(campaign, [pair for fit in fits for pair in fit.pairs()], size.rounds, tell)
         return [_tried(network, campaign, fit) for fit in fits]
 
 
@@ -157,6 +155,11 @@ class Fit:
     """None if nothing was fitted, or nothing fits."""
     at_peak: Trial | None
     left_out: int
+
+    def pairs(self) -> list[tuple[str, int]]:
+        """The method at its largest batch, and at the batch to take if that is another."""
+        taken = None if self.advice.taken is None else self.advice.taken.size
+        return [(self.advice.method, size) for size in dict.fromkeys((self.largest, taken)) if size is not None]
 
 
 def _fit(campaign: Campaign, advice: Advice) -> Fit:
@@ -229,13 +232,13 @@ def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
     ):
         known = [abs(off) for off in offs if off is not None]
         yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
-    for where, what, mine, speeds in (
+    for where, what, theirs, speeds in (
         ("its largest batch", "best one at its largest batch", _largest, [_largest(one) for one in tried]),
         ("the batch to take", "fastest trial of any method at any batch", _taken, [one.fastest for one in tried]),
     ):
         yield Check(
             what=f"{name}: the recommended method, at {where}, is slower than the {what}",
-            measured=behind(tried, mine, speeds), at_most=RECOMMENDED,
+            measured=behind(tried, theirs, speeds), at_most=RECOMMENDED,
         )  # fmt: skip
 
 
@@ -252,7 +255,7 @@ def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speed
     or measured."""
     best = recommended([one.advice for one in tried])
     mine = next((speed(one) for one in tried if best is not None and one.advice.method == best.method), None)
-    return 1.0 if mine is None else 1 - mine / max(speed for speed in speeds if speed is not None)
+    return 1.0 if mine is None else 1 - mine / max(known for known in speeds if known is not None)
 
 
 def _row(name: str, tried: Tried) -> Row:
@@ -293,8 +296,8 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
-    "ran at the largest batch that fits by its line, five times, in turn with the other methods, and so did the "
-    "fastest of all trials: the median stands under measured. The limit is emulated: a step whose peak by account is "
+    "ran at the largest batch that fits by its line, and at the batch that `advise` says to take where that is another, "
+    "five times, in turn with the other methods, and so did the fastest of all trials: medians count. The limit is emulated: a step whose peak by account is "
     "above it counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
