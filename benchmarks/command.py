@@ -18,9 +18,9 @@ NAMES = (
     "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
     "budget", "mimose_budget", "convergence", "mimose_convergence", "reach", "exactness", "block_exactness",
     "random_programs",
-    "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare", "mimose_tasks",
-    "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here", "papaya_simulated",
-    "papaya_implications", "compression", "packing",
+    "recording", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
+    "mimose_tasks", "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here",
+    "papaya_simulated", "papaya_implications", "compression", "packing",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

@@ -19,8 +19,13 @@ from spillway.units import Bytes
 
 DEVICE: Final = "v100-nvlink"
 
-OTHERS: Final = ("sqrt-n", "sqrt-n, greedy", "dtr", "lru", "swap", "swap-prefetch")
-"""The methods beside Checkmate."""
+CHECKPOINTS: Final = "sqrt-n"
+OTHERS: Final = (
+    CHECKPOINTS, "sqrt-n, greedy", "dtr", "dtr-eqclass", "dtr-local", "largest", "msps", "lru", "delta",
+    "delta-published", "swap", "swap-prefetch", "uvm", "zero-offload",
+)  # fmt: skip
+"""The methods beside Checkmate: all of `spillway compare` but those that recompute whole blocks, which not every step
+has."""
 
 TOLERANCE: Final = 1e-6
 
@@ -58,6 +63,8 @@ def run(size: Size, tell: Tell) -> Result:
     planned = [row for row in rows if row["method"] == "checkmate" and row["status"] == "ok"]
     rejected = [row for row in rows if row["status"] == "rejected"]
     below = [row for row in planned if row["x_bound"] < 1 - TOLERANCE]
+    checkpoints = {(row["step"], row["budget"]): row for row in rows if row["method"] == CHECKPOINTS}
+    slower = [row for row in planned if _is_slower(row, checkpoints[row["step"], row["budget"]])]
     # A finer plan may be faster than the best of a coarsened step; a plan of the same nodes may not.
     beaten = [row for row in rows if row["beats"] and not row["coarsened"]]
     return Result(
@@ -69,9 +76,15 @@ def run(size: Size, tell: Tell) -> Result:
             Check(what="plans of Checkmate below their own bound", measured=len(below), at_most=0),
             Check(what="recomputing methods below the bound of a step that is not coarsened",
                   measured=len(beaten), at_most=0),
+            Check(what="plans of Checkmate that are slower than checkpoints after every square root of n layers",
+                  measured=len(slower), at_most=0),
         ],
         notes=(*NOTES, *_summary(rows)),
     )  # fmt: skip
+
+
+def _is_slower(row: Row, other: Row) -> bool:
+    return other["status"] == "ok" and row["overhead"] > other["overhead"] * (1 + TOLERANCE)
 
 
 COLUMNS: Final[Sequence[Column]] = (

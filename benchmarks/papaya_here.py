@@ -296,9 +296,9 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
-    "ran at the largest batch that fits by its line, and at the batch that `advise` says to take where that is another, "
-    "five times, in turn with the other methods, and so did the fastest of all trials: medians count. The limit is emulated: a step whose peak by account is "
-    "above it counts as out of memory.",
+    "ran at the largest batch that fits by its line, and at the batch that `advise` says to take where that is "
+    "another, five times, in turn with the other methods, and so did the fastest of all trials: medians count. The "
+    "limit is emulated: a step whose peak by account is above it counts as out of memory.",
     "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
     "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
     "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well, and their peak is "

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir.step_report import StepReport
+from spillway.version import __version__
 
 if TYPE_CHECKING:
     from spillway.planning import plan
     from spillway.session import Session, manage
     from spillway.simulation import simulate
     from spillway.workloads.recorded import record
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BudgetInfeasible",

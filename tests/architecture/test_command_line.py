@@ -82,6 +82,7 @@ COMMAND_LINE = {
         "[--seconds]",
         "[--length]",
         "[--layers]",
+        "[--width]",
         "[--lossless]",
         "[--verify]",
         "[--fresh]",

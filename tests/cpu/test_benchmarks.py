@@ -25,11 +25,13 @@ from benchmarks import (
     overlap,
     race,
     random_programs,
+    recording,
     show,
     training,
 )
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, DELTA, DELTA_KEPT, KEPT, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import ASIDE, NOTHING, RECIPES, TRACKING
+from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result, text_columns
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
@@ -37,6 +39,7 @@ from benchmarks.workers import Job, Worker, started
 from spillway.costs import DEVICES
 from spillway.engines.dtr_runtime import Outcome
 from spillway.errors import WorkloadError
+from spillway.units import MiB
 from spillway.workloads import WORKLOADS, Workload, get
 from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
@@ -195,6 +198,7 @@ def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.Mon
 
 def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
     result = quick("optimal")
+    assert {row["method"] for row in result.rows} == {"checkmate", *OTHERS}
     by_step: dict[str, dict[str, Any]] = {}
     for row in result.rows:
         by_step.setdefault(row["step"], {})[row["method"]] = row
@@ -207,7 +211,17 @@ def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
     assert by_step["linear 4"]["checkmate"]["proof"] == "optimal"
     assert not by_step["linear 4"]["checkmate"]["coarsened"]
     assert by_step["resnet"]["checkmate"]["coarsened"]
-    assert [check.met for check in result.checks] == [True, True, True]
+    assert [check.met for check in result.checks] == [True] * 4
+
+
+def test_recording_is_measured_as_a_user_does_it() -> None:
+    result = quick("recording")
+    (row,) = result.rows
+    assert row["ops"] > 100
+    assert row["peak_rss_bytes"] > 100 * MiB
+    assert 0 < row["file_bytes"] < row["plain_peak_bytes"]
+    with pytest.raises(RuntimeError, match=r"record nothing.* ended with 1: .*nothing"):
+        recording._recorded(recording.Recording(workload="nothing", options=()), Path("nowhere"))
 
 
 def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:

@@ -130,11 +130,16 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     campaign.trials["plain"][10] = Trial(method="plain", size=10, peak=100, seconds=10.0)
     tried = papaya_here._tried(network, campaign, fit)
     assert (tried.throughput, tried.fastest) == (1, 4)
-    assert papaya_here.behind([tried], [tried.throughput]) == 0
-    assert papaya_here.behind([tried], [tried.fastest]) == pytest.approx(0.75)
+    assert tried.advice.taken is not None
+    assert (tried.advice.taken.size, fit.pairs()) == (1, [("plain", 10), ("plain", 1)]), "measured to be the faster one"
+    assert papaya_here.behind([tried], papaya_here._largest, [tried.throughput]) == 0
+    assert papaya_here.behind([tried], papaya_here._largest, [tried.fastest]) == pytest.approx(0.75)
+    assert papaya_here.behind([tried], papaya_here._taken, [tried.fastest]) == 0
     checks = {check.what.rpartition("slower than the ")[2]: check for check in papaya_here._checks("bent", [tried])}
     assert checks["best one at its largest batch"].met
-    assert not checks["fastest trial of any method at any batch"].met
+    assert checks["fastest trial of any method at any batch"].met
+    *_, held = papaya_here._checks("bent", [replace(tried, taken=tried.there)])
+    assert not held.met, "at its largest batch"
     assert tried.left_out == len(campaign.samples("plain").off_line) > 0
 
 

@@ -81,11 +81,26 @@ def test_the_same_seed_gives_the_same_model_and_batches_which_draw_from_a_stream
         ("bert-base", {"length": 513, "layers": 1}, "takes up to 512 tokens, not 513"),
         ("gpt2", {"batch": 0, "layers": 1}, "takes one or more samples in a batch, not 0"),
         ("resnet50", {"length": 5}, "unexpected keyword argument 'length'"),
+        ("resnet50", {"layers": 5}, "layers of the workload resnet50 are in stages"),
+        ("swin", {"width": 64}, "stages of the workload swin are of several widths"),
+        ("gpt-small", {"width": 100}, "has a width that is a multiple of 64, not 100"),
+        ("vit-small", {"width": 0}, "has a width that is a multiple of 64, not 0"),
     ],
 )
 def test_sizes_that_a_model_does_not_have_are_refused(name: str, options: dict[str, int], reason: str) -> None:
     with pytest.raises(WorkloadError, match=reason):
         get(name, **options)
+
+
+@pytest.mark.parametrize("name", ["bert-small", "gpt-small", "vit-small", "t5"])
+def test_a_width_widens_every_layer(name: str) -> None:
+    parameters = []
+    for width in (64, 128):
+        model = get(name, batch=1, layers=1, width=width).model
+        parameters.append(
+            sum(p.numel() for p in model.parameters() if p.ndim == 2 and p.shape[0] in (width, 4 * width))
+        )
+    assert parameters[1] > 3 * parameters[0] > 0
 
 
 def test_without_transformers_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

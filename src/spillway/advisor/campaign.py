@@ -237,11 +237,11 @@ class Campaign:
                 samples.seconds[size] = trial.seconds
         return samples
 
-    def experiment(self, *, layers: str = "", precision: str = "") -> Experiment:
+    def experiment(self, *, layers: str = "", hidden: str = "", precision: str = "") -> Experiment:
         """What was measured so far, of every method of the campaign of which a trial is there."""
         methods = {method: self.samples(method) for method in self.methods if self.trials[method]}
         return Experiment(
-            hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden="", precision=precision,
+            hardware=self.bench.hardware, network=self.bench.name, layers=layers, hidden=hidden, precision=precision,
             source="", methods=methods,
         )  # fmt: skip
 

@@ -92,7 +92,8 @@ class Accumulation:
 
 
 def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation | None:
-    """What to offer beside the recommended method; None where it wins by more than its batch, or nothing accumulates.
+    """What to offer beside the recommended method; None where it wins by more than its largest batch, or nothing
+    accumulates.
 
     Arguments:
         gradient_bytes: Of all parameters: from the second micro-batch on they are there from the beginning.
@@ -100,7 +101,7 @@ def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation 
     best, plain = recommended(rows), plain_row(rows)
     if best is None or plain is None or best is plain or best.fitted is None or plain.fitted is None:
         return None
-    if best.predicted is None or best.fitted.cost.gamma <= plain.fitted.cost.gamma:
+    if best.predicted is None or best.taken is not best.predicted or best.fitted.cost.gamma <= plain.fitted.cost.gamma:
         return None
     cost = plain.fitted.cost
     micro = whole(cost.largest(plain.fitted.limit - gradient_bytes))

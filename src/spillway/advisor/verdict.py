@@ -393,8 +393,8 @@ def _answer(plain: Row, best: Row) -> str:
         return f"plain training does not fit in memory; take {best.method} for {_speed(best)}."
     ratio, pays = best.reaches / plain.reaches, best.reaches >= plain.reaches
     sure = "how sure cannot be told" if best.sure is None else f"{_percent(best.sure)} sure"
-    if pays != (best.verdict == "pays"):
-        sure = "by what was measured, and against the model"
+    if plain.taken is not plain.predicted or best.taken is not best.predicted:
+        sure = "by what was measured" + ", and against the model" * (pays != (best.verdict == "pays"))
     if remarked := [row.method for row in (plain, best) if row.warnings]:
         sure += f" (see the remarks on {' and '.join(remarked)})"
     if pays:

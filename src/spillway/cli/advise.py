@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, Final, final
@@ -84,12 +85,22 @@ Layers = Annotated[
     str | None,
     typer.Option(help="Blocks of the model; of several numbers, as 2,4,8, each is answered.", show_default="its own"),
 ]
+Width = Annotated[
+    str | None,
+    typer.Option(help="Width of the model; of several, as 64,128, each is answered.", show_default="its own"),
+]
 Device = Annotated[
     str | None,
     typer.Option(help="Where to measure, as torch names it: cpu, cuda, cuda:1.", show_default="where the model is"),
 ]
 Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")]
-Verify = Annotated[bool, typer.Option("--verify", help="Run what is recommended, and plain training, and compare.")]
+Verify = Annotated[
+    bool,
+    typer.Option(
+        "--verify",
+        help="Run what is recommended and plain training, and compare; each at its largest batch and the one to take.",
+    ),
+]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
 Write = Annotated[Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")]
 SmallBatches = Annotated[
@@ -157,6 +168,7 @@ def advise_(
     seconds: TrialSeconds = 6.0,
     length: Length = None,
     layers: Layers = None,
+    width: Width = None,
     lossless: Lossless = False,
     verify: Verify = False,
     fresh: Fresh = False,
@@ -183,8 +195,8 @@ def advise_(
     if measurements is not None:
         _check_nothing_is_measured({
             "WORKLOAD": workload, "--methods": methods, "--device": device, "--simulate": simulate,
-            "--batches": batches, "--length": length, "--layers": layers, "--lossless": lossless, "--verify": verify,
-            "--fresh": fresh, "--write": write,
+            "--batches": batches, "--length": length, "--layers": layers, "--width": width, "--lossless": lossless,
+            "--verify": verify, "--fresh": fresh, "--write": write,
         })  # fmt: skip
         _from_file(measurements, limit, wanted, small_batches=small_batches)
         return
@@ -192,26 +204,33 @@ def advise_(
         raise UsageError("Name a workload to measure, or give measurements with --from measurements.csv.")
     wanted.exchange(known=0)  # what is wrong with it is said now
     check_writable(write)
-    ways = chosen(DEFAULT if methods is None else _names(methods), lossless=lossless)
-    sizes = [] if batches is None else parse_sizes(batches, "--batches")
-    network = workload if length is None else f"{workload} length={length}"
     ask = partial(
-        _asked, methods=[way.name for way in ways], batches=sizes, network=network,
-        small_batches=small_batches, verify=verify,
+        _asked, methods=_ways(methods, lossless), batches=_each(batches, "--batches"),
+        network=workload if length is None else f"{workload} length={length}", small_batches=small_batches,
+        verify=verify,
     )  # fmt: skip
     console, every = to_terminal(), list[_Answer]()
-    for depth in [None] if layers is None else parse_sizes(layers, "--layers"):
-        options = {name: value for name, value in (("length", length), ("layers", depth)) if value is not None}
+    for depth, wide in product(_each(layers, "--layers") or (None,), _each(width, "--width") or (None,)):
+        shape = {"length": length, "layers": depth, "width": wide}
+        options = {name: value for name, value in shape.items() if value is not None}
         with (
             _measured(workload, options, seed, console, device, longest=seconds / (STEPS + AROUND), fresh=fresh)
             if simulate is None
             else _simulated(workload, options, simulate, device, fresh=fresh)
         ) as place:
-            asked = ask(place, limit, layers="" if depth is None else str(depth))
+            asked = ask(place, limit, layers=str(depth or ""), hidden=str(wide or ""))
             every.append(_Answer(find_out(place.bench, asked, console), place))
         if not every[-1].found.whole:
             break
     _tell(every, wanted, write, console)
+
+
+def _ways(methods: str | None, lossless: bool) -> list[str]:
+    return [way.name for way in chosen(DEFAULT if methods is None else _names(methods), lossless=lossless)]
+
+
+def _each(text: str | None, option: str) -> list[int]:
+    return [] if text is None else parse_sizes(text, option)
 
 
 def _asked(place: _Place, limit: Bytes | None, **more: Any) -> Asked:

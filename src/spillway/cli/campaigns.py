@@ -40,6 +40,8 @@ class Asked:
     """A step that takes longer is not measured."""
     layers: str
     """Of the network; empty where nobody says."""
+    hidden: str
+    """Its width, likewise."""
     network: str
     """The workload with its options."""
     small_batches: bool
@@ -70,7 +72,7 @@ class Found:
         best = recommended(self.rows)
         if best is not None and way_of(best.method).lossy:
             others = recommended([row for row in self.rows if not way_of(row.method).lossy])
-            instead = others and others.predicted
+            instead = others and others.taken
             more = "" if others is None or instead is None else (
                 f"; the fastest that changes no bit is {others.method}, with {instead.throughput:.4g} samples/s at "
                 f"batch {instead.size}"
@@ -126,7 +128,7 @@ def find_out(bench: AbstractBench, asked: Asked, console: Console) -> Found:
     if not any(campaign.trials.values()):
         say(console, "spillway: interrupted before anything was measured.")
         raise typer.Exit(INTERRUPTED)
-    experiment = replace(campaign.experiment(layers=asked.layers), network=asked.network)
+    experiment = replace(campaign.experiment(layers=asked.layers, hidden=asked.hidden), network=asked.network)
     rows = advise(experiment, asked.limit, small_batches=asked.small_batches)
     offered = accumulation_of(rows, asked.gradient_bytes)
     found = Found(campaign, experiment, rows, offered, verifies=asked.verify, whole=whole)

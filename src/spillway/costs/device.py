@@ -44,6 +44,8 @@ class Device:
     """What a copy takes beside its bytes."""
     duplex: bool = True
     """Whether copies out and in run at full speed beside each other."""
+    overlaps: bool = True
+    """Whether copies have a processor or a link of their own, and so run beside ops."""
     watch_seconds: Seconds = 0.0
     """What compute waits for each op while Spillway watches it; 0 where Python runs ahead of the device."""
     watch_root: float = 0.0

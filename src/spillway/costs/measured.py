@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 
-from spillway import __version__
 from spillway.costs.device import HERE, Device
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.watching import measure_watching
@@ -29,6 +28,7 @@ from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.speed import Speed, disk_speed, tier_speed
 from spillway.errors import FileFormatError
 from spillway.units import Bytes, MiB, Seconds
+from spillway.version import __version__
 
 PATIENCE: Final[Seconds] = 1.0
 """How long a rate is measured; the best of many tries counts, which a busy machine disturbs least."""
@@ -123,6 +123,7 @@ def _cpu(directory: Path) -> Device:
         watch_seconds=watching.op, watch_root=watching.root, handling_seconds=watching.storage,
         question_seconds=watching.question,
         duplex=False,  # both ways are the same memory, and the same disk
+        overlaps=len(os.sched_getaffinity(0)) > threads,  # as the tensor engine has it
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "
         f"spill file in {directory} through the page cache",
     )  # fmt: skip

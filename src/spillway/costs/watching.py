@@ -5,8 +5,8 @@ A small model is trained, each step beside a plain one: just below its peak, whe
 batches of several sizes; and at half of that, there also by a method that asks much.
 
 NOTE [Cold caches]. The longer an op ran, the more of the engine's own Python and of its records it pushed out of the
-processor's caches, and the longer takes what the engine does around it: about 10 us after an op of no length, 30 after
-one of 50 us, 100 after one of a millisecond. Over that range it grows as the square root of the op's seconds.
+processor's caches, and the longer takes what the engine does around it: about 10 us after an op of no length, 25 after
+one of 50 us, 80 after one of a millisecond. Over that range it grows as the square root of the op's seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from spillway.units import Bytes, Seconds
 _WIDTH: Final = 256
 _WARM: Final = 2
 _ROUNDS: Final = 11
+_TIMED: Final = 3
+"""Steps whose ops are timed."""
 
 
 class _Shape(NamedTuple):
@@ -72,7 +74,7 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
         roots.append(sum(map(sqrt, trainer.op_seconds())))
         peaks.append(trainer.peak())
         watched.append(_median(_Trainer(shape, LRU(), peaks[-1] - 1, directory).steps()))
-    op, root = _law([(step.ops, of, step.python) for step, of in zip(watched, roots, strict=True)])
+    op, root = _law([(step.ops, of, step.python, step.python) for step, of in zip(watched, roots, strict=True)])
 
     def pressed(policy: AbstractPolicy) -> Iterator[tuple[_Step, Seconds]]:
         """At half of the peak: a step, and its Python but for that of ops."""
@@ -81,27 +83,28 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
             yield step, step.python - op * step.ops - root * of
 
     handling, asking = list(pressed(LRU())), list(pressed(Delta()))
-    storage, question = _law([(step.handled, step.questions, rest) for step, rest in (*handling, *asking)])
+    storage, question = _law([(step.handled, step.questions, rest, step.python) for step, rest in (*handling, *asking)])
     waited = sum(step.stalled - step.bytes_out / link.out - step.bytes_in / link.back for step, _ in handling)
     copy = max(waited / max(sum(step.copies for step, _ in handling), 1), 0.0)
     return Watching(op=op, root=root, storage=storage, question=question, copy=copy)
 
 
-def _law(steps: Sequence[tuple[float, float, Seconds]]) -> tuple[Seconds, Seconds]:
-    """What each of one thing and of another takes, by least squares of relative errors; neither is negative.
+def _law(steps: Sequence[tuple[float, float, Seconds, Seconds]]) -> tuple[Seconds, Seconds]:
+    """What each of one thing and of another takes, by least squares; neither is negative.
 
     Arguments:
-        steps: Of each how much there was of the one and of the other, and the seconds that all took.
+        steps: Of each how much there was of the one and of the other, the seconds that all took, and those that an
+            error is a share of.
     """
-    known = [(one / seconds, other / seconds) for one, other, seconds in steps if seconds > 0]
+    known = [(one / unit, other / unit, seconds / unit) for one, other, seconds, unit in steps if unit > 0]
     best = (inf, 0.0, 0.0)
     for uses in ((True, True), (True, False), (False, True)):  # what would be negative is left out
-        columns = [[value for value, used in zip(row, uses, strict=True) if used] for row in known]
+        columns = [[value for value, used in zip(row, uses, strict=False) if used] for row in known]
         if not columns:
             break
-        found = iter(np.linalg.lstsq(np.array(columns), np.ones(len(columns)), rcond=None)[0])
+        found = iter(np.linalg.lstsq(np.array(columns), np.array([row[-1] for row in known]), rcond=None)[0])
         first, second = (float(next(found)) if used else 0.0 for used in uses)
-        off = sum((first * one + second * other - 1) ** 2 for one, other in known)
+        off = sum((first * one + second * other - seconds) ** 2 for one, other, seconds in known)
         if min(first, second) >= 0:
             best = min(best, (off, first, second))
     return best[1:]
@@ -157,13 +160,12 @@ class _Trainer:
             return engine.controller.peak
 
     def op_seconds(self) -> list[Seconds]:
-        """Of every op of a plain step."""
-        for _ in range(_WARM):
-            self._train(0)
-        clock = _Clock()
-        with clock:
-            self._train(0)
-        return list(clock.seconds)
+        """Of every op of a plain step, the median of some."""
+        clocks = [_Clock() for _ in range(_WARM + _TIMED)]
+        for clock in clocks:
+            with clock:
+                self._train(0)
+        return list(map(statistics.median, zip(*(clock.seconds for clock in clocks[_WARM:]), strict=True)))
 
     def steps(self) -> Iterator[_Step]:
         """Those that count."""

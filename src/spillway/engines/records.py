@@ -132,7 +132,7 @@ class Counters:
     `early_out` and `early_in` are those of the bytes out and in whose copy began while ops ran. `stalls` and `replays`
     say when compute waited and ran ops again. `reloads` counts storages that were copied back, `recomputes` those that
     replays brought back, `recalls` those of them that had been moved. `questions` says how often the
-    policy asked the view what a storage would cost.
+    policy asked the view about a storage: what bringing it back takes, how stale it is, what is evicted around it.
     """
 
     recomputed_ops: int = 0

@@ -108,7 +108,8 @@ class Simulation:
 def simulate(
     step: Step, *, allowed: Bytes, method: AbstractPolicy | AbstractPlanner | Plan, device: Device,
     allocator: str = "exact", limit: Bytes | None = None, tier: Tier = "host", steps: int = 2,
-    chain_cap: int = CHAIN_CAP, thrash: float = THRASH, escaped: Collection[StorageId] = (), overlaps: bool = True,
+    chain_cap: int = CHAIN_CAP, thrash: float = THRASH, escaped: Collection[StorageId] = (),
+    overlaps: bool | None = None,
 ) -> Simulation:  # fmt: skip
     """Run a recorded step under a budget, on paper; the figures of the last of `steps` repetitions.
 
@@ -125,7 +126,7 @@ def simulate(
         chain_cap: The longest chain of replays that a drop may lead to.
         thrash: Ends the step when recomputing has taken so many times its plain seconds.
         escaped: Storages whose address somebody holds: they stay.
-        overlaps: Whether methods are told that copies beside ops take nothing from them.
+        overlaps: Whether methods are told that copies beside ops take nothing from them; None for what the device says.
 
     Raises:
         UsageError: An op has no seconds, or an argument makes no sense.
@@ -140,7 +141,7 @@ def simulate(
         allocator_named(allocator, limit),
         tier=tier,
         most_recomputing=thrash * plain,
-        overlaps=overlaps,
+        overlaps=device.overlaps if overlaps is None else overlaps,
     )
     watched = policy.follows or step.plain_peak() > allowed  # else the engine steps aside
     controller = Controller(machine, policy, allowed, chain_cap)

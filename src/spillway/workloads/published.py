@@ -45,6 +45,8 @@ class _Published:
     """What differs from the configuration's defaults."""
     depth: tuple[str, ...]
     """Where the configuration has the number of its layers."""
+    width: Mapping[str, int]
+    """What the configuration has of 64 elements of width: itself, one head, and what is wider or narrower with it."""
     draw: Callable[..., dict[str, Tensor]]
     """Makes a batch."""
     optimizer: Callable[[Any], Optimizer]
@@ -84,6 +86,11 @@ _ADAMW: Final = partial(AdamW, lr=5e-5, weight_decay=0.01)
 _SGD: Final = partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
 _LARGE: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
 _SMALL: Final = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+_HEAD: Final = 64
+"""Elements of a head of attention, in all of them."""
+_WIDTH: Final = {"hidden_size": _HEAD, "num_attention_heads": 1, "intermediate_size": 4 * _HEAD}
+_GPT_WIDTH: Final = {"n_embd": _HEAD, "n_head": 1}
+_T5_WIDTH: Final = {"d_model": _HEAD, "num_heads": 1, "d_ff": 4 * _HEAD}
 _SMALL_VOCABULARY: Final = 4096
 _SMALL_LENGTH: Final = 64
 _SMALL_SIDE: Final = 64
@@ -92,32 +99,32 @@ _SMALL_CLASSES: Final = 16
 _MODELS: Final[Mapping[str, _Published]] = {
     "resnet50": _Published(
         config="ResNetConfig", model="ResNetForImageClassification", settings={"num_labels": CLASSES}, depth=(),
-        draw=_pictures, optimizer=_SGD,
+        width={}, draw=_pictures, optimizer=_SGD,
     ),
     "bert-base": _Published(
-        config="BertConfig", model="BertForMaskedLM", settings={}, depth=("num_hidden_layers",), draw=_masked_tokens,
-        optimizer=_ADAMW,
+        config="BertConfig", model="BertForMaskedLM", settings={}, depth=("num_hidden_layers",), width=_WIDTH,
+        draw=_masked_tokens, optimizer=_ADAMW,
     ),
     "bert-large": _Published(
-        config="BertConfig", model="BertForMaskedLM", settings=_LARGE, depth=("num_hidden_layers",),
+        config="BertConfig", model="BertForMaskedLM", settings=_LARGE, depth=("num_hidden_layers",), width=_WIDTH,
         draw=_masked_tokens, optimizer=_ADAMW,
     ),
     "gpt2": _Published(
-        config="GPT2Config", model="GPT2LMHeadModel", settings={"use_cache": False}, depth=("n_layer",), draw=_tokens,
-        optimizer=_ADAMW,
+        config="GPT2Config", model="GPT2LMHeadModel", settings={"use_cache": False}, depth=("n_layer",),
+        width=_GPT_WIDTH, draw=_tokens, optimizer=_ADAMW,
     ),
     "swin": _Published(
-        config="SwinConfig", model="SwinForImageClassification", settings={"num_labels": CLASSES}, depth=(),
+        config="SwinConfig", model="SwinForImageClassification", settings={"num_labels": CLASSES}, depth=(), width={},
         draw=_pictures, optimizer=_ADAMW,
     ),
     "t5": _Published(
         config="T5Config", model="T5ForConditionalGeneration",
         settings={"use_cache": False, "decoder_start_token_id": 0}, depth=("num_layers", "num_decoder_layers"),
-        draw=_pairs, optimizer=_ADAMW,
+        width=_T5_WIDTH, draw=_pairs, optimizer=_ADAMW,
     ),
     "bert-small": _Published(
         config="BertConfig", model="BertForMaskedLM", settings={**_SMALL, "vocab_size": _SMALL_VOCABULARY},
-        depth=("num_hidden_layers",), draw=_masked_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
+        depth=("num_hidden_layers",), width=_WIDTH, draw=_masked_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
     ),
     "gpt-small": _Published(
         config="GPT2Config", model="GPT2LMHeadModel",
@@ -125,43 +132,46 @@ _MODELS: Final[Mapping[str, _Published]] = {
             "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": _SMALL_VOCABULARY, "use_cache": False,
             "bos_token_id": 0, "eos_token_id": 0,
         },
-        depth=("n_layer",), draw=_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
+        depth=("n_layer",), width=_GPT_WIDTH, draw=_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
     ),
     "vit-small": _Published(
         config="ViTConfig", model="ViTForImageClassification",
         settings={**_SMALL, "image_size": _SMALL_SIDE, "patch_size": 8, "num_labels": _SMALL_CLASSES},
-        depth=("num_hidden_layers",), draw=partial(_pictures, side=_SMALL_SIDE, classes=_SMALL_CLASSES),
+        depth=("num_hidden_layers",), width=_WIDTH, draw=partial(_pictures, side=_SMALL_SIDE, classes=_SMALL_CLASSES),
         optimizer=_ADAMW,
     ),
 }  # fmt: skip
 
 
-def build_pictures(seed: int = 0, *, name: str, batch: int = 32, layers: int | None = None) -> Workload:
+def build_pictures(
+    seed: int = 0, *, name: str, batch: int = 32, layers: int | None = None, width: int | None = None
+) -> Workload:
     """A model of pictures 3 x 224 x 224, the small one of 3 x 64 x 64; its size is the batch.
 
     Args:
         layers: Blocks of ViT; the others have stages of several.
+        width: Elements of a token of ViT, a multiple of 64.
 
-    Raises WorkloadError where transformers is not installed, or the layers cannot be chosen.
+    Raises WorkloadError where transformers is not installed, or layers or width cannot be chosen so.
     """
-    if layers is not None and not _MODELS[name].depth:
-        raise WorkloadError(f"The layers of the workload {name} are in stages, and cannot be chosen by their number.")
-    return _build(name, seed, batch=batch, length=0, layers=layers, size=batch)
+    return _build(name, seed, batch=batch, length=0, layers=layers, width=width, size=batch)
 
 
 def build_tokens(
-    seed: int = 0, *, name: str, batch: int = 8, length: int | None = None, layers: int | None = None
-) -> Workload:
+    seed: int = 0, *, name: str, batch: int = 8, length: int | None = None, layers: int | None = None,
+    width: int | None = None,
+) -> Workload:  # fmt: skip
     """A model of text; its size is the length.
 
     Args:
         length: Tokens of every sequence, 128 if left out, for the small ones 64; T5 reads as many as it writes.
         layers: Blocks, where fewer or more than the published model has are wanted; T5 has as many on both sides.
+        width: Elements of a token, a multiple of 64, which are those of a head.
 
-    Raises WorkloadError where transformers is not installed.
+    Raises WorkloadError where transformers is not installed, or there is no such width.
     """
     length = _MODELS[name].length if length is None else length
-    return _build(name, seed, batch=batch, length=length, layers=layers, size=length)
+    return _build(name, seed, batch=batch, length=length, layers=layers, width=width, size=length)
 
 
 BUILDERS: Final[Mapping[str, Callable[..., Workload]]] = {
@@ -176,12 +186,14 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return cast(Tensor, model(**cast(Mapping[str, Tensor], batch)).loss)
 
 
-def _build(name: str, seed: int, *, batch: int, length: int, layers: int | None, size: int) -> Workload:
+def _build(
+    name: str, seed: int, *, batch: int, length: int, layers: int | None, width: int | None, size: int
+) -> Workload:
     published = _MODELS[name]
     seed_everything(seed)
-    depth = {} if layers is None else dict.fromkeys(published.depth, layers)
+    shape = _shape(name, layers, width)
     transformers = _transformers(name)
-    config = getattr(transformers, published.config)(**{**published.settings, **depth})
+    config = getattr(transformers, published.config)(**{**published.settings, **shape})
     longest = getattr(config, "max_position_embeddings", length)
     if not 0 <= length <= longest:
         raise WorkloadError(f"The workload {name} takes up to {longest} tokens, not {length}.")
@@ -198,6 +210,19 @@ def _build(name: str, seed: int, *, batch: int, length: int, layers: int | None,
         loss=loss,
         size=size,
     )
+
+
+def _shape(name: str, layers: int | None, width: int | None) -> dict[str, int]:
+    """What the configuration has other than the published one. Raises WorkloadError."""
+    published = _MODELS[name]
+    if layers is not None and not published.depth:
+        raise WorkloadError(f"The layers of the workload {name} are in stages, and cannot be chosen by their number.")
+    if width is not None and not published.width:
+        raise WorkloadError(f"The stages of the workload {name} are of several widths, and cannot be chosen by one.")
+    if width is not None and (width < _HEAD or width % _HEAD):
+        raise WorkloadError(f"The workload {name} has a width that is a multiple of {_HEAD}, not {width}.")
+    wide = {} if width is None else {key: width // _HEAD * part for key, part in published.width.items()}
+    return wide if layers is None else {**wide, **dict.fromkeys(published.depth, layers)}
 
 
 def _batches(
