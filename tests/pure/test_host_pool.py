@@ -105,6 +105,33 @@ def test_blocks_that_wait_for_the_device_are_freed_before_more_is_pinned() -> No
     assert system.asked == [SLAB]
 
 
+def test_empty_slabs_go_back_when_none_of_them_is_large_enough() -> None:
+    system = System()
+    pool = HostPool(system.pin, 4 * SLAB, slab=SLAB)
+    kept = pool.take(SLAB)
+    for block in [pool.take(SLAB) for _ in range(3)]:
+        pool.free(block)
+    large = pool.take(2 * SLAB)
+    assert (large.nbytes, pool.pinned) == (2 * SLAB, 4 * SLAB)
+    assert [memory.gone for memory in system.given] == [False, True, True, False, False]
+    with pytest.raises(SpillFullError, match="The host budget"):
+        pool.take(3 * SLAB)
+    assert pool.pinned == 4 * SLAB, "nothing goes back for what does not fit all the same"
+    assert kept.slab is not large.slab
+
+
+def test_a_system_that_pinned_no_more_is_asked_again_when_something_went_back() -> None:
+    system = System(limit=2 * SLAB)
+    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
+    first, second = pool.take(SLAB), pool.take(SLAB)
+    with pytest.raises(SpillFullError, match="The system pins no"):
+        pool.take(SLAB)
+    pool.free(first)
+    pool.free(second)
+    assert pool.take(2 * SLAB).nbytes == 2 * SLAB
+    assert pool.pinned == system.pinned == 2 * SLAB
+
+
 def test_closing_gives_slabs_back_and_those_in_use_when_their_last_block_is_freed() -> None:
     system = System()
     pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)

@@ -172,7 +172,9 @@ class HostPool:
         found = self._find(capacity)
         if found is None:
             self.make_free()
-            found = self._find(capacity) or self._grow(capacity, nbytes)
+            found = self._find(capacity) or self._grow(capacity) or self._grow_in_place_of_empty(capacity)
+        if found is None:
+            raise SpillFullError(self._why_full(capacity, nbytes))
         slab, hole = found
         offset = slab.extents.take(hole, capacity)
         self._used += capacity
@@ -199,16 +201,20 @@ class HostPool:
     def _release(self, slab: _Slab) -> None:
         self._slabs.remove(slab)
         slab.memory.release()
+        self._refused = 0  # the system has more than when it refused
 
     def _find(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
         fitting = ((slab, hole) for slab in self._slabs if (hole := slab.extents.best(capacity)) is not None)
         return min(fitting, key=lambda found: found[1].nbytes, default=None)
 
-    def _grow(self, capacity: Bytes, nbytes: Bytes) -> tuple[_Slab, Hole]:
+    def _left(self) -> Bytes:
+        return (self.budget - self.pinned) // ALIGNMENT * ALIGNMENT
+
+    def _grow(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
         """One more slab: a usual one, or what is left of the budget, or what the storage takes."""
         if self.closed:
             raise SpillError("The pool of pinned host memory is closed.")
-        left = (self.budget - self.pinned) // ALIGNMENT * ALIGNMENT
+        left = self._left()
         for size in dict.fromkeys((max(min(self._slab, left), capacity), capacity)):
             if size > left or (self._refused and size >= self._refused):
                 continue
@@ -218,11 +224,23 @@ class HostPool:
                 self._slabs.append(slab)
                 return slab, slab.extents.holes[0]
             self._refused = size  # the system is not asked again for as much
-        raise SpillFullError(self._why_full(capacity, left, nbytes))
+        return None
 
-    def _why_full(self, capacity: Bytes, left: Bytes, nbytes: Bytes) -> str:
+    def _grow_in_place_of_empty(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
+        """One more slab, for which empty ones that are too small go back to the system, the largest first."""
+        empty = sorted((s for s in self._slabs if s.extents.empty), key=lambda s: s.extents.nbytes, reverse=True)
+        if sum(slab.extents.nbytes for slab in empty) + self._left() < capacity:
+            return None
+        for slab in empty:
+            self._release(slab)
+            found = self._grow(capacity)
+            if found is not None:
+                return found
+        return None
+
+    def _why_full(self, capacity: Bytes, nbytes: Bytes) -> str:
         used = f"{format_bytes(self._used)} of {format_bytes(self.pinned)} pinned are in use"
-        if capacity <= left:
+        if capacity <= self._left():
             return (
                 f"The system pins no {format_bytes(nbytes)} more of host memory ({used}); free host memory, or let "
                 f"less leave the device with a larger budget=."
