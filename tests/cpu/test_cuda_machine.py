@@ -262,6 +262,23 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
     assert late.pinned == 0
 
 
+def test_a_copy_that_nothing_needs_yet_is_refused_where_the_host_would_have_to_wait(exchanges: bool) -> None:
+    late = LateDriver(lag=1 << 30)
+    session = late_session(
+        nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, exchanges=exchanges, driver=late
+    )
+    with session as memory, memory.step():
+        first, second, controller = torch.arange(ITEMS), torch.arange(ITEMS) + 1, memory._engine.controller
+        assert begin(memory, first, Copy)
+        first += 1  # what is on its way out is good for nothing
+        controller.empty_graveyard()
+        assert not begin(memory, second, Copy)
+        assert controller.counters.refusals == {"slower tier full": 1}
+        assert len(late.out) == 1, "nobody waited"
+        assert put_away(memory, second, Move)
+        assert torch.equal(second, torch.arange(ITEMS) + 1)
+
+
 def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> None:
     model, late = nn.Linear(256, 256), LateDriver()
     before = model.weight.detach().clone()

@@ -96,13 +96,26 @@ def test_a_system_that_pins_no_more_is_told_from_a_budget_that_is_used_up_and_no
     assert system.asked == [SLAB, SLAB, 2 * ALIGNMENT]
 
 
-def test_blocks_that_wait_for_the_device_are_freed_before_more_is_pinned() -> None:
-    system, waiting = System(), list[Block]()
-    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
-    pool.make_free = lambda: [pool.free(block) for block in waiting] and waiting.clear()  # type: ignore[assignment]
-    waiting.append(pool.take(SLAB))
+def test_what_the_device_is_done_with_is_used_before_more_is_pinned_and_the_host_waits_last_of_all() -> None:
+    system, done, busy, waited = System(), list[Block](), list[Block](), list[bool]()
+
+    def make_free(*, wait: bool) -> None:
+        waited.append(wait)
+        for blocks in (done, busy) if wait else (done,):
+            while blocks:
+                pool.free(blocks.pop())
+
+    pool = HostPool(system.pin, 2 * SLAB, slab=SLAB, make_free=make_free)
+    done.append(pool.take(SLAB))
+    busy.append(pool.take(SLAB))
+    assert system.asked == [SLAB], "one block was done with"
+    pool.take(SLAB)
+    assert system.asked == [SLAB, SLAB], "more is pinned before anybody waits"
+    with pytest.raises(SpillFullError):
+        pool.take(SLAB, wait=False)
+    assert waited == [False] * 4
     assert pool.take(SLAB).address == system.given[0].address
-    assert system.asked == [SLAB]
+    assert waited == [False] * 5 + [True]
 
 
 def test_empty_slabs_go_back_when_none_of_them_is_large_enough() -> None:

@@ -178,7 +178,7 @@ class CudaMachine:
         """Where giving bytes takes memory twice for a moment: the largest storage that was dropped."""
         self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
         """Seconds that an op takes on the device."""
-        pool.make_free = self._await_cooling
+        pool.make_free = self._free_cooled
         self._leaving: list[tuple[HostHome, torch.UntypedStorage]] = []  # sources of copies out that may be under way
         self._cooling: list[tuple[Block, tuple[Event, ...]]] = []  # blocks that the device may still use
         self._seconds_per_byte = 2 / LIKELY_BANDWIDTH
@@ -206,14 +206,17 @@ class CudaMachine:
 
     def page_out(self, storage: Storage) -> HostHome:
         """Copy the bytes to a block and free them in the order of the device."""
-        home = self.start_out(storage)
+        home = self._begin_out(storage, wait=True)
         self.leave(storage, home)
         return home
 
     def start_out(self, storage: Storage) -> HostHome:
-        """Enqueue the copy (rules 1 and 2)."""
+        """Enqueue the copy (rules 1 and 2). Nothing needs it yet: for a block of the pool the host does not wait."""
+        return self._begin_out(storage, wait=False)
+
+    def _begin_out(self, storage: Storage, *, wait: bool) -> HostHome:
         real = real_storage(storage)
-        block = self.pool.take(storage.nbytes)
+        block = self.pool.take(storage.nbytes, wait=wait)
         try:
             done = self.driver.copy_out(real, block, (self.driver.reached(),))
         except BaseException:
@@ -336,21 +339,18 @@ class CudaMachine:
             busy = (*busy, home.done)
         self._cooling.append((home.block, busy))
 
-    def _free_cooled(self) -> None:
+    def _free_cooled(self, *, wait: bool = False) -> None:
+        """Free blocks that the device is done with. With `wait` it is waited for; by the host, for once."""
         warm: list[tuple[Block, tuple[Event, ...]]] = []
         for block, busy in self._cooling:
-            if all(event.query() for event in busy):
+            if wait:
+                for event in busy:
+                    event.synchronize()
+            if wait or all(event.query() for event in busy):
                 self.pool.free(block)
             else:
                 warm.append((block, busy))
         self._cooling = warm
-
-    def _await_cooling(self) -> None:
-        """The pool has no hole: wait for blocks that were given up. The host waits, for once."""
-        for _, busy in self._cooling:
-            for event in busy:
-                event.synchronize()
-        self._free_cooled()
 
     def escaped(self, storage: Storage) -> bool:
         """Whether its memory is somebody else's (it cannot be resized then), or it was resized unseen."""

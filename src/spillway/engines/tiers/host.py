@@ -8,7 +8,6 @@ that fits, and holes that touch become one.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, final
 
@@ -41,6 +40,15 @@ class Pin(Protocol):
     """Takes pinned memory from the system; None if it gives no more."""
 
     def __call__(self, nbytes: Bytes) -> Pinned | None: ...
+
+
+class MakeFree(Protocol):
+    """Frees blocks that the device is done with; with `wait` also those for which the host has to wait."""
+
+    def __call__(self, *, wait: bool) -> None: ...
+
+
+def _nothing_to_free(*, wait: bool) -> None: ...
 
 
 @final
@@ -132,12 +140,11 @@ class HostPool:
     Arguments:
         pin: Takes slabs from the system.
         budget: The most bytes that are pinned at a time.
-        make_free: Called when no hole fits, before more is pinned: blocks that only wait for the device may be freed.
+        make_free: Called when no hole fits, before more is pinned, and if that did not help once more, to wait: blocks
+            that were given up are freed when the device is done with them.
     """
 
-    def __init__(
-        self, pin: Pin, budget: Bytes, *, slab: Bytes = SLAB, make_free: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, pin: Pin, budget: Bytes, *, slab: Bytes = SLAB, make_free: MakeFree = _nothing_to_free) -> None:
         self.budget = budget
         self.make_free = make_free
         self._pin = pin
@@ -162,8 +169,11 @@ class HostPool:
         """Whether the device can read every block in place."""
         return all(slab.memory.device_address for slab in self._slabs)
 
-    def take(self, nbytes: Bytes) -> Block:
+    def take(self, nbytes: Bytes, *, wait: bool = True) -> Block:
         """A block of so many bytes.
+
+        In order of what it costs: a hole, one that the device is done with, one more slab; with `wait` also a hole that
+        the host waits for, and a slab in place of empty ones.
 
         Raises:
             SpillFullError: The host budget does not hold them, or the system pins no more; nothing has changed.
@@ -171,8 +181,11 @@ class HostPool:
         capacity = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         found = self._find(capacity)
         if found is None:
-            self.make_free()
-            found = self._find(capacity) or self._grow(capacity) or self._grow_in_place_of_empty(capacity)
+            self.make_free(wait=False)
+            found = self._find(capacity) or self._grow(capacity)
+        if found is None and wait:
+            self.make_free(wait=True)
+            found = self._find(capacity) or self._grow_in_place_of_empty(capacity)
         if found is None:
             raise SpillFullError(self._why_full(capacity, nbytes))
         slab, hole = found
