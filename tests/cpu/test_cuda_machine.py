@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -302,3 +303,39 @@ def test_memory_of_the_pool_is_not_given_back_while_something_still_points_at_it
         memory.close()
     assert late.pinned > 0
     assert torch.equal(raw(tensor), torch.arange(ITEMS))
+    late.account = lambda: 0  # which knows the engine
+    del memory
+    gc.collect()
+    assert late.pinned > 0
+    assert torch.equal(raw(tensor), torch.arange(ITEMS))
+    del tensor
+    gc.collect()
+    assert late.pinned == 0
+
+
+def test_a_session_that_nobody_closes_leaves_values_right_and_pins_memory_for_as_long_as_they_are_there() -> None:
+    late, model, tensor = LateDriver(), nn.Linear(256, 256), torch.arange(ITEMS)
+    back = torch.arange(ITEMS)
+    before, apply = model.weight.detach().clone(), torch.autograd.Function.__dict__["apply"]
+    memory = late_session(model, budget=PLENTY, method=LRU(), driver=late)
+    with memory.step():
+        assert put_away(memory, model.weight, Move)
+        assert put_away(memory, tensor, Move)
+        assert put_away(memory, back, Move)
+    assert back.numpy()[-1] == ITEMS - 1
+    late.account = lambda: 0
+    del memory
+    gc.collect()
+    assert late.pinned > 0
+    assert torch.equal(tensor, torch.arange(ITEMS))
+    with torch.no_grad():
+        model.weight += 1
+    assert torch.equal(model.weight, before + 1)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    del tensor
+    gc.collect()
+    assert late.pinned > 0
+    del model
+    gc.collect()
+    assert late.pinned == 0, "what came back points elsewhere"
+    assert torch.equal(back, torch.arange(ITEMS))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -146,6 +148,28 @@ def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None
         torch.cuda.synchronize()
         before = before if before is not None else torch.cuda.memory_allocated()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot point a storage at host memory")
+def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpinned_when_they_die() -> None:
+    model = nn.Linear(1024, 1024).to(DEVICE)
+    before = model.weight.detach().clone()
+    memory = spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB")
+    with memory.step():
+        assert put_away(memory, model.weight, Move)
+    slab = weakref.ref(memory._engine.place.pool._slabs[0])  # type: ignore[attr-defined]
+    del memory
+    gc.collect()
+    assert slab() is not None
+    assert torch.equal(model.weight, before)
+    model(torch.ones(8, 1024, device=DEVICE)).sum().backward()
+    with torch.no_grad():
+        model.weight += 1
+    assert torch.equal(model.weight, before + 1)
+    del model
+    gc.collect()
+    assert slab() is None
+    assert float(torch.ones(8, device=DEVICE).sum()) == 8, "no error was left behind"
 
 
 def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:

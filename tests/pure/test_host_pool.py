@@ -158,6 +158,24 @@ def test_closing_gives_slabs_back_and_those_in_use_when_their_last_block_is_free
         pool.take(1)
 
 
+def test_memory_goes_back_when_the_pool_its_blocks_and_who_points_at_them_are_gone() -> None:
+    class Owner:
+        pass
+
+    system, first, second = System(), Owner(), Owner()
+    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
+    kept, other = pool.take(SLAB), pool.take(SLAB)
+    kept.keep_for(first)
+    let_go = other.keep_for(second)
+    pool.close()
+    del pool, kept, other
+    assert [memory.gone for memory in system.given] == [False, False]
+    let_go()
+    assert [memory.gone for memory in system.given] == [False, True]
+    del first
+    assert system.pinned == 0
+
+
 def test_the_smallest_hole_that_fits_is_taken() -> None:
     extents = Extents(10 * ALIGNMENT)
     for _ in range(10):

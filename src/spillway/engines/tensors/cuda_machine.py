@@ -21,6 +21,8 @@ NOTE [Absent storages]. With `_swap_data_ptr_` (torch 2.13) a moved storage poin
 read where it is, slowly and right, and what they write there is what comes back. A dropped one points at a range that
 nobody can read. Without it (torch 2.11) an absent storage has no bytes (`resize_`): whoever reads it without asking
 stops, so that nothing may be absent between steps.
+
+A storage that points at a block keeps its memory, whatever becomes of the machine (`Block.keep_for`).
 """
 
 from __future__ import annotations
@@ -59,8 +61,14 @@ class HostHome:
     block: Block
     done: Event
     """The copy out into it."""
-    shown: bool = False
-    """Whether its storage points at it."""
+    let_go: Callable[[], object] | None = None
+    """Its storage points at the block, and keeps the memory until this is called."""
+
+    def point_away(self) -> None:
+        """The storage does not point at it any more."""
+        if self.let_go is not None:
+            self.let_go()
+            self.let_go = None
 
 
 class Arrival(NamedTuple):
@@ -68,6 +76,8 @@ class Arrival(NamedTuple):
 
     target: torch.UntypedStorage
     done: Event
+    home: HostHome
+    """Where they come from."""
 
 
 class AbstractAbsence(ABC):
@@ -229,8 +239,10 @@ class CudaMachine:
     def leave(self, storage: Storage, home: HostHome) -> None:
         """Free the bytes behind the copy (rule 2)."""
         self.wait_for_readers(storage)  # of this copy, if it is not done, and of those of older versions
-        self.absence.take_away(real_storage(storage), storage.nbytes, home.block)
-        home.shown = True
+        real = real_storage(storage)
+        if self.absence.readable:
+            home.let_go = home.block.keep_for(real)
+        self.absence.take_away(real, storage.nbytes, home.block)
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; nothing is kept."""
@@ -276,7 +288,7 @@ class CudaMachine:
         if not home.done.query():
             after.append(home.done)
         try:
-            return Arrival(target, self.driver.copy_in(home.block, target, after))
+            return Arrival(target, self.driver.copy_in(home.block, target, after), home)
         except BaseException:
             self.absence.give_up(target)
             raise
@@ -290,6 +302,7 @@ class CudaMachine:
         if not arrival.done.query():
             self.driver.compute_waits(arrival.done)
         self.absence.bring(real_storage(storage), arrival.target)
+        arrival.home.point_away()
         return True
 
     def abandon(self, arrival: Arrival) -> None:
@@ -333,7 +346,7 @@ class CudaMachine:
 
     def discard(self, home: HostHome) -> None:
         """Free the block as soon as the device is done with it (rule 5)."""
-        home.shown = False
+        home.point_away()
         busy: tuple[Event, ...] = (self.driver.reached(),)
         if not home.done.query():
             busy = (*busy, home.done)

@@ -3,11 +3,17 @@
 Pinned memory is taken in slabs, which are divided here: torch rounds every pinned tensor up to a power of two, which
 for large ones doubles what is pinned. A block is whole lines of `ALIGNMENT` bytes of one slab, from the smallest hole
 that fits, and holes that touch become one.
+
+A slab goes back to the system when the pool says so, or when nobody holds it any more: neither the pool, nor a block,
+nor a storage that was pointed at a block (`Block.keep_for`). So a pool that nobody closed pulls no memory from under
+a storage, and leaves none pinned.
 """
 
 from __future__ import annotations
 
 import bisect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, final
 
@@ -33,7 +39,7 @@ class Pinned(Protocol):
         """Where the device finds it; 0 if it cannot read it in place."""
 
     def release(self) -> None:
-        """Give it back to the system."""
+        """Give it back to the system, once the device does nothing with it. Called once, in any thread."""
 
 
 class Pin(Protocol):
@@ -108,10 +114,17 @@ class Extents:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Slab:
     memory: Pinned
     extents: Extents
+    release: Callable[[], object] = field(init=False)
+    """Gives the memory back, once."""
+
+    def __post_init__(self) -> None:
+        closing = weakref.finalize(self, self.memory.release)
+        closing.atexit = False  # tensors may be read until the end
+        self.release = closing
 
 
 @final
@@ -131,6 +144,19 @@ class Block:
     """Where it begins in its slab."""
     slab: _Slab = field(repr=False)
     """The slab."""
+
+    def keep_for(self, owner: object) -> Callable[[], object]:
+        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool.
+
+        Returns:
+            What undoes that.
+        """
+        keeping = weakref.finalize(owner, _nothing, self.slab)
+        keeping.atexit = False
+        return keeping.detach
+
+
+def _nothing(slab: _Slab) -> None: ...
 
 
 @final
@@ -213,7 +239,7 @@ class HostPool:
 
     def _release(self, slab: _Slab) -> None:
         self._slabs.remove(slab)
-        slab.memory.release()
+        slab.release()
         self._refused = 0  # the system has more than when it refused
 
     def _find(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
