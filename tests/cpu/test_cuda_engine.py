@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.errors import BudgetInfeasible, DeviceFullError, SessionError
+from spillway.engines.tensors.devices import pinned_bytes
+from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError, SessionError
 from spillway.methods import LRU, Delta, Drop, Move
 from spillway.session import Session
 from tests.cpu.late_device import LateDriver, driver_of, late_session
@@ -314,3 +315,13 @@ def test_a_report_from_before_there_were_such_figures_can_be_read() -> None:
     for name in ("device_peak_bytes", "reserved_bytes", "transfer_seconds"):
         del written[name]
     assert spillway.StepReport.from_json(written).reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2 << 30), ("25%", 1 << 30), (3 << 30, 3 << 30)])
+def test_host_memory_is_pinned_within_what_a_container_allows(
+    given: int | str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spillway.engines.tensors.devices.usable_memory", lambda: 4 << 30)
+    assert pinned_bytes(torch.device("cuda", 0), given) == expected
+    with pytest.raises(BudgetError, match=r"more than the 4\.00 GiB"):
+        pinned_bytes(torch.device("cuda", 0), "5GiB")
