@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from spillway.engines.tensors.cuda_machine import Resized
 from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError, SessionError
 from spillway.methods import LRU, Delta, Drop, Move
@@ -203,6 +204,36 @@ def test_bringing_a_storage_back_makes_room_too(memory: Session, exchanges: bool
     driver_of(memory).full = 2
     assert int((tensor * 2)[-1]) == 2 * ITEMS - 2
     assert is_moved(memory, other) or is_dropped(memory, other)
+
+
+@pytest.mark.parametrize("times", [2, 4, 99])
+def test_a_replay_that_finds_no_memory_for_what_it_brings_back_makes_room_and_leaves_the_account_right(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=False) as memory, memory.step():
+        other, source = torch.randperm(ITEMS), torch.arange(ITEMS)
+        tensor, engine = source * 2, memory._engine
+        assert put_away(memory, tensor, Drop)
+        give, left = Resized.give, [times]
+
+        def failing(self: Resized, real: torch.UntypedStorage, temporary: torch.UntypedStorage) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And so on.")
+            give(self, real, temporary)
+
+        monkeypatch.setattr(Resized, "give", failing)
+        if times == 99:
+            with pytest.raises(DeviceFullError, match="bringing a storage back found no memory"):
+                tensor + 1
+            assert is_dropped(memory, tensor)
+            monkeypatch.undo()
+        assert int((tensor + 1)[-1]) == 2 * ITEMS - 1
+        assert is_moved(memory, other) or is_dropped(memory, other)
+        engine.controller.empty_graveyard()
+        present = [s.nbytes for s in engine.table.values() if s.value is not None and not s.value.absent]
+        assert engine.controller.resident == sum(present)
+        assert [storage.locks for storage in engine.table.values() if storage.locks] == []
 
 
 # ---------------------------------------------------------------------- guests

@@ -104,7 +104,8 @@ class AbstractAbsence(ABC):
 
     @abstractmethod
     def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-        """An absent storage gets the bytes of another one, which dies."""
+        """An absent storage gets the bytes of another one, which dies. Raises `torch.OutOfMemoryError`; then nothing
+        has changed."""
 
 
 @final
@@ -180,7 +181,7 @@ class CudaMachine:
         self.driver = driver
         self.pool = pool
         self.absence = absence
-        self.allocate: Callable[[Callable[[], torch.UntypedStorage], Bytes], torch.UntypedStorage] = _just_once
+        self.allocate: Callable[[Callable[[], Any], Bytes], Any] = _just_once
         """Runs what allocates device memory for so many bytes; may make room and run it again."""
         self.again: Callable[[Callable[[], Any], str, Bytes], Any] = lambda run, name, nbytes: run()
         """The same for a replayed op."""
@@ -329,8 +330,9 @@ class CudaMachine:
         self._let_go(lambda real: owners(real) <= 1)
 
     def give(self, source: Storage, target: Storage) -> None:
-        """The target's storage takes the temporary's bytes."""
-        self.absence.give(real_storage(target), real_storage(source))
+        """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
+        one, other = real_storage(target), real_storage(source)
+        self.allocate(lambda: self.absence.give(one, other), target.nbytes)
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
