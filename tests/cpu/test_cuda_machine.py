@@ -30,8 +30,8 @@ def memory(exchanges: bool) -> Iterator[Session]:
     """A session in a step, whose copies are made when something waits for them and not before."""
     late = LateDriver(lag=1 << 30)
     session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
-    late.copies_out = late.copies_in = 0  # those by which the link is measured
     with session, session.step():
+        late.copies_out = late.copies_in = 0  # those by which the link is measured
         yield session
     assert late.pinned == 0
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import spillway
+from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
 from spillway.engines.tensors.devices import engine_for
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.errors import SessionError, SpillFullError
@@ -175,6 +176,10 @@ def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpi
 def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:
     engine = engine_for(DEVICE, LRU(), "50%", "256MiB", None)
     try:
+        assert engine.place.pool.pinned == 0, "nobody asked"  # type: ignore[attr-defined]
+        engine.machine.measure_link()
+        assert engine.place.pool.pinned == 0  # type: ignore[attr-defined]
+        assert engine.machine.transfer_seconds(1) != 2 / LIKELY_BANDWIDTH
         assert 1e9 < 2 / engine.machine.transfer_seconds(1) < 1e12
     finally:
         engine.close()

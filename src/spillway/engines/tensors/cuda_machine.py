@@ -40,14 +40,17 @@ from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
 from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.engines.tensors.private import owners, storage_at, swap_bytes
-from spillway.engines.tiers.host import Block, HostPool
+from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")
 
 _PROBED: Bytes = 32 << 20
-"""Bytes of the copies by which the link is measured."""
+"""Bytes of the copies by which the link is measured, if there is room for so many."""
+
+_LEAST_PROBED: Bytes = 1 << 20
+"""Copies of less say nothing about the link."""
 
 LIKELY_BANDWIDTH = 20e9
 """Bytes per second of a link that could not be measured."""
@@ -187,6 +190,8 @@ class CudaMachine:
         """The same for a replayed op."""
         self.largest_given: Bytes = 0
         """Where giving bytes takes memory twice for a moment: the largest storage that was dropped."""
+        self.spare: Callable[[], Bytes] = lambda: _PROBED
+        """Bytes of device memory that may be taken for a moment."""
         self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
         """Seconds that an op takes on the device."""
         pool.make_free = self._free_cooled
@@ -376,7 +381,7 @@ class CudaMachine:
     # ------------------------------------------------------------------ the link
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        """Seconds to copy `nbytes` out and in, by the bandwidth measured at the start."""
+        """Seconds to copy `nbytes` out and in, by the bandwidth that was measured, if it was, or else a likely one."""
         return nbytes * self._seconds_per_byte
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
@@ -389,16 +394,20 @@ class CudaMachine:
         return True
 
     def measure_link(self) -> None:
-        """Copy some bytes out and in, and wait.
+        """Copy some bytes out and in, and wait. What is pinned for that goes back.
 
-        Done once, before the first step; where there is not enough memory for it, a likely figure is taken.
+        Done once, before a step; where there is not enough memory for it, a likely figure is taken.
         """
         if self._measured:
             return
+        room = min(_PROBED, self.pool.budget - self.pool.pinned, self.spare())
+        nbytes = room // ALIGNMENT * ALIGNMENT
+        if nbytes < _LEAST_PROBED:
+            return
         self._measured = True
+        probe = HostPool(self.driver.pin, nbytes)
         try:
-            nbytes = min(_PROBED, self.pool.budget // 2)
-            source, block = self.driver.fresh(nbytes), self.pool.take(nbytes)
+            source, block = self.driver.fresh(nbytes), probe.take(nbytes)
         except (torch.OutOfMemoryError, SpillError):
             return
         for _ in range(2):  # the first finds everything cold
@@ -407,7 +416,8 @@ class CudaMachine:
             self.driver.copy_out(source, block, (self.driver.reached(),)).synchronize()
             self.driver.copy_in(block, source, (self.driver.reached(),)).synchronize()
         times = self.driver.lane_times()
-        self.pool.free(block)
+        probe.free(block)
+        probe.close()
         self._seconds_per_byte = (times.out + times.back) / nbytes
 
     def close(self) -> None:

@@ -49,6 +49,10 @@ class Reserve:
         self._engine = engine
         self._budget = engine.controller.allowed
 
+    def unused(self) -> Bytes:
+        """What the allocator has not handed out of the budget."""
+        return self._budget - self._driver.allocated()
+
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created: room was made for them."""
 
