@@ -87,6 +87,30 @@ def test_a_peak_above_the_budget_is_reported_and_more_is_set_aside_afterwards() 
         assert second.reserved_bytes == first.reserved_bytes + 4 * NBYTES
 
 
+def test_the_nearer_the_budget_the_more_often_it_is_looked_at() -> None:
+    late, budget = LateDriver(), 20 << 20
+    with late_session(nn.Linear(2, 2), budget=budget, method=LRU(), driver=late) as memory, memory.step():
+        kept = [torch.arange(ITEMS) for _ in range(34)]
+        late.beside = 1 << 20
+        kept += [torch.arange(ITEMS) for _ in range(8)]
+        assert memory._engine.controller.allowed == budget - budget // 100 - (1 << 20)
+    assert kept
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_room_is_made_for_what_a_hungry_op_may_need_the_first_time_and_nothing_is_refused_for_it(escaped: bool) -> None:
+    picture, layer, made = torch.ones(1, 8, 64, 64), nn.Conv2d(8, 8, 3, padding=1), 8 * 64 * 64 * 4
+    with late_session(layer, budget=PLENTY, method=LRU()) as memory, memory.step():
+        others, controller = [torch.randperm(4096) for _ in range(16)], memory._engine.controller
+        held = [other.numpy() for other in others if escaped]
+        controller.allowed = controller.resident + 2 * made + 4096
+        layer(picture)
+        assert controller.resident <= controller.allowed - (0 if escaped else 2 * made)
+        assert any(is_moved(memory, other) or is_dropped(memory, other) for other in others) != escaped
+        controller.allowed = PLENTY
+    assert len(held) == 16 * escaped
+
+
 def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_next_time() -> None:
     late = LateDriver()
     picture, layer = torch.ones(1, 8, 64, 64), nn.Conv2d(8, 8, 3, padding=1)

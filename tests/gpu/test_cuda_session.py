@@ -24,6 +24,8 @@ pytestmark = pytest.mark.gpu
 
 ITEMS = 1 << 20
 PLENTY = 1 << 30
+FIRST_STEP = 1.1
+"""Of the budget: what the first step may take."""
 
 
 @functools.cache
@@ -41,8 +43,11 @@ def test_training_under_a_budget_gives_the_same_bits_within_it(name: str, share:
     found = train(name, budget=budget, method=method)
     assert difference(expected, found) is None
     assert sum(report.moves + report.drops for report in found.reports) > 0
-    later = [report.device_peak_bytes for report in found.reports[1:]]
-    assert max(later) <= budget, f"budget {budget}, peaks {later}, first {found.reports[0].device_peak_bytes}"
+    first, *later = [report.device_peak_bytes for report in found.reports]
+    told = f"budget {budget}, peaks {later}, first {first}"
+    assert max(later) <= budget, told
+    # What an op needs for itself is only guessed until it has run once (README, limits).
+    assert first <= budget * FIRST_STEP, told
 
 
 def test_without_a_budget_a_session_keeps_account_of_the_same_training() -> None:
