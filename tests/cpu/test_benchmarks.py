@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bottlenecks,
     command,
     dtr_reference,
     exactness,
@@ -435,6 +436,45 @@ def test_overlap_is_judged_by_runs_that_copy_for_a_third_of_a_step() -> None:
 
     assert _overlap([row("delta", 3.0, 2.0), row("delta, copies in turn", 4.0, 2.0)]) == 0.75
     assert _overlap([row("delta", 3.0, 1.0), row("delta, copies in turn", 4.0, 1.0)]) == NOTHING_TO_COMPARE
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("resnet50", 25_557_032), ("resnet101", 44_549_160), ("resnext50_32x4d", 25_028_904)]
+)
+def test_the_networks_of_the_benchmark_for_a_gpu_are_the_published_ones_and_need_torch_alone(
+    name: str, parameters: int
+) -> None:
+    with torch.device("meta"):
+        network = bottlenecks.build(name)
+        scores = network(torch.empty(2, 3, 64, 64))
+    scores.sum().backward()
+    assert scores.shape == (2, 1000)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameters
+
+
+def test_the_allocators_peak_is_measured_whoever_lets_it_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.gpu import AllocatorPeak
+
+    peaks, resets = iter((30, 70, 50)), list[object]()
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: next(peaks))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda device=None: resets.append(device))
+    before = torch.cuda.reset_peak_memory_stats
+    with AllocatorPeak() as peak:
+        torch.cuda.reset_peak_memory_stats("cuda:0")
+        torch.cuda.reset_peak_memory_stats()
+    assert (peak.nbytes, resets) == (70, [None, "cuda:0", None])
+    assert torch.cuda.reset_peak_memory_stats is before
+
+
+def test_a_run_that_fails_on_a_gpu_is_a_row_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import gpu
+
+    def fails(*given: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(gpu, "train", fails)
+    row = gpu._row("resnet50", 1, gpu.BENCHMARK.quick, "lru", 1, gpu.Trained())
+    assert (row["outcome"], row["why"]) == ("FAILED", "no memory")
 
 
 def test_what_the_full_benchmarks_are_run_with_exists() -> None:

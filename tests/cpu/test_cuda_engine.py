@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.errors import BudgetInfeasible, DeviceFullError, SessionError
+from spillway.engines.controller import UNLIMITED
+from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH, Resized
+from spillway.engines.tensors.devices import pinned_bytes
+from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError, SessionError
 from spillway.methods import LRU, Delta, Drop, Move
 from spillway.session import Session
 from tests.cpu.late_device import LateDriver, driver_of, late_session
@@ -82,6 +85,30 @@ def test_a_peak_above_the_budget_is_reported_and_more_is_set_aside_afterwards() 
         first, second = memory.history
         assert first.device_peak_bytes == 16 * NBYTES > first.allowed
         assert second.reserved_bytes == first.reserved_bytes + 4 * NBYTES
+
+
+def test_the_nearer_the_budget_the_more_often_it_is_looked_at() -> None:
+    late, budget = LateDriver(), 20 << 20
+    with late_session(nn.Linear(2, 2), budget=budget, method=LRU(), driver=late) as memory, memory.step():
+        kept = [torch.arange(ITEMS) for _ in range(34)]
+        late.beside = 1 << 20
+        kept += [torch.arange(ITEMS) for _ in range(8)]
+        assert memory._engine.controller.allowed == budget - budget // 100 - (1 << 20)
+    assert kept
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_room_is_made_for_what_a_hungry_op_may_need_the_first_time_and_nothing_is_refused_for_it(escaped: bool) -> None:
+    picture, layer, made = torch.ones(1, 8, 64, 64), nn.Conv2d(8, 8, 3, padding=1), 8 * 64 * 64 * 4
+    with late_session(layer, budget=PLENTY, method=LRU()) as memory, memory.step():
+        others, controller = [torch.randperm(4096) for _ in range(16)], memory._engine.controller
+        held = [other.numpy() for other in others if escaped]
+        controller.allowed = controller.resident + 2 * made + 4096
+        layer(picture)
+        assert controller.resident <= controller.allowed - (0 if escaped else 2 * made)
+        assert any(is_moved(memory, other) or is_dropped(memory, other) for other in others) != escaped
+        controller.allowed = PLENTY
+    assert len(held) == 16 * escaped
 
 
 def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_next_time() -> None:
@@ -204,6 +231,36 @@ def test_bringing_a_storage_back_makes_room_too(memory: Session, exchanges: bool
     assert is_moved(memory, other) or is_dropped(memory, other)
 
 
+@pytest.mark.parametrize("times", [2, 4, 99])
+def test_a_replay_that_finds_no_memory_for_what_it_brings_back_makes_room_and_leaves_the_account_right(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=False) as memory, memory.step():
+        other, source = torch.randperm(ITEMS), torch.arange(ITEMS)
+        tensor, engine = source * 2, memory._engine
+        assert put_away(memory, tensor, Drop)
+        give, left = Resized.give, [times]
+
+        def failing(self: Resized, real: torch.UntypedStorage, temporary: torch.UntypedStorage) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And so on.")
+            give(self, real, temporary)
+
+        monkeypatch.setattr(Resized, "give", failing)
+        if times == 99:
+            with pytest.raises(DeviceFullError, match="bringing a storage back found no memory"):
+                tensor + 1
+            assert is_dropped(memory, tensor)
+            monkeypatch.undo()
+        assert int((tensor + 1)[-1]) == 2 * ITEMS - 1
+        assert is_moved(memory, other) or is_dropped(memory, other)
+        engine.controller.empty_graveyard()
+        present = [s.nbytes for s in engine.table.values() if s.value is not None and not s.value.absent]
+        assert engine.controller.resident == sum(present)
+        assert [storage.locks for storage in engine.table.values() if storage.locks] == []
+
+
 # ---------------------------------------------------------------------- guests
 
 
@@ -269,6 +326,31 @@ def test_capturing_a_cuda_graph_is_refused_while_a_session_is_open() -> None:
 # ---------------------------------------------------------------------- figures
 
 
+@pytest.mark.parametrize(
+    ("budget", "method", "copies"), [(UNLIMITED, LRU(), 0), (PLENTY, LRU(short_chain=0), 0), (PLENTY, LRU(), 4)]
+)
+def test_the_link_is_measured_for_who_weighs_copies_under_a_limit_and_nothing_stays_pinned(
+    budget: int, method: LRU, copies: int
+) -> None:
+    late = LateDriver()
+    with late_session(nn.Linear(2, 2), budget=budget, method=method, driver=late) as memory:
+        for _ in range(2):
+            with memory.step():
+                pass
+        assert late.copies_out + late.copies_in == copies
+        assert late.pinned == 0
+        assert (memory._engine.machine.transfer_seconds(1) != 2 / LIKELY_BANDWIDTH) == (copies > 0)
+
+
+def test_the_link_is_measured_within_the_budget_as_soon_as_there_is_room() -> None:
+    late = LateDriver()
+    with late_session(nn.Linear(2, 2), budget=20 << 20, method=LRU(), driver=late) as memory:
+        for beside, copies in ((39 << 19, 0), (0, 2)):
+            late.beside = beside
+            with memory.step():
+                assert late.copies_out == copies
+
+
 def test_costs_are_measured_with_the_device_once_and_taken_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     late, waited = LateDriver(), [0]
     synchronize = LateDriver.synchronize
@@ -290,7 +372,7 @@ def test_costs_are_measured_with_the_device_once_and_taken_from_then_on(monkeypa
                 found.append((recipe, memory._engine.machine.seconds_of(recipe), waited[0]))
             del out
     (first, first_seconds, first_waits), (second, second_seconds, second_waits) = found
-    assert first_waits >= 4
+    assert first_waits >= 6, "two for the link, and two around every op"
     assert second_waits == 0
     assert first_seconds == first.seconds == second_seconds != second.seconds
 
@@ -314,3 +396,13 @@ def test_a_report_from_before_there_were_such_figures_can_be_read() -> None:
     for name in ("device_peak_bytes", "reserved_bytes", "transfer_seconds"):
         del written[name]
     assert spillway.StepReport.from_json(written).reserved_bytes == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, 2 << 30), ("25%", 1 << 30), (3 << 30, 3 << 30)])
+def test_host_memory_is_pinned_within_what_a_container_allows(
+    given: int | str | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spillway.engines.tensors.devices.usable_memory", lambda: 4 << 30)
+    assert pinned_bytes(torch.device("cuda", 0), given) == expected
+    with pytest.raises(BudgetError, match=r"more than the 4\.00 GiB"):
+        pinned_bytes(torch.device("cuda", 0), "5GiB")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -29,8 +30,8 @@ def memory(exchanges: bool) -> Iterator[Session]:
     """A session in a step, whose copies are made when something waits for them and not before."""
     late = LateDriver(lag=1 << 30)
     session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
-    late.copies_out = late.copies_in = 0  # those by which the link is measured
     with session, session.step():
+        late.copies_out = late.copies_in = 0  # those by which the link is measured
         yield session
     assert late.pinned == 0
 
@@ -262,6 +263,23 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
     assert late.pinned == 0
 
 
+def test_a_copy_that_nothing_needs_yet_is_refused_where_the_host_would_have_to_wait(exchanges: bool) -> None:
+    late = LateDriver(lag=1 << 30)
+    session = late_session(
+        nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, exchanges=exchanges, driver=late
+    )
+    with session as memory, memory.step():
+        first, second, controller = torch.arange(ITEMS), torch.arange(ITEMS) + 1, memory._engine.controller
+        assert begin(memory, first, Copy)
+        first += 1  # what is on its way out is good for nothing
+        controller.empty_graveyard()
+        assert not begin(memory, second, Copy)
+        assert controller.counters.refusals == {"slower tier full": 1}
+        assert len(late.out) == 1, "nobody waited"
+        assert put_away(memory, second, Move)
+        assert torch.equal(second, torch.arange(ITEMS) + 1)
+
+
 def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> None:
     model, late = nn.Linear(256, 256), LateDriver()
     before = model.weight.detach().clone()
@@ -285,3 +303,39 @@ def test_memory_of_the_pool_is_not_given_back_while_something_still_points_at_it
         memory.close()
     assert late.pinned > 0
     assert torch.equal(raw(tensor), torch.arange(ITEMS))
+    late.account = lambda: 0  # which knows the engine
+    del memory
+    gc.collect()
+    assert late.pinned > 0
+    assert torch.equal(raw(tensor), torch.arange(ITEMS))
+    del tensor
+    gc.collect()
+    assert late.pinned == 0
+
+
+def test_a_session_that_nobody_closes_leaves_values_right_and_pins_memory_for_as_long_as_they_are_there() -> None:
+    late, model, tensor = LateDriver(), nn.Linear(256, 256), torch.arange(ITEMS)
+    back = torch.arange(ITEMS)
+    before, apply = model.weight.detach().clone(), torch.autograd.Function.__dict__["apply"]
+    memory = late_session(model, budget=PLENTY, method=LRU(), driver=late)
+    with memory.step():
+        assert put_away(memory, model.weight, Move)
+        assert put_away(memory, tensor, Move)
+        assert put_away(memory, back, Move)
+    assert back.numpy()[-1] == ITEMS - 1
+    late.account = lambda: 0
+    del memory
+    gc.collect()
+    assert late.pinned > 0
+    assert torch.equal(tensor, torch.arange(ITEMS))
+    with torch.no_grad():
+        model.weight += 1
+    assert torch.equal(model.weight, before + 1)
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    del tensor
+    gc.collect()
+    assert late.pinned > 0
+    del model
+    gc.collect()
+    assert late.pinned == 0, "what came back points elsewhere"
+    assert torch.equal(back, torch.arange(ITEMS))

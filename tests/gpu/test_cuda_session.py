@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import spillway
+from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
 from spillway.engines.tensors.devices import engine_for
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.errors import SessionError, SpillFullError
@@ -21,6 +24,8 @@ pytestmark = pytest.mark.gpu
 
 ITEMS = 1 << 20
 PLENTY = 1 << 30
+FIRST_STEP = 1.1
+"""Of the budget: what the first step may take."""
 
 
 @functools.cache
@@ -38,8 +43,11 @@ def test_training_under_a_budget_gives_the_same_bits_within_it(name: str, share:
     found = train(name, budget=budget, method=method)
     assert difference(expected, found) is None
     assert sum(report.moves + report.drops for report in found.reports) > 0
-    later = [report.device_peak_bytes for report in found.reports[1:]]
-    assert max(later) <= budget, f"budget {budget}, peaks {later}, first {found.reports[0].device_peak_bytes}"
+    first, *later = [report.device_peak_bytes for report in found.reports]
+    told = f"budget {budget}, peaks {later}, first {first}"
+    assert max(later) <= budget, told
+    # What an op needs for itself is only guessed until it has run once (README, limits).
+    assert first <= budget * FIRST_STEP, told
 
 
 def test_without_a_budget_a_session_keeps_account_of_the_same_training() -> None:
@@ -148,9 +156,35 @@ def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None
     assert torch.cuda.memory_allocated() == before
 
 
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot point a storage at host memory")
+def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpinned_when_they_die() -> None:
+    model = nn.Linear(1024, 1024).to(DEVICE)
+    before = model.weight.detach().clone()
+    memory = spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB")
+    with memory.step():
+        assert put_away(memory, model.weight, Move)
+    slab = weakref.ref(memory._engine.place.pool._slabs[0])  # type: ignore[attr-defined]
+    del memory
+    gc.collect()
+    assert slab() is not None
+    assert torch.equal(model.weight, before)
+    model(torch.ones(8, 1024, device=DEVICE)).sum().backward()
+    with torch.no_grad():
+        model.weight += 1
+    assert torch.equal(model.weight, before + 1)
+    del model
+    gc.collect()
+    assert slab() is None
+    assert float(torch.ones(8, device=DEVICE).sum()) == 8, "no error was left behind"
+
+
 def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:
     engine = engine_for(DEVICE, LRU(), "50%", "256MiB", None)
     try:
+        assert engine.place.pool.pinned == 0, "nobody asked"  # type: ignore[attr-defined]
+        engine.machine.measure_link()
+        assert engine.place.pool.pinned == 0  # type: ignore[attr-defined]
+        assert engine.machine.transfer_seconds(1) != 2 / LIKELY_BANDWIDTH
         assert 1e9 < 2 / engine.machine.transfer_seconds(1) < 1e12
     finally:
         engine.close()

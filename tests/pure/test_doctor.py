@@ -10,6 +10,8 @@ import pytest
 
 from spillway.doctor import on_spill, on_system
 from spillway.doctor.findings import Finding
+from spillway.engines import memory
+from spillway.engines.memory import container_free, container_limit, usable_memory
 from spillway.engines.tiers import speed
 from spillway.errors import SpillError, SpillFullError
 from spillway.units import GiB, MiB, TiB
@@ -67,7 +69,18 @@ def test_limits_of_the_older_control_groups_are_read(tmp_path: Path, limit: str,
     # Within a container the group of the outside is mounted as the root.
     (root / "sys/fs/cgroup/memory").mkdir(parents=True)
     (root / "sys/fs/cgroup/memory/memory.limit_in_bytes").write_text(limit)
-    assert on_system.container_limit(root) == expected
+    assert container_limit(root) == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(str(4 * GiB), 4 * GiB), (str(64 * GiB), 16 * GiB), ("max", 16 * GiB)])
+def test_what_a_process_may_use_is_the_machines_memory_or_what_its_container_allows(
+    limit: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "machine_memory", lambda: 16 * GiB)
+    root = system(tmp_path, proc__self__cgroup="0::/a\n")
+    (root / "sys/fs/cgroup/a").mkdir(parents=True)
+    (root / "sys/fs/cgroup/a/memory.max").write_text(f"{limit}\n")
+    assert usable_memory(root) == expected
 
 
 def test_what_is_left_below_a_limit_leaves_out_file_caches(tmp_path: Path) -> None:
@@ -75,14 +88,14 @@ def test_what_is_left_below_a_limit_leaves_out_file_caches(tmp_path: Path) -> No
     folder = root / "sys/fs/cgroup/a"
     folder.mkdir(parents=True)
     (folder / "memory.max").write_text(f"{4 * GiB}\n")
-    assert on_system.container_free(root) is None, "nobody tells what is used"
+    assert container_free(root) is None, "nobody tells what is used"
     (folder / "memory.current").write_text(f"{3 * GiB}\n")
     (folder / "memory.stat").write_text(f"anon {2 * GiB}\ninactive_file {GiB // 2}\n")
-    assert on_system.container_free(root) == GiB + GiB // 2
+    assert container_free(root) == GiB + GiB // 2
 
 
 def test_a_system_that_says_nothing_has_no_limit(tmp_path: Path) -> None:
-    assert on_system.container_limit(tmp_path) is None
+    assert container_limit(tmp_path) is None
     assert on_system.huge_pages(tmp_path).facts == {"mode": None}
     assert on_spill.file_system(tmp_path, tmp_path / "mountinfo") == ""
 

@@ -96,13 +96,53 @@ def test_a_system_that_pins_no_more_is_told_from_a_budget_that_is_used_up_and_no
     assert system.asked == [SLAB, SLAB, 2 * ALIGNMENT]
 
 
-def test_blocks_that_wait_for_the_device_are_freed_before_more_is_pinned() -> None:
-    system, waiting = System(), list[Block]()
-    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
-    pool.make_free = lambda: [pool.free(block) for block in waiting] and waiting.clear()  # type: ignore[assignment]
-    waiting.append(pool.take(SLAB))
+def test_what_the_device_is_done_with_is_used_before_more_is_pinned_and_the_host_waits_last_of_all() -> None:
+    system, done, busy, waited = System(), list[Block](), list[Block](), list[bool]()
+
+    def make_free(*, wait: bool) -> None:
+        waited.append(wait)
+        for blocks in (done, busy) if wait else (done,):
+            while blocks:
+                pool.free(blocks.pop())
+
+    pool = HostPool(system.pin, 2 * SLAB, slab=SLAB, make_free=make_free)
+    done.append(pool.take(SLAB))
+    busy.append(pool.take(SLAB))
+    assert system.asked == [SLAB], "one block was done with"
+    pool.take(SLAB)
+    assert system.asked == [SLAB, SLAB], "more is pinned before anybody waits"
+    with pytest.raises(SpillFullError):
+        pool.take(SLAB, wait=False)
+    assert waited == [False] * 4
     assert pool.take(SLAB).address == system.given[0].address
-    assert system.asked == [SLAB]
+    assert waited == [False] * 5 + [True]
+
+
+def test_empty_slabs_go_back_when_none_of_them_is_large_enough() -> None:
+    system = System()
+    pool = HostPool(system.pin, 4 * SLAB, slab=SLAB)
+    kept = pool.take(SLAB)
+    for block in [pool.take(SLAB) for _ in range(3)]:
+        pool.free(block)
+    large = pool.take(2 * SLAB)
+    assert (large.nbytes, pool.pinned) == (2 * SLAB, 4 * SLAB)
+    assert [memory.gone for memory in system.given] == [False, True, True, False, False]
+    with pytest.raises(SpillFullError, match="The host budget"):
+        pool.take(3 * SLAB)
+    assert pool.pinned == 4 * SLAB, "nothing goes back for what does not fit all the same"
+    assert kept.slab is not large.slab
+
+
+def test_a_system_that_pinned_no_more_is_asked_again_when_something_went_back() -> None:
+    system = System(limit=2 * SLAB)
+    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
+    first, second = pool.take(SLAB), pool.take(SLAB)
+    with pytest.raises(SpillFullError, match="The system pins no"):
+        pool.take(SLAB)
+    pool.free(first)
+    pool.free(second)
+    assert pool.take(2 * SLAB).nbytes == 2 * SLAB
+    assert pool.pinned == system.pinned == 2 * SLAB
 
 
 def test_closing_gives_slabs_back_and_those_in_use_when_their_last_block_is_freed() -> None:
@@ -116,6 +156,24 @@ def test_closing_gives_slabs_back_and_those_in_use_when_their_last_block_is_free
     assert system.pinned == 0
     with pytest.raises(SpillError, match="closed"):
         pool.take(1)
+
+
+def test_memory_goes_back_when_the_pool_its_blocks_and_who_points_at_them_are_gone() -> None:
+    class Owner:
+        pass
+
+    system, first, second = System(), Owner(), Owner()
+    pool = HostPool(system.pin, 10 * SLAB, slab=SLAB)
+    kept, other = pool.take(SLAB), pool.take(SLAB)
+    kept.keep_for(first)
+    let_go = other.keep_for(second)
+    pool.close()
+    del pool, kept, other
+    assert [memory.gone for memory in system.given] == [False, False]
+    let_go()
+    assert [memory.gone for memory in system.given] == [False, True]
+    del first
+    assert system.pinned == 0
 
 
 def test_the_smallest_hole_that_fits_is_taken() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from spillway.doctor.findings import Finding, Problem
+from spillway.engines.memory import ROOT, container_free, container_limit
 from spillway.units import Bytes, TiB, format_bytes
 
-_ROOT: Final = Path("/")
 _ALLOCATORS: Final = ("jemalloc", "tcmalloc", "mimalloc")
 _SETTINGS: Final = (
     "GLIBC_TUNABLES",
@@ -23,15 +23,9 @@ _SETTINGS: Final = (
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_TRIM_THRESHOLD_",
 )
-_FILES: Final = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")
-}  # fmt: skip
-"""Of control groups, by version: the limit, and what is used."""
-_NO_LIMIT: Final[Bytes] = 1 << 60
-"""Version 1 of control groups writes a number above this where there is no limit."""
 
 
-def memory(root: Path = _ROOT) -> Finding:
+def memory(root: Path = ROOT) -> Finding:
     """Physical memory, what is free of it, and the smallest limit that stands below it. `root` holds proc and sys."""
     sizes = dict(_meminfo(root))
     physical, available = sizes.get("MemTotal", 0), sizes.get("MemAvailable", 0)
@@ -68,47 +62,6 @@ def memory(root: Path = _ROOT) -> Finding:
         },
         problems=problems,
     )
-
-
-def container_limit(root: Path = _ROOT) -> Bytes | None:
-    """The smallest memory limit of this process's control groups, of either version; None without one."""
-    return min((limit for _, limit, _ in _limits(root)), default=None)
-
-
-def container_free(root: Path = _ROOT) -> Bytes | None:
-    """The least that is left below any of these limits, file caches that go first not counted as used; None without
-    one."""
-    left = []
-    for folder, limit, usage in _limits(root):
-        with contextlib.suppress(OSError, ValueError):
-            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            caches = int(statistics.get("total_inactive_file", statistics.get("inactive_file", 0)))
-            left.append(max(limit - int((folder / usage).read_text()) + caches, 0))
-    return min(left, default=None)
-
-
-def _limits(root: Path) -> Iterator[tuple[Path, Bytes, str]]:
-    """Folders of control groups with a limit, that, and the name of the file that tells what is used."""
-    for group, version in _groups(root):
-        base = root / "sys/fs/cgroup" if version == 2 else root / "sys/fs/cgroup/memory"
-        name, usage = _FILES[version]
-        for one in (group, *group.parents):
-            folder = base / one.relative_to("/")
-            with contextlib.suppress(OSError, ValueError):
-                limit = int((folder / name).read_text())
-                if limit < _NO_LIMIT:
-                    yield folder, limit, usage
-
-
-def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Control groups of this process that may limit memory."""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if number == "0":
-                yield Path(path), 2
-            elif "memory" in controllers.split(","):
-                yield Path(path), 1
 
 
 def _meminfo(root: Path) -> Iterator[tuple[str, Bytes]]:
@@ -156,7 +109,7 @@ def _libc_version() -> str:
     return ""
 
 
-def huge_pages(root: Path = _ROOT) -> Finding:
+def huge_pages(root: Path = ROOT) -> Finding:
     """Transparent huge pages."""
     mode = ""
     with contextlib.suppress(OSError):

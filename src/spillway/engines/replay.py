@@ -208,19 +208,30 @@ class Replay:
     def _hand_over(self, recipe: Recipe) -> None:
         """Give finished values their bytes: the targets, and siblings that were dropped too (their bytes are here
         anyway)."""
-        for value in (*recipe.creates, *(value for _, value in recipe.writes)):
-            if value.absent != DROPPED or (value in self._controller.planned and value not in self._targets):
-                continue  # a plan says itself when what it dropped comes back
-            temporary = self._temporaries.pop(value)
-            controller = self._controller
-            controller.machine.give(temporary, value.storage)
-            controller.bury(temporary)
-            controller.dropped.pop(value, None)
-            value.absent = HERE
-            controller.came_back(value.storage, Change.RECOMPUTE)
-            controller.counters.recomputes += 1
-            value.storage.touched = controller.clock
-            controller.cut_loose(value)
+        made = (*recipe.creates, *(value for _, value in recipe.writes))
+        temporaries = [self._temporaries[value] for value in made]
+        for temporary in temporaries:
+            temporary.locks += 1  # giving may make room on the device
+        try:
+            for value in made:
+                if value.absent != DROPPED or (value in self._controller.planned and value not in self._targets):
+                    continue  # a plan says itself when what it dropped comes back
+                self._give(value)
+        finally:
+            for temporary in temporaries:
+                temporary.locks -= 1
+
+    def _give(self, value: Value) -> None:
+        controller, temporary = self._controller, self._temporaries[value]
+        controller.machine.give(temporary, value.storage)
+        del self._temporaries[value]  # not before: where giving failed, it is freed with the others
+        controller.bury(temporary)
+        controller.dropped.pop(value, None)
+        value.absent = HERE
+        controller.came_back(value.storage, Change.RECOMPUTE)
+        controller.counters.recomputes += 1
+        value.storage.touched = controller.clock
+        controller.cut_loose(value)
 
     def _free_used_up(self, recipe: Recipe) -> None:
         for value, temporary in list(self._temporaries.items()):

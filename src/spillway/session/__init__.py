@@ -52,7 +52,8 @@ def manage(
             Policies, such as "lru" and "delta", run on the tensor engine, which watches every op; "mimose",
             "mimose-published" and "checkpoint" on the block engine, which recomputes blocks and costs nothing per op.
         host_budget: For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as
-            a share of the machine's memory; half of that by default.
+            a share of the memory that this process may use, that is of RAM or of what a control group allows of it;
+            half of that by default.
         spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
             leaves; the file has no name and is gone with the process.
         spill_io: "direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that

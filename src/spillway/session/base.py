@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol, Self
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors.devices import machine_memory
+from spillway.engines.memory import machine_memory
 from spillway.errors import SessionError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.report.html import write_report

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from os import PathLike, sysconf
+from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Literal, TypeAlias, final
 
@@ -36,6 +36,7 @@ from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Freed, Store
+from spillway.engines.memory import usable_memory
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.host import HostPool
@@ -102,7 +103,7 @@ class BlockEngine:
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         spill_io: Through the page cache or past it, as for `spillway.manage`.
         host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
-            bytes, as "6GiB" or as a share of the machine's memory.
+            bytes, as "6GiB" or as a share of the memory that this process may use.
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
         write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
@@ -150,7 +151,7 @@ class BlockEngine:
         check_compiled(model, chosen)
         self.when_freed: list[Freed] = []
         """Told of every storage that a thread of the engine's frees, by that thread."""
-        pinned = parse_budget(host_budget, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
+        pinned = parse_budget(host_budget, usable_memory())
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, pinned, write_behind, self.when_freed)
         compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)

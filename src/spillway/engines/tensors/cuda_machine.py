@@ -21,6 +21,8 @@ NOTE [Absent storages]. With `_swap_data_ptr_` (torch 2.13) a moved storage poin
 read where it is, slowly and right, and what they write there is what comes back. A dropped one points at a range that
 nobody can read. Without it (torch 2.11) an absent storage has no bytes (`resize_`): whoever reads it without asking
 stops, so that nothing may be absent between steps.
+
+A storage that points at a block keeps its memory, whatever becomes of the machine (`Block.keep_for`).
 """
 
 from __future__ import annotations
@@ -38,14 +40,17 @@ from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
 from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.engines.tensors.private import owners, storage_at, swap_bytes
-from spillway.engines.tiers.host import Block, HostPool
+from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")
 
 _PROBED: Bytes = 32 << 20
-"""Bytes of the copies by which the link is measured."""
+"""Bytes of the copies by which the link is measured, if there is room for so many."""
+
+_LEAST_PROBED: Bytes = 1 << 20
+"""Copies of less say nothing about the link."""
 
 LIKELY_BANDWIDTH = 20e9
 """Bytes per second of a link that could not be measured."""
@@ -59,8 +64,14 @@ class HostHome:
     block: Block
     done: Event
     """The copy out into it."""
-    shown: bool = False
-    """Whether its storage points at it."""
+    let_go: Callable[[], object] | None = None
+    """Its storage points at the block, and keeps the memory until this is called."""
+
+    def point_away(self) -> None:
+        """The storage does not point at it any more."""
+        if self.let_go is not None:
+            self.let_go()
+            self.let_go = None
 
 
 class Arrival(NamedTuple):
@@ -68,6 +79,8 @@ class Arrival(NamedTuple):
 
     target: torch.UntypedStorage
     done: Event
+    home: HostHome
+    """Where they come from."""
 
 
 class AbstractAbsence(ABC):
@@ -94,7 +107,8 @@ class AbstractAbsence(ABC):
 
     @abstractmethod
     def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-        """An absent storage gets the bytes of another one, which dies."""
+        """An absent storage gets the bytes of another one, which dies. Raises `torch.OutOfMemoryError`; then nothing
+        has changed."""
 
 
 @final
@@ -170,15 +184,17 @@ class CudaMachine:
         self.driver = driver
         self.pool = pool
         self.absence = absence
-        self.allocate: Callable[[Callable[[], torch.UntypedStorage], Bytes], torch.UntypedStorage] = _just_once
+        self.allocate: Callable[[Callable[[], Any], Bytes], Any] = _just_once
         """Runs what allocates device memory for so many bytes; may make room and run it again."""
         self.again: Callable[[Callable[[], Any], str, Bytes], Any] = lambda run, name, nbytes: run()
         """The same for a replayed op."""
         self.largest_given: Bytes = 0
         """Where giving bytes takes memory twice for a moment: the largest storage that was dropped."""
+        self.spare: Callable[[], Bytes] = lambda: _PROBED
+        """Bytes of device memory that may be taken for a moment."""
         self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
         """Seconds that an op takes on the device."""
-        pool.make_free = self._await_cooling
+        pool.make_free = self._free_cooled
         self._leaving: list[tuple[HostHome, torch.UntypedStorage]] = []  # sources of copies out that may be under way
         self._cooling: list[tuple[Block, tuple[Event, ...]]] = []  # blocks that the device may still use
         self._seconds_per_byte = 2 / LIKELY_BANDWIDTH
@@ -206,14 +222,17 @@ class CudaMachine:
 
     def page_out(self, storage: Storage) -> HostHome:
         """Copy the bytes to a block and free them in the order of the device."""
-        home = self.start_out(storage)
+        home = self._begin_out(storage, wait=True)
         self.leave(storage, home)
         return home
 
     def start_out(self, storage: Storage) -> HostHome:
-        """Enqueue the copy (rules 1 and 2)."""
+        """Enqueue the copy (rules 1 and 2). Nothing needs it yet: for a block of the pool the host does not wait."""
+        return self._begin_out(storage, wait=False)
+
+    def _begin_out(self, storage: Storage, *, wait: bool) -> HostHome:
         real = real_storage(storage)
-        block = self.pool.take(storage.nbytes)
+        block = self.pool.take(storage.nbytes, wait=wait)
         try:
             done = self.driver.copy_out(real, block, (self.driver.reached(),))
         except BaseException:
@@ -226,8 +245,10 @@ class CudaMachine:
     def leave(self, storage: Storage, home: HostHome) -> None:
         """Free the bytes behind the copy (rule 2)."""
         self.wait_for_readers(storage)  # of this copy, if it is not done, and of those of older versions
-        self.absence.take_away(real_storage(storage), storage.nbytes, home.block)
-        home.shown = True
+        real = real_storage(storage)
+        if self.absence.readable:
+            home.let_go = home.block.keep_for(real)
+        self.absence.take_away(real, storage.nbytes, home.block)
 
     def release(self, storage: Storage) -> None:
         """Free the bytes; nothing is kept."""
@@ -273,7 +294,7 @@ class CudaMachine:
         if not home.done.query():
             after.append(home.done)
         try:
-            return Arrival(target, self.driver.copy_in(home.block, target, after))
+            return Arrival(target, self.driver.copy_in(home.block, target, after), home)
         except BaseException:
             self.absence.give_up(target)
             raise
@@ -287,6 +308,7 @@ class CudaMachine:
         if not arrival.done.query():
             self.driver.compute_waits(arrival.done)
         self.absence.bring(real_storage(storage), arrival.target)
+        arrival.home.point_away()
         return True
 
     def abandon(self, arrival: Arrival) -> None:
@@ -313,8 +335,9 @@ class CudaMachine:
         self._let_go(lambda real: owners(real) <= 1)
 
     def give(self, source: Storage, target: Storage) -> None:
-        """The target's storage takes the temporary's bytes."""
-        self.absence.give(real_storage(target), real_storage(source))
+        """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
+        one, other = real_storage(target), real_storage(source)
+        self.allocate(lambda: self.absence.give(one, other), target.nbytes)
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
@@ -330,27 +353,24 @@ class CudaMachine:
 
     def discard(self, home: HostHome) -> None:
         """Free the block as soon as the device is done with it (rule 5)."""
-        home.shown = False
+        home.point_away()
         busy: tuple[Event, ...] = (self.driver.reached(),)
         if not home.done.query():
             busy = (*busy, home.done)
         self._cooling.append((home.block, busy))
 
-    def _free_cooled(self) -> None:
+    def _free_cooled(self, *, wait: bool = False) -> None:
+        """Free blocks that the device is done with. With `wait` it is waited for; by the host, for once."""
         warm: list[tuple[Block, tuple[Event, ...]]] = []
         for block, busy in self._cooling:
-            if all(event.query() for event in busy):
+            if wait:
+                for event in busy:
+                    event.synchronize()
+            if wait or all(event.query() for event in busy):
                 self.pool.free(block)
             else:
                 warm.append((block, busy))
         self._cooling = warm
-
-    def _await_cooling(self) -> None:
-        """The pool has no hole: wait for blocks that were given up. The host waits, for once."""
-        for _, busy in self._cooling:
-            for event in busy:
-                event.synchronize()
-        self._free_cooled()
 
     def escaped(self, storage: Storage) -> bool:
         """Whether its memory is somebody else's (it cannot be resized then), or it was resized unseen."""
@@ -361,7 +381,7 @@ class CudaMachine:
     # ------------------------------------------------------------------ the link
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        """Seconds to copy `nbytes` out and in, by the bandwidth measured at the start."""
+        """Seconds to copy `nbytes` out and in, by the bandwidth that was measured, if it was, or else a likely one."""
         return nbytes * self._seconds_per_byte
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
@@ -374,16 +394,20 @@ class CudaMachine:
         return True
 
     def measure_link(self) -> None:
-        """Copy some bytes out and in, and wait.
+        """Copy some bytes out and in, and wait. What is pinned for that goes back.
 
-        Done once, before the first step; where there is not enough memory for it, a likely figure is taken.
+        Done once, before a step; where there is not enough memory for it, a likely figure is taken.
         """
         if self._measured:
             return
+        room = min(_PROBED, self.pool.budget - self.pool.pinned, self.spare())
+        nbytes = room // ALIGNMENT * ALIGNMENT
+        if nbytes < _LEAST_PROBED:
+            return
         self._measured = True
+        probe = HostPool(self.driver.pin, nbytes)
         try:
-            nbytes = min(_PROBED, self.pool.budget // 2)
-            source, block = self.driver.fresh(nbytes), self.pool.take(nbytes)
+            source, block = self.driver.fresh(nbytes), probe.take(nbytes)
         except (torch.OutOfMemoryError, SpillError):
             return
         for _ in range(2):  # the first finds everything cold
@@ -392,7 +416,8 @@ class CudaMachine:
             self.driver.copy_out(source, block, (self.driver.reached(),)).synchronize()
             self.driver.copy_in(block, source, (self.driver.reached(),)).synchronize()
         times = self.driver.lane_times()
-        self.pool.free(block)
+        probe.free(block)
+        probe.close()
         self._seconds_per_byte = (times.out + times.back) / nbytes
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class CudaPlace(AbstractPlace):
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
         self._machine.again = self.retry.run
         self._guests = Guests(engine)
-        self._machine.measure_link()
+        self._machine.spare = self.reserve.unused
 
     def learn_op(self, info: OpInfo) -> None:
         """What need not be the same twice, and what needs much for itself."""
@@ -138,9 +138,11 @@ class CudaPlace(AbstractPlace):
         if self.driver.capturing():
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()
+        policy, limited = engine.controller.policy, engine.controller.allowed < UNLIMITED
+        if limited and (policy.uses_recipes or policy.foresees):  # it weighs copies against ops, or begins them early
+            self._machine.measure_link()
         self.reserve.look()
         self.meter.begin()
-        policy, limited = engine.controller.policy, engine.controller.allowed < UNLIMITED
         self.clock.begin_step(signature, wanted=policy.uses_recipes and limited)
 
     def finish_ops(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spillway.engines.controller import UNLIMITED
+from spillway.engines.memory import machine_memory, usable_memory
 from spillway.engines.tensors.cuda_place import cuda_engine
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tensors.engine import TensorEngine
@@ -18,7 +19,7 @@ from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, parse_budget
 
 HOST_SHARE = "50%"
-"""Of the machine's memory: the host budget where none is given."""
+"""Of the memory that this process may use: the host budget where none is given."""
 
 
 def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
@@ -29,12 +30,7 @@ def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
     """
     if host_budget is not None and device.type == "cpu":
         raise BudgetError("host_budget= is for models on CUDA; what leaves memory on the CPU goes to disk.")
-    return parse_budget(HOST_SHARE if host_budget is None else host_budget, machine_memory())
-
-
-def machine_memory() -> Bytes:
-    """RAM of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return parse_budget(HOST_SHARE if host_budget is None else host_budget, usable_memory())
 
 
 def device_of(models: Sequence[torch.nn.Module]) -> torch.device:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, cast, final
@@ -16,7 +18,7 @@ import torch
 
 from spillway.engines.tensors.private import fresh_storage
 from spillway.engines.tiers.host import Block, Pinned
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes, Seconds, format_bytes
 
 _PORTABLE_AND_MAPPED: Final = 3
 """Flags of `cudaHostRegister`: for every context, and readable by the device."""
@@ -128,17 +130,41 @@ def bytes_at(address: int, nbytes: Bytes) -> torch.Tensor:
 class RegisteredMemory:
     """Host memory of our own that CUDA was told of: `cudaHostRegister` pins any size, and unpins it when asked."""
 
-    def __init__(self, memory: mmap.mmap, address: int, device_address: int) -> None:
-        self._memory: mmap.mmap | None = memory
+    def __init__(self, memory: mmap.mmap, address: int, device_address: int, device: torch.device) -> None:
+        self._memory = memory
+        self._device = device
+        self._process = os.getpid()
         self.address = address
         self.device_address = device_address
 
     def release(self) -> None:
-        """Unpin it and give it back."""
-        if self._memory is not None:
-            _cuda.cudart().cudaHostUnregister(self.address)
+        """Unpin it and give it back. The host waits for the device: a copy or a kernel may still be reading it.
+
+        Memory that is not unpinned stays mapped, so that nobody gets its addresses.
+        """
+        if os.getpid() != self._process or not self._unpinned():
+            _never_unmapped.append(self._memory)  # in a forked child these addresses may be anybody's
+        else:
             self._memory.close()
-            self._memory = None
+
+    def _unpinned(self) -> bool:
+        try:
+            with _cuda.device(self._device):
+                _cuda.synchronize(self._device)
+                failed = int(_cuda.cudart().cudaHostUnregister(self.address))
+        except RuntimeError as error:  # of the device, which is of no use any more
+            told = str(error).partition("\n")[0]
+        else:
+            if not failed:
+                return True
+            told = f"error {failed}"
+            _forget_error(self._device)
+        what = f"CUDA did not unpin {format_bytes(len(self._memory))} of host memory, which stay pinned ({told})."
+        warnings.warn(what, RuntimeWarning, stacklevel=2)
+        return False
+
+
+_never_unmapped: Final[list[mmap.mmap]] = []
 
 
 @final
@@ -187,15 +213,10 @@ class CudaDriver:
         with torch.cuda.device(self.device):
             failed = int(_cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE_AND_MAPPED))
             if failed:
-                self._forget_error()
+                _forget_error(self.device)
                 memory.close()
                 return None
-        return RegisteredMemory(memory, address, _address_on_device(address))
-
-    def _forget_error(self) -> None:
-        """A refused call leaves its error behind, where the next kernel would be blamed for it."""
-        with contextlib.suppress(RuntimeError), unseen():
-            torch.zeros(1, device=self.device)
+        return RegisteredMemory(memory, address, _address_on_device(address), self.device)
 
     # ------------------------------------------------------------------ lanes
 
@@ -289,6 +310,12 @@ class CudaDriver:
 
 def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
     return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
+
+
+def _forget_error(device: torch.device) -> None:
+    """A refused call leaves its error behind, where the next kernel would be blamed for it."""
+    with contextlib.suppress(RuntimeError), unseen():
+        torch.zeros(1, device=device)
 
 
 def _address_on_device(address: int) -> int:

@@ -6,6 +6,7 @@ a weak reference.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -32,7 +33,7 @@ from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import BudgetInfeasible, EngineError
+from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.ir.lanes import Transfers, total
 from spillway.ir.step import Phase
 from spillway.ir.timeline import Kind
@@ -199,17 +200,26 @@ class TensorEngine:
             if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
+        guess = 0
         if self.place.workspaces is not None and key is not None:
-            needed += self.place.workspaces.expected(seen, key, needed, controller.allowed)
-        if ready and controller.resident + needed <= controller.allowed:
+            guess = self.place.workspaces.guess(seen, key, needed)
+            needed += self.place.workspaces.expected(key)
+        if ready and controller.resident + needed + guess <= controller.allowed:
             return self._run_and_learn(seen, complete, key, needed)
         with controller.lock:
             controller.prepare(info.name, seen.reads, seen.writes, needed)
             try:
+                if guess:
+                    self._make_room_if_possible(needed + guess, info.name)
                 return self._run_and_learn(seen, complete, key, needed)
             finally:
                 controller.finish(seen.reads, seen.writes)
                 self.look_ahead()
+
+    def _make_room_if_possible(self, needed: Bytes, name: str) -> None:
+        """For what an op may need and may not: as much of it as can be had."""
+        with contextlib.suppress(BudgetInfeasible, SpillFullError):
+            self.controller.make_room(needed, name)
 
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""

@@ -46,16 +46,22 @@ class Guests:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
-            if not len(_open):
+            _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
+            if not _originals:
                 _install()
-            _open.add(engine)
+        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
 
     def remove(self) -> None:
         """The engine is closed."""
         with _lock:
             _open.discard(self._engine)
-            if not len(_open):
-                _uninstall()
+            _uninstall_after_the_last()
+
+
+def _uninstall_after_the_last() -> None:
+    with _lock:
+        if not tuple(_open):  # its length may count an engine that has just been collected
+            _uninstall()
 
 
 @final

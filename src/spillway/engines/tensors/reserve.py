@@ -2,8 +2,9 @@
 
 The account knows storages. The caching allocator hands out more: workspaces of libraries, memory that an op takes and
 gives back inside itself, tensors that no op of a step has touched, blocks that are larger than what was asked for. What
-is there all the time is seen by looking; what an op needs for itself is measured around the op, and room is made for it
-the next time; and if the allocator's peak was above the budget all the same, more is set aside from then on.
+is there all the time is seen by looking, the more often the nearer the account is to the budget; what an op needs for
+itself is guessed the first time, and measured around the op, so that room is made for it the next time; and if the
+allocator's peak was above the budget all the same, more is set aside from then on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MARGIN: Final = 0.01
 """Share of the budget that is set aside beside what is seen."""
 
 BETWEEN_LOOKS: Final[Bytes] = 16 << 20
-"""Bytes created between two looks at the allocator's counters, which cost as much as two ops."""
+"""The most bytes created between two looks at the allocator's counters, which cost as much as two ops. Where less is
+left of the budget it is looked at more often: blocks may be larger than their storages."""
+_LEAST_BETWEEN_LOOKS: Final[Bytes] = 2 << 20
 
 
 @final
@@ -49,6 +52,10 @@ class Reserve:
         self._engine = engine
         self._budget = engine.controller.allowed
 
+    def unused(self) -> Bytes:
+        """What the allocator has not handed out of the budget."""
+        return self._budget - self._driver.allocated()
+
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created: room was made for them."""
 
@@ -60,13 +67,15 @@ class Reserve:
 
     def look(self) -> None:
         """Set aside what the allocator has handed out beside the account."""
-        self._until_look = BETWEEN_LOOKS
         if self._engine is None or self._budget >= UNLIMITED:
+            self._until_look = BETWEEN_LOOKS
             return
         controller = self._engine.controller
         beside = max(self._driver.allocated() - controller.resident, 0)
         self.reserved = beside + int(MARGIN * self._budget) + self._learned + self.twice()
         controller.allowed = max(self._budget - self.reserved, 0)
+        left = controller.allowed - controller.resident
+        self._until_look = max(min(left, BETWEEN_LOOKS), _LEAST_BETWEEN_LOOKS)
 
     def learn(self, peak: Bytes) -> None:
         """The allocator's peak in a step: what was above the budget is set aside from now on."""
@@ -115,19 +124,17 @@ class Workspaces:
         self._hungry = hungry
         self._known: dict[Any, list[Bytes]] = {}
 
-    def expected(self, seen: Seen, key: Any, created: Bytes, allowed: Bytes) -> Bytes:
-        """What the call will need beside its results.
-
-        The first time nobody knows: for ops that are known to be hungry it is as much again as they create, unless
-        that would not fit beside their operands.
-        """
+    def expected(self, key: Any) -> Bytes:
+        """What the call will need beside its results, if it was measured."""
         measured = self._known.get(key)
-        if measured:
-            return measured[-1]
-        if seen.info.name not in self._hungry:
+        return measured[-1] if measured else 0
+
+    def guess(self, seen: Seen, key: Any, created: Bytes) -> Bytes:
+        """What it may need the first time, when nobody knows: for ops that are known to be hungry as much again as
+        their operands and results, which libraries bring into another order."""
+        if seen.info.name not in self._hungry or self._known.get(key):
             return 0
-        working = created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
-        return max(min(created, allowed - working), 0)
+        return created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
 
     def watch(self, controller: Controller, key: Any, run: Callable[[], T]) -> T:
         """Run a call and learn. If it left a recipe, a replay makes room for as much."""

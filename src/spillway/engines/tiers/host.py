@@ -3,11 +3,16 @@
 Pinned memory is taken in slabs, which are divided here: torch rounds every pinned tensor up to a power of two, which
 for large ones doubles what is pinned. A block is whole lines of `ALIGNMENT` bytes of one slab, from the smallest hole
 that fits, and holes that touch become one.
+
+A slab goes back to the system when the pool says so, or when nobody holds it any more: neither the pool, nor a block,
+nor a storage that was pointed at a block (`Block.keep_for`). So a pool that nobody closed pulls no memory from under
+a storage, and leaves none pinned.
 """
 
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol, final
@@ -34,13 +39,22 @@ class Pinned(Protocol):
         """Where the device finds it; 0 if it cannot read it in place."""
 
     def release(self) -> None:
-        """Give it back to the system."""
+        """Give it back to the system, once the device does nothing with it. Called once, in any thread."""
 
 
 class Pin(Protocol):
     """Takes pinned memory from the system; None if it gives no more."""
 
     def __call__(self, nbytes: Bytes) -> Pinned | None: ...
+
+
+class MakeFree(Protocol):
+    """Frees blocks that the device is done with; with `wait` also those for which the host has to wait."""
+
+    def __call__(self, *, wait: bool) -> None: ...
+
+
+def _nothing_to_free(*, wait: bool) -> None: ...
 
 
 @final
@@ -100,10 +114,17 @@ class Extents:
 
 
 @final
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Slab:
     memory: Pinned
     extents: Extents
+    release: Callable[[], object] = field(init=False)
+    """Gives the memory back, once."""
+
+    def __post_init__(self) -> None:
+        closing = weakref.finalize(self, self.memory.release)
+        closing.atexit = False  # tensors may be read until the end
+        self.release = closing
 
 
 @final
@@ -124,6 +145,19 @@ class Block:
     slab: _Slab = field(repr=False)
     """The slab."""
 
+    def keep_for(self, owner: object) -> Callable[[], object]:
+        """Keep the memory for as long as `owner` lives, whatever becomes of the block and the pool.
+
+        Returns:
+            What undoes that.
+        """
+        keeping = weakref.finalize(owner, _nothing, self.slab)
+        keeping.atexit = False
+        return keeping.detach
+
+
+def _nothing(slab: _Slab) -> None: ...
+
 
 @final
 class HostPool:
@@ -132,12 +166,11 @@ class HostPool:
     Arguments:
         pin: Takes slabs from the system.
         budget: The most bytes that are pinned at a time.
-        make_free: Called when no hole fits, before more is pinned: blocks that only wait for the device may be freed.
+        make_free: Called when no hole fits, before more is pinned, and if that did not help once more, to wait: blocks
+            that were given up are freed when the device is done with them.
     """
 
-    def __init__(
-        self, pin: Pin, budget: Bytes, *, slab: Bytes = SLAB, make_free: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, pin: Pin, budget: Bytes, *, slab: Bytes = SLAB, make_free: MakeFree = _nothing_to_free) -> None:
         self.budget = budget
         self.make_free = make_free
         self._pin = pin
@@ -162,8 +195,11 @@ class HostPool:
         """Whether the device can read every block in place."""
         return all(slab.memory.device_address for slab in self._slabs)
 
-    def take(self, nbytes: Bytes) -> Block:
+    def take(self, nbytes: Bytes, *, wait: bool = True) -> Block:
         """A block of so many bytes.
+
+        In order of what it costs: a hole, one that the device is done with, one more slab; with `wait` also a hole that
+        the host waits for, and a slab in place of empty ones.
 
         Raises:
             SpillFullError: The host budget does not hold them, or the system pins no more; nothing has changed.
@@ -171,8 +207,13 @@ class HostPool:
         capacity = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         found = self._find(capacity)
         if found is None:
-            self.make_free()
-            found = self._find(capacity) or self._grow(capacity, nbytes)
+            self.make_free(wait=False)
+            found = self._find(capacity) or self._grow(capacity)
+        if found is None and wait:
+            self.make_free(wait=True)
+            found = self._find(capacity) or self._grow_in_place_of_empty(capacity)
+        if found is None:
+            raise SpillFullError(self._why_full(capacity, nbytes))
         slab, hole = found
         offset = slab.extents.take(hole, capacity)
         self._used += capacity
@@ -198,17 +239,21 @@ class HostPool:
 
     def _release(self, slab: _Slab) -> None:
         self._slabs.remove(slab)
-        slab.memory.release()
+        slab.release()
+        self._refused = 0  # the system has more than when it refused
 
     def _find(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
         fitting = ((slab, hole) for slab in self._slabs if (hole := slab.extents.best(capacity)) is not None)
         return min(fitting, key=lambda found: found[1].nbytes, default=None)
 
-    def _grow(self, capacity: Bytes, nbytes: Bytes) -> tuple[_Slab, Hole]:
+    def _left(self) -> Bytes:
+        return (self.budget - self.pinned) // ALIGNMENT * ALIGNMENT
+
+    def _grow(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
         """One more slab: a usual one, or what is left of the budget, or what the storage takes."""
         if self.closed:
             raise SpillError("The pool of pinned host memory is closed.")
-        left = (self.budget - self.pinned) // ALIGNMENT * ALIGNMENT
+        left = self._left()
         for size in dict.fromkeys((max(min(self._slab, left), capacity), capacity)):
             if size > left or (self._refused and size >= self._refused):
                 continue
@@ -218,11 +263,23 @@ class HostPool:
                 self._slabs.append(slab)
                 return slab, slab.extents.holes[0]
             self._refused = size  # the system is not asked again for as much
-        raise SpillFullError(self._why_full(capacity, left, nbytes))
+        return None
 
-    def _why_full(self, capacity: Bytes, left: Bytes, nbytes: Bytes) -> str:
+    def _grow_in_place_of_empty(self, capacity: Bytes) -> tuple[_Slab, Hole] | None:
+        """One more slab, for which empty ones that are too small go back to the system, the largest first."""
+        empty = sorted((s for s in self._slabs if s.extents.empty), key=lambda s: s.extents.nbytes, reverse=True)
+        if sum(slab.extents.nbytes for slab in empty) + self._left() < capacity:
+            return None
+        for slab in empty:
+            self._release(slab)
+            found = self._grow(capacity)
+            if found is not None:
+                return found
+        return None
+
+    def _why_full(self, capacity: Bytes, nbytes: Bytes) -> str:
         used = f"{format_bytes(self._used)} of {format_bytes(self.pinned)} pinned are in use"
-        if capacity <= left:
+        if capacity <= self._left():
             return (
                 f"The system pins no {format_bytes(nbytes)} more of host memory ({used}); free host memory, or let "
                 f"less leave the device with a larger budget=."
