@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -251,6 +253,25 @@ def test_nothing_of_torch_stays_changed_when_the_last_session_closes() -> None:
     assert function.__dict__["apply"] is not before[1]
     second.close()
     assert ([node.__dict__.get(name) for name in names], function.__dict__["apply"]) == before
+
+
+def test_nothing_of_torch_stays_changed_when_a_session_that_nobody_closed_is_collected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured: list[object] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", captured.append)
+    before = torch.autograd.Function.__dict__["apply"]
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU())
+    forgotten = weakref.ref(memory._engine)
+    with memory.step():
+        torch.arange(ITEMS)
+    assert torch.autograd.Function.__dict__["apply"] is not before
+    del memory
+    gc.collect()
+    assert forgotten() is None
+    assert torch.autograd.Function.__dict__["apply"] is before
+    torch.cuda.CUDAGraph.capture_begin("a graph")  # type: ignore[arg-type]
+    assert captured == ["a graph"]
 
 
 def test_capturing_a_cuda_graph_is_refused_while_a_session_is_open() -> None:

@@ -37,6 +37,7 @@ _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _lock = threading.RLock()
 _running = threading.local()
 _originals: dict[tuple[Any, str], Any] = {}
+"""What was replaced, and nothing while torch is as it was."""
 
 
 @final
@@ -46,16 +47,27 @@ class Guests:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
-            if not len(_open):
-                _install()
-            _open.add(engine)
+            _open.add(engine)  # first, as in `escapes`
+            if not _originals:
+                try:
+                    _install()
+                except BaseException:  # Ctrl-C
+                    _open.discard(engine)
+                    _uninstall()
+                    raise
+        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
 
     def remove(self) -> None:
         """The engine is closed."""
         with _lock:
             _open.discard(self._engine)
-            if not len(_open):
-                _uninstall()
+            _uninstall_after_the_last()
+
+
+def _uninstall_after_the_last() -> None:
+    with _lock:
+        if _originals and not tuple(_open):  # its length may count an engine that has just been collected
+            _uninstall()
 
 
 @final
@@ -121,7 +133,8 @@ def _install() -> None:
             _replace(BackwardCFunction, name, _lending_to_backward(BackwardCFunction.__dict__[name]))
     saved = vars(torch._C._FunctionBase)["saved_tensors"]
     _replace(BackwardCFunction, "saved_tensors", property(lambda context: _lent(saved.__get__(context))))
-    _replace(torch.cuda.CUDAGraph, "capture_begin", _refuse_graph)
+    begin = torch.cuda.CUDAGraph.__dict__["capture_begin"]
+    _replace(torch.cuda.CUDAGraph, "capture_begin", _refusing(begin, GRAPHS_REFUSED, lambda engine: True))
 
 
 def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,8 +154,14 @@ def _lent(saved: Any) -> Any:
     return saved
 
 
-def _refuse_graph(self: Any, *args: Any, **kwargs: Any) -> None:
-    raise SessionError(GRAPHS_REFUSED)
+def _refusing(original: Callable[..., Any], told: str, refuses: Callable[[TensorEngine], bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(refuses(engine) for engine in tuple(_open)):
+            raise SessionError(told)
+        return original(self, *args, **kwargs)
+
+    return method
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
@@ -152,8 +171,8 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 def _uninstall() -> None:
     for (owner, name), original in _originals.items():
-        if original is None:
-            delattr(owner, name)
-        else:
+        if original is not None:
             setattr(owner, name, original)
+        elif name in owner.__dict__:
+            delattr(owner, name)
     _originals.clear()
