@@ -287,6 +287,19 @@ def test_capturing_a_cuda_graph_is_refused_while_a_session_is_open() -> None:
             pass
 
 
+def test_replaying_a_cuda_graph_is_refused_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[object] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", replayed.append)
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU()) as memory:
+        with memory.step(), pytest.raises(SessionError, match=r"the addresses .* replay no graph within a step"):
+            torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
+        assert replayed == []
+        torch.cuda.CUDAGraph.replay("a graph")  # type: ignore[arg-type]
+    torch.cuda.CUDAGraph.replay("another")  # type: ignore[arg-type]
+    assert replayed == ["a graph", "another"]
+
+
+
 # ---------------------------------------------------------------------- figures
 
 

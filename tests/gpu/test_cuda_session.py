@@ -134,6 +134,17 @@ def test_capturing_a_graph_is_refused(memory: Any) -> None:
         pass
 
 
+def test_replaying_a_graph_is_refused_within_a_step() -> None:
+    tensor, graph = torch.zeros(ITEMS, device=DEVICE), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor += 1
+    with spillway.manage(nn.Linear(8, 8).to(DEVICE), budget=PLENTY, method=LRU()) as memory:
+        with memory.step(), pytest.raises(SessionError, match="replay no graph within a step"):
+            graph.replay()
+        graph.replay()
+    assert int(tensor[0]) == 1
+
+
 def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None:
     model = nn.Linear(1024, 1024).to(DEVICE)
     before = None

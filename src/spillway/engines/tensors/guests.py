@@ -5,7 +5,7 @@ what it asks for of what it saved, is made resident first and stays until it ret
 the tensors over, and not by `saved_tensors_hooks`: those would stand at every op's saved tensors, and torch leaves its
 check of versions to them.
 
-A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open.
+A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open, a replay in a step.
 
 Changing classes is global by nature, so the list of open engines is too; with the last one they are as they were.
 """
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 GRAPHS_REFUSED: Final = (
     "A CUDA graph keeps the addresses of its tensors, and a session moves what is behind them: capture graphs (also "
     'those of torch.compile(mode="reduce-overhead")) outside of spillway.manage().'
+)
+
+REPLAYS_REFUSED: Final = (
+    "A CUDA graph uses the addresses that its tensors had when it was captured, and a step of spillway.manage() moves "
+    "tensors: replay no graph within a step, and capture those of the model again when the session is closed."
 )
 
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
@@ -133,8 +138,8 @@ def _install() -> None:
             _replace(BackwardCFunction, name, _lending_to_backward(BackwardCFunction.__dict__[name]))
     saved = vars(torch._C._FunctionBase)["saved_tensors"]
     _replace(BackwardCFunction, "saved_tensors", property(lambda context: _lent(saved.__get__(context))))
-    begin = torch.cuda.CUDAGraph.__dict__["capture_begin"]
-    _replace(torch.cuda.CUDAGraph, "capture_begin", _refusing(begin, GRAPHS_REFUSED, lambda engine: True))
+    _refuse("capture_begin", GRAPHS_REFUSED, lambda engine: True)
+    _refuse("replay", REPLAYS_REFUSED, lambda engine: engine.in_step)
 
 
 def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,14 +159,16 @@ def _lent(saved: Any) -> Any:
     return saved
 
 
-def _refusing(original: Callable[..., Any], told: str, refuses: Callable[[TensorEngine], bool]) -> Callable[..., Any]:
+def _refuse(name: str, told: str, refuses: Callable[[TensorEngine], bool]) -> None:
+    original = getattr(torch.cuda.CUDAGraph, name)
+
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(refuses(engine) for engine in tuple(_open)):
             raise SessionError(told)
         return original(self, *args, **kwargs)
 
-    return method
+    _replace(torch.cuda.CUDAGraph, name, method)
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
