@@ -242,6 +242,37 @@ def test_custom_functions_find_their_tensors(memory: Session, way: type[Move | D
     assert all(torch.equal(seen, torch.arange(ITEMS) + 1.0) for seen in Outside.seen)
     assert put_away(memory, x, Move)
 
+class Remembering(torch.autograd.Function):
+    """Keeps tensors as attributes of its context, by themselves and in containers."""
+
+    seen: ClassVar[list[Tensor]] = []
+    memory: Session
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.x, ctx.others = x, {"y": [y]}
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.x, ctx.others["y"][0]
+        assert not put_away(Remembering.memory, x, Move), "it stays until the function returns"
+        Remembering.seen += [raw(x), raw(y)]
+        return gradient * y, gradient * x
+
+
+def test_custom_functions_find_what_they_keep_as_attributes(memory: Session) -> None:
+    Remembering.seen, Remembering.memory = [], memory
+    source = torch.arange(ITEMS, dtype=torch.float32, requires_grad=True)
+    out = Remembering.apply(source + 1, source + 2)
+    context: Any = out.grad_fn
+    assert put_away(memory, context.x, Move)
+    assert put_away(memory, context.others["y"][0], Move)
+    out.sum().backward()
+    assert torch.equal(Remembering.seen[0], torch.arange(ITEMS) + 1.0)
+    assert torch.equal(Remembering.seen[1], torch.arange(ITEMS) + 2.0)
+
+
 
 def test_nothing_of_torch_stays_changed_when_the_last_session_closes() -> None:
     names = ("apply", "saved_tensors", "apply_boxed")

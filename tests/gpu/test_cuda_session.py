@@ -116,6 +116,28 @@ def test_custom_functions_find_their_tensors(memory: Any, way: Any) -> None:
     assert source.grad is not None
     assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
 
+class Remembering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return gradient * ctx.x
+
+
+def test_custom_functions_find_what_they_keep_as_attributes(memory: Any) -> None:
+    source = torch.arange(ITEMS, dtype=torch.float32, device=DEVICE, requires_grad=True)
+    out = Remembering.apply(source + 1)
+    context: Any = out.grad_fn
+    assert put_away(memory, context.x, Move)
+    out.sum().backward()
+    assert source.grad is not None
+    assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
+
 
 def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
     model = nn.Linear(8, 8).to(DEVICE)

@@ -1,9 +1,9 @@
 """Code that uses tensors of a CUDA session without asking the dispatcher: custom autograd functions, and CUDA graphs.
 
-A custom `torch.autograd.Function` may hand its tensors to kernels that no dispatch mode sees. So what it is given, and
-what it asks for of what it saved, is made resident first and stays until it returns. That is done where Python hands
-the tensors over, and not by `saved_tensors_hooks`: those would stand at every op's saved tensors, and torch leaves its
-check of versions to them.
+A custom `torch.autograd.Function` may hand its tensors to kernels that no dispatch mode sees. So what it is given, what
+it keeps as attributes of its context, and what it asks for of what it saved, is made resident first and stays until it
+returns. That is done where Python hands the tensors over, and not by `saved_tensors_hooks`: those would stand at every
+op's saved tensors, and torch leaves its check of versions to them.
 
 A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open, a replay in a step.
 
@@ -146,7 +146,7 @@ def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(context: Any, *gradients: Any) -> Any:
         with _loans() as loans:
-            loans.lend(gradients)
+            loans.lend((gradients, vars(context)))
             return original(context, *gradients)
 
     return backward
