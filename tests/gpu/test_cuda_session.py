@@ -111,7 +111,7 @@ def test_custom_functions_find_their_tensors(memory: Any, way: Any) -> None:
     x = source + 1
     assert put_away(memory, x, way)
     out = Outside.apply(x)
-    assert put_away(memory, x, way)
+    assert put_away(memory, x, Move)
     out.sum().backward()
     assert source.grad is not None
     assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
@@ -136,6 +136,24 @@ def test_custom_functions_find_what_they_keep_as_attributes(memory: Any) -> None
     out.sum().backward()
     assert source.grad is not None
     assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
+
+class Filling(torch.autograd.Function):
+    """A kernel that nobody sees fills what an op made for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(x.shape)
+        with torch._C._DisableTorchDispatch():
+            out += x
+        return out
+
+
+def test_what_a_kernel_writes_in_a_custom_function_is_moved_and_not_recomputed(memory: Any) -> None:
+    out = Filling.apply(torch.arange(ITEMS, device=DEVICE))
+    assert not put_away(memory, out, Drop)
+    assert put_away(memory, out, Move)
+    assert torch.equal(out, torch.arange(ITEMS, device=DEVICE))
 
 
 

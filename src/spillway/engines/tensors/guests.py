@@ -5,6 +5,9 @@ it keeps as attributes of its context, and what it asks for of what it saved, is
 returns. That is done where Python hands the tensors over, and not by `saved_tensors_hooks`: those would stand at every
 op's saved tensors, and torch leaves its check of versions to them.
 
+Such a kernel may also write: an argument, or what was made for its results. What follows from that stands in
+`engines.lending`.
+
 A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open, a replay in a step.
 
 Changing classes is global by nature, so the list of open engines is too; with the last one they are as they were.
@@ -77,16 +80,20 @@ def _uninstall_after_the_last() -> None:
 
 @final
 class _Loans:
-    """What one call of a custom function was lent; it stays until the call returns."""
+    """What one call of a custom function was lent; it stays until the call returns, and counts as written then."""
 
     def __init__(self) -> None:
+        self._engines = tuple(_open)
         self._storages: list[tuple[TensorEngine, Storage]] = []
+        for engine in self._engines:
+            with engine.controller.lock:
+                engine.controller.lending.begin()
 
     def lend(self, values: Iterable[Any]) -> None:
         """Make the tensors among these resident, and keep them so."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                for engine in tuple(_open):
+                for engine in self._engines:
                     self._lend_one(engine, value)
             elif isinstance(value, list | tuple):
                 self.lend(value)
@@ -98,8 +105,8 @@ class _Loans:
         if storage is None or storage.value is None:
             return
         with engine.controller.lock, torch._C._DisableTorchDispatch():
-            storage.locks += 1
             self._storages.append((engine, storage))
+            engine.controller.lending.lend(storage)
             if storage.value.absent:
                 engine.fetch(storage)
 
@@ -107,8 +114,11 @@ class _Loans:
         """It returned."""
         for engine, storage in self._storages:
             with engine.controller.lock:
-                storage.locks -= 1
+                engine.controller.lending.take_back(storage)
         self._storages.clear()
+        for engine in self._engines:
+            with engine.controller.lock:
+                engine.controller.lending.end()
 
 
 @contextlib.contextmanager
