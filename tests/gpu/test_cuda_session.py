@@ -91,6 +91,22 @@ def test_dropout_is_replayed_with_the_devices_random_numbers(memory: Any) -> Non
     assert torch.equal(tensor, expected)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), after)
 
+def test_gradients_of_convolutions_are_recomputed_only_where_they_are_the_same_twice(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
+    picture = torch.randn(8, 16, 64, 64, device=DEVICE, requires_grad=True)
+    for same_twice in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", same_twice)
+        out = layer(picture)
+        (gradient,) = torch.autograd.grad(out, picture, torch.ones_like(out))
+        kept = gradient.clone()
+        assert put_away(memory, gradient, Drop) == same_twice
+        assert put_away(memory, out, Drop)
+        assert torch.equal(gradient, kept)
+        assert torch.equal(out, layer(picture))
+
+
 
 class Outside(torch.autograd.Function):
     @staticmethod
