@@ -15,6 +15,9 @@ from tests.cpu.late_device import LateDriver, late_session
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.test_exactness import A_FEW, Trained, assert_the_same, plain, plain_peak, train
 
+GUESTS = ("custom-function", "checkpoint-reentrant")
+"""Families with custom autograd functions."""
+
 
 def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **options: Any) -> tuple[Trained, LateDriver]:
     built = FAMILIES[name](0)
@@ -27,7 +30,7 @@ def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **optio
     return run, driver
 
 
-@pytest.mark.parametrize(("name", "order", "exchanges"), [*product(A_FEW, ORDERS, [True, False])])
+@pytest.mark.parametrize(("name", "order", "exchanges"), [*product((*A_FEW, *GUESTS), ORDERS, [True, False])])
 def test_a_family_trains_to_the_same_bits_with_late_copies(name: str, order: str, exchanges: bool) -> None:
     budget = plain_peak(name) * 60 // 100
     run, driver = late(name, budget, order, exchanges=exchanges)

@@ -68,6 +68,23 @@ def test_what_leaves_comes_back_as_it_was_while_kernels_are_under_way(memory: An
         del scratch
 
 
+def test_what_another_stream_makes_leaves_when_it_is_made(memory: Any) -> None:
+    other, source = torch.cuda.Stream(), torch.arange(ITEMS, device=DEVICE)
+    for number in range(20):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            big = torch.randn(2048, 2048, device=DEVICE)
+            for _ in range(8):
+                big = big @ big  # the stream is busy
+            tensor = source * 3 + number
+        assert put_away(memory, tensor, Move)
+        with torch.cuda.stream(other):
+            scratch = torch.full((ITEMS,), -1, device=DEVICE)  # takes the memory that was freed
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.equal(tensor, torch.arange(ITEMS, device=DEVICE) * 3 + number)
+        del scratch
+
+
 @pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot point a storage at host memory")
 def test_a_moved_storage_is_read_in_place_by_kernels_that_do_not_ask(memory: Any) -> None:
     tensor = torch.arange(ITEMS, device=DEVICE)
@@ -91,6 +108,7 @@ def test_dropout_is_replayed_with_the_devices_random_numbers(memory: Any) -> Non
     assert torch.equal(tensor, expected)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), after)
 
+
 def test_gradients_of_convolutions_are_recomputed_only_where_they_are_the_same_twice(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,7 +123,6 @@ def test_gradients_of_convolutions_are_recomputed_only_where_they_are_the_same_t
         assert put_away(memory, out, Drop)
         assert torch.equal(gradient, kept)
         assert torch.equal(out, layer(picture))
-
 
 
 class Outside(torch.autograd.Function):
@@ -131,6 +148,7 @@ def test_custom_functions_find_their_tensors(memory: Any, way: Any) -> None:
     out.sum().backward()
     assert source.grad is not None
     assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
 
 class Remembering(torch.autograd.Function):
     @staticmethod
@@ -170,7 +188,6 @@ def test_what_a_kernel_writes_in_a_custom_function_is_moved_and_not_recomputed(m
     assert not put_away(memory, out, Drop)
     assert put_away(memory, out, Move)
     assert torch.equal(out, torch.arange(ITEMS, device=DEVICE))
-
 
 
 def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:

@@ -87,6 +87,7 @@ class _Loans:
         self._storages: list[tuple[TensorEngine, Storage]] = []
         for engine in self._engines:
             with engine.controller.lock:
+                engine.place.follow()
                 engine.controller.lending.begin()
 
     def lend(self, values: Iterable[Any]) -> None:
