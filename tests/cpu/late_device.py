@@ -3,13 +3,18 @@
 A copy is made when something waits for its event, or when that has been asked for often enough whether it is done.
 What the machine forgot to wait for is then found out: fresh memory holds a pattern until the copy into it is made, and
 a copy whose source or target is gone by the time it is made fails.
+
+It has streams as far as their order goes: ops happen at once, and of each stream is written down after how much of the
+others it comes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import numpy as np
@@ -40,6 +45,10 @@ class OutOfOrderError(AssertionError):
 @final
 class Reached:
     """The compute stream does at once what it is given."""
+
+    def __init__(self, missed: frozenset[str] = frozenset()) -> None:
+        self.missed = missed
+        """Streams whose kernels may still be running all the same."""
 
     def query(self) -> bool:
         return True
@@ -120,8 +129,14 @@ class LateDriver:
         self.full = 0
         """So many of the next asked for are refused."""
         self._peak = 0
+        self.stream = "the first"
+        """The one that is current."""
+        self._compute = self.stream
+        self._given: Counter[str] = Counter()  # how much each stream was given
+        self._behind: defaultdict[str, Counter[str]] = defaultdict(Counter)  # after how much of others each comes
 
     def fresh(self, nbytes: int) -> torch.UntypedStorage:
+        self._order()
         if self.full:
             self.full -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has nothing left.")
@@ -136,9 +151,40 @@ class LateDriver:
         return HostMemory(self, nbytes, readable=self.readable)
 
     def reached(self) -> Reached:
-        return Reached()
+        self._order()
+        return Reached(self.missed())
+
+    def follow(self) -> None:
+        self._order()
+        self.kernel()
+
+    def _order(self) -> None:
+        """As `CudaDriver._stream`."""
+        before, self._compute = self._compute, self.stream
+        if before != self.stream:
+            self._behind[self.stream] |= self._behind[before] | Counter({before: self._given[before]})
+
+    def kernel(self) -> None:
+        """The current stream is given something."""
+        self._given[self.stream] += 1
+
+    def missed(self) -> frozenset[str]:
+        """Streams after which the current one does not come, as things are now."""
+        behind = self._behind[self.stream]
+        return frozenset(name for name in self._given if name != self.stream and behind[name] < self._given[name])
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        """Another stream is current, and something runs there that nobody sees."""
+        before, self.stream = self.stream, stream
+        try:
+            self.kernel()
+            yield
+        finally:
+            self.stream = before
 
     def compute_waits(self, event: Event) -> None:
+        self.follow()
         self.waits += 1
         event.synchronize()
 
@@ -165,12 +211,16 @@ class LateDriver:
     def _check(self, after: Sequence[Event]) -> None:
         if not any(isinstance(event, Reached) for event in after):
             raise OutOfOrderError("A copy does not wait for what the compute stream was given before it.")
+        if any(event.missed for event in after if isinstance(event, Reached)):
+            raise OutOfOrderError("A copy does not wait for what another stream was given before it.")
 
     def _check_free(self, target: Block, after: Sequence[Event]) -> None:
         if any(_overlap(copy, target) and copy not in after for copy in (*self.back, *self.out)):
             raise OutOfOrderError("A copy out fills a block that another copy has not done with.")
 
     def synchronize(self) -> None:
+        given = Counter(self._given)
+        self._behind = defaultdict(lambda: Counter(given))
         for lane in (self.out, self.back):
             while lane:
                 lane[-1].synchronize()

@@ -6,11 +6,17 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from spillway.methods import LRU, Drop
 from tests.cpu.families import FAMILIES
 from tests.cpu.late_device import LateDriver, late_session
-from tests.cpu.pressure import ORDERS
+from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.test_exactness import A_FEW, Trained, assert_the_same, plain, plain_peak, train
+
+GUESTS = ("custom-function", "checkpoint-reentrant")
+"""Families with custom autograd functions."""
 
 
 def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **options: Any) -> tuple[Trained, LateDriver]:
@@ -24,7 +30,7 @@ def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **optio
     return run, driver
 
 
-@pytest.mark.parametrize(("name", "order", "exchanges"), [*product(A_FEW, ORDERS, [True, False])])
+@pytest.mark.parametrize(("name", "order", "exchanges"), [*product((*A_FEW, *GUESTS), ORDERS, [True, False])])
 def test_a_family_trains_to_the_same_bits_with_late_copies(name: str, order: str, exchanges: bool) -> None:
     budget = plain_peak(name) * 60 // 100
     run, driver = late(name, budget, order, exchanges=exchanges)
@@ -36,3 +42,27 @@ def test_a_family_trains_to_the_same_bits_with_late_copies(name: str, order: str
     assert [report.peak_bytes for report in run.reports if report.peak_bytes > budget] == []
     assert sum(report.drops + report.moves for report in run.reports) > 0
     assert driver.pinned == 0
+
+
+def test_convolutions_are_recomputed_only_where_settings_let_them_give_the_same_bits_twice() -> None:
+    picture = torch.randn(2, 4, 32, 32, requires_grad=True)
+    forward, transposed = nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 4, 3, padding=1)
+    with late_session(forward, budget=PLENTY, method=LRU()) as memory, memory.step():
+
+        def may_be_dropped() -> tuple[bool, bool, bool]:
+            out, up = forward(picture), transposed(picture)
+            (gradient,) = torch.autograd.grad(out, picture, torch.ones_like(out))
+            found = [put_away(memory, tensor, Drop) for tensor in (out, up, gradient)]
+            assert all(bool(tensor.isfinite().all()) for tensor in (out, up, gradient))
+            return found[0], found[1], found[2]
+
+        assert may_be_dropped() == (True, False, False)
+        for name, value in (("deterministic", True), ("benchmark", True)):
+            with pytest.MonkeyPatch.context() as changed:
+                changed.setattr(torch.backends.cudnn, name, value)
+                assert may_be_dropped() == ((True,) * 3 if name == "deterministic" else (False,) * 3)
+        torch.use_deterministic_algorithms(True)
+        try:
+            assert may_be_dropped() == (True, True, True)
+        finally:
+            torch.use_deterministic_algorithms(False)

@@ -76,6 +76,23 @@ def test_what_leaves_comes_back_as_it_was_while_kernels_are_under_way(memory: An
         del scratch
 
 
+def test_what_another_stream_makes_leaves_when_it_is_made(memory: Any) -> None:
+    other, source = torch.cuda.Stream(), torch.arange(ITEMS, device=DEVICE)
+    for number in range(20):
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            big = torch.randn(2048, 2048, device=DEVICE)
+            for _ in range(8):
+                big = big @ big  # the stream is busy
+            tensor = source * 3 + number
+        assert put_away(memory, tensor, Move)
+        with torch.cuda.stream(other):
+            scratch = torch.full((ITEMS,), -1, device=DEVICE)  # takes the memory that was freed
+        torch.cuda.current_stream().wait_stream(other)
+        assert torch.equal(tensor, torch.arange(ITEMS, device=DEVICE) * 3 + number)
+        del scratch
+
+
 @pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot point a storage at host memory")
 def test_a_moved_storage_is_read_in_place_by_kernels_that_do_not_ask(memory: Any) -> None:
     tensor = torch.arange(ITEMS, device=DEVICE)
@@ -100,6 +117,22 @@ def test_dropout_is_replayed_with_the_devices_random_numbers(memory: Any) -> Non
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), after)
 
 
+def test_gradients_of_convolutions_are_recomputed_only_where_they_are_the_same_twice(
+    memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Conv2d(16, 16, 3, padding=1).to(DEVICE)
+    picture = torch.randn(8, 16, 64, 64, device=DEVICE, requires_grad=True)
+    for same_twice in (True, False):
+        monkeypatch.setattr(torch.backends.cudnn, "deterministic", same_twice)
+        out = layer(picture)
+        (gradient,) = torch.autograd.grad(out, picture, torch.ones_like(out))
+        kept = gradient.clone()
+        assert put_away(memory, gradient, Drop) == same_twice
+        assert put_away(memory, out, Drop)
+        assert torch.equal(gradient, kept)
+        assert torch.equal(out, layer(picture))
+
+
 class Outside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -119,10 +152,50 @@ def test_custom_functions_find_their_tensors(memory: Any, way: Any) -> None:
     x = source + 1
     assert put_away(memory, x, way)
     out = Outside.apply(x)
-    assert put_away(memory, x, way)
+    assert put_away(memory, x, Move)
     out.sum().backward()
     assert source.grad is not None
     assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
+
+class Remembering(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return gradient * ctx.x
+
+
+def test_custom_functions_find_what_they_keep_as_attributes(memory: Any) -> None:
+    source = torch.arange(ITEMS, dtype=torch.float32, device=DEVICE, requires_grad=True)
+    out = Remembering.apply(source + 1)
+    context: Any = out.grad_fn
+    assert put_away(memory, context.x, Move)
+    out.sum().backward()
+    assert source.grad is not None
+    assert torch.equal(source.grad, torch.arange(ITEMS, device=DEVICE) + 1.0)
+
+
+class Filling(torch.autograd.Function):
+    """A kernel that nobody sees fills what an op made for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(x.shape)
+        with torch._C._DisableTorchDispatch():
+            out += x
+        return out
+
+
+def test_what_a_kernel_writes_in_a_custom_function_is_moved_and_not_recomputed(memory: Any) -> None:
+    out = Filling.apply(torch.arange(ITEMS, device=DEVICE))
+    assert not put_away(memory, out, Drop)
+    assert put_away(memory, out, Move)
+    assert torch.equal(out, torch.arange(ITEMS, device=DEVICE))
 
 
 def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
@@ -140,6 +213,17 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
 def test_capturing_a_graph_is_refused(memory: Any) -> None:
     with pytest.raises(SessionError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         pass
+
+
+def test_replaying_a_graph_is_refused_within_a_step() -> None:
+    tensor, graph = torch.zeros(ITEMS, device=DEVICE), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tensor += 1
+    with spillway.manage(nn.Linear(8, 8).to(DEVICE), budget=PLENTY, method=LRU()) as memory:
+        with memory.step(), pytest.raises(SessionError, match="replay no graph within a step"):
+            graph.replay()
+        graph.replay()
+    assert int(tensor[0]) == 1
 
 
 def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None:

@@ -1,7 +1,7 @@
 """The state machine that keeps the budget: torch-free, one for every machine.
 
-NOTE [Safety rules]. They live here, in `engines.replay`, `engines.recall` and `engines.copies` (its other parts) and
-nowhere else; code points back at them.
+NOTE [Safety rules]. They live here, in `engines.replay`, `engines.recall`, `engines.copies` and `engines.lending` (its
+other parts) and nowhere else; code points back at them.
 
  1. An op never runs with an absent input.
  2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, final
 
 from spillway.engines.copies import Copies
+from spillway.engines.lending import Lending
 from spillway.engines.machine import Machine
 from spillway.engines.recall import bring_back, recall, restore_early, way_back
 from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe, Storage, Value
@@ -61,8 +62,8 @@ class Controller:
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
-        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "lock",
-        "machine", "peak", "phase", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
+        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "lending",
+        "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "resident", "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -84,11 +85,10 @@ class Controller:
         self._graveyard: list[Value] = []
         self._copied: list[Value] = []  # present values whose home is still valid, and some that left again
         self.tier_full = ""  # what the slower tier said when room was last made
-        self._next_number = 0
-        self._next_temporary = FIRST_TEMPORARY
+        self._next_number, self._next_temporary = 0, FIRST_TEMPORARY
         self._drops_allowed = True
         self.phase = Phase.FORWARD
-        self.copies = Copies(self)
+        self.copies, self.lending = Copies(self), Lending(self)
         self.view = View(self)
 
     # ------------------------------------------------------------------ storages come and go
@@ -424,7 +424,7 @@ class Controller:
             unchanged = self.copies.arrive(value) if early else self.machine.page_in(storage, value.home)
         finally:
             storage.locks -= 1
-        if unchanged:
+        if unchanged and not self.lending.running:
             self.note_copied(value)
         else:
             self._discard_home(value)

@@ -71,6 +71,9 @@ class Copies:
 
     def begin(self, proposal: Copy | Fetch) -> bool:
         """Begin a copy, or refuse and count it (rule 9)."""
+        if self._controller.lending.running:
+            self._controller.counters.refuse("a custom function is running")
+            return False
         storage: Any = proposal.storage
         return self._begin_out(storage) if isinstance(proposal, Copy) else self._begin_in(storage)
 

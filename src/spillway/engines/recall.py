@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 def way_back(controller: Controller, value: Value, ops: frozenset[int] | None = None) -> Ancestry | str:
     """The recipes and leaves from which `value` can be recomputed now, or why it cannot be (rules 2, 3, 4, 10). A plan
     says itself which ops, and was verified as a whole: no cap is needed."""
+    if controller.lending.made(value.recipe):
+        return "in the hands of a custom function"
     found = ancestry(value, controller.chain_cap if ops is None else UNCAPPED, ops)
     if found is None:
         return "no recipe within the cap"
-    if any(leaf.storage.written for leaf in found.leaves):
+    if any(leaf.storage.written or controller.lending.lent(leaf.storage) for leaf in found.leaves):
         return "would depend on what is being written"
     if any(_may_change_unseen(controller, leaf) for leaf in found.leaves):
         return "would depend on what has escaped"

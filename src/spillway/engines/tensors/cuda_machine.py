@@ -17,6 +17,11 @@ order in which the device does things, and these are the rules by which it is ke
 
 `record_stream` is used nowhere: it would tie memory to the moment at which the host looks.
 
+The compute stream is whichever is current. Before an op, a replay or a custom function runs on another stream than what
+came before, that stream is made to wait for it (`Driver.follow`). So whatever a step gives the device is in one order,
+that of the host, and the rules hold for all of it. Between steps nobody looks; a step begins when the device has done
+everything.
+
 NOTE [Absent storages]. With `_swap_data_ptr_` (torch 2.13) a moved storage points at its pinned block, which kernels
 read where it is, slowly and right, and what they write there is what comes back. A dropped one points at a range that
 nobody can read. Without it (torch 2.11) an absent storage has no bytes (`resize_`): whoever reads it without asking
@@ -209,6 +214,7 @@ class CudaMachine:
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
+        self.driver.follow()
         call = Call.unpacked(recipe.payload)
         inputs = [real_storage(storage) for storage in bindings]
         if recipe.writes:  # half of it may have happened when it fails: it is not begun twice

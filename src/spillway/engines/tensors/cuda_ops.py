@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -38,7 +38,7 @@ SUMS_IN_ANY_ORDER: Final = _named(
     "reflection_pad1d_backward", "reflection_pad2d_backward", "reflection_pad3d_backward",
     "replication_pad1d_backward", "replication_pad2d_backward", "replication_pad3d_backward",
     "nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "_embedding_bag_dense_backward",
-    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cumsum", "cumsum_",
+    "grid_sampler_2d_backward", "grid_sampler_3d_backward", "cudnn_grid_sampler_backward", "cumsum", "cumsum_",
     "_segment_reduce_backward", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
     "_flash_attention_backward", "_efficient_attention_backward",
@@ -55,21 +55,30 @@ UNMARKED_WRITES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 )
 """Arguments that an op writes although its schema does not say so."""
 
-_CONVOLUTIONS: Final = _named(
-    "convolution", "convolution_backward", "_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
-    "convolution_overrideable", "cudnn_convolution_relu", "cudnn_convolution_add_relu",
+_CONVOLUTIONS: Final = _named("convolution", "convolution_overrideable", "convolution_backward")
+"""With `torch.backends.cudnn.benchmark` their algorithm is the one that was fastest, in each thread. Without it forward
+convolutions give the same bits twice. Gradients, and transposed convolutions, which are such, may sum in any order
+unless a setting forbids it, so whether one can be replayed is asked at every call."""
+
+_TOLD_BY_ARGUMENTS: Final = _named(
+    "_convolution", "cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu",
+    "cudnn_convolution_add_relu",
 )  # fmt: skip
-"""With `torch.backends.cudnn.benchmark` their algorithm is the one that was fastest, in each thread: they are not
-replayed then."""
+"""What is below them, and seldom called by itself: some have these settings among their arguments. Never replayed."""
+
+_TRANSPOSED: Final = 6
+"""Where `convolution` is told whether it is transposed."""
 
 
 def fit_for_cuda(info: OpInfo) -> None:
     """What was read off an op's schema, put right for a CUDA device. Changes `info`."""
     name = info.name
-    never = name in SUMS_IN_ANY_ORDER or name in KEEPS_STATE
-    never = never or (name in _CONVOLUTIONS and torch.backends.cudnn.benchmark)
+    never = name in SUMS_IN_ANY_ORDER or name in KEEPS_STATE or name in _TOLD_BY_ARGUMENTS
     if never and info.exactness == EXACT:
         info.exactness = NEVER
+        info.take_the_long_way()
+    if name in _CONVOLUTIONS:
+        info.varies = _backward_varies if name == "aten::convolution_backward" else _forward_varies
         info.take_the_long_way()
     if name in HUNGRY:
         info.take_the_long_way()
@@ -79,6 +88,15 @@ def fit_for_cuda(info: OpInfo) -> None:
         info.schema_writes |= unmarked
         arguments = enumerate(info.func._schema.arguments)
         info.writes = tuple(place for place, argument in arguments if argument.name in info.schema_writes)
+
+
+def _forward_varies(args: Sequence[Any]) -> bool:
+    return _backward_varies(args) if args[_TRANSPOSED] else torch._C._get_cudnn_benchmark()
+
+
+def _backward_varies(args: Sequence[Any]) -> bool:
+    same_twice = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
+    return torch._C._get_cudnn_benchmark() or not same_twice
 
 
 _Setting = tuple[Callable[[], Any], Callable[[Any], None]]

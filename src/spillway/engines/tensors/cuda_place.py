@@ -104,12 +104,14 @@ class CudaPlace(AbstractPlace):
         self._machine.cost_of = self.clock.seconds_of
         self._engine: TensorEngine | None = None
         self._guests: Guests | None = None
+        self._limited = False
         self._times = LaneTimes()
         self._peak: Bytes = 0
 
     def attach(self, engine: TensorEngine) -> None:
         """From here on ops that find no memory run again, and custom functions find their tensors."""
         self._engine = engine
+        self._limited = engine.controller.allowed < UNLIMITED
         self.reserve.attach(engine)
         self.retry.attach(engine)
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
@@ -120,17 +122,35 @@ class CudaPlace(AbstractPlace):
     def learn_op(self, info: OpInfo) -> None:
         """What need not be the same twice, and what needs much for itself."""
         fit_for_cuda(info)
-        info.call = self.retry.guarded(info, info.call)
+        info.call = self._in_order(self.retry.guarded(info, info.call))
 
     def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
         """The quickest, run again when they find no memory."""
         call, call_with = quickest_call(info.func)
-        return self.retry.guarded(info, call), self.retry.guarded(info, call_with)
+        return self._in_order(self.retry.guarded(info, call)), self._in_order(self.retry.guarded(info, call_with))
+
+    def _in_order(self, call: Binding) -> Binding:
+        """`call`, on whatever stream, after what came before. Where nothing leaves, streams are the user's business."""
+        if not self._limited:
+            return call
+        follow = self.driver.follow
+
+        def following(*args: Any, **kwargs: Any) -> Any:
+            follow()
+            return call(*args, **kwargs)
+
+        return following
+
+    def follow(self) -> None:
+        """As an op does."""
+        if self._limited:
+            self.driver.follow()
 
     # ------------------------------------------------------------------ steps
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
-        """Look what is on the device beside the account; measure from here.
+        """Look what is on the device beside the account; measure from here. What was given to any stream until now is
+        done first: nobody knows what it uses.
 
         Raises:
             SessionError: A CUDA graph is being captured.
@@ -138,6 +158,7 @@ class CudaPlace(AbstractPlace):
         if self.driver.capturing():
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()
+        self.driver.synchronize()
         policy, limited = engine.controller.policy, engine.controller.allowed < UNLIMITED
         if limited and (policy.uses_recipes or policy.foresees):  # it weighs copies against ops, or begins them early
             self._machine.measure_link()

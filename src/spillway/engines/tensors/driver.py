@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, cast, final
 
 import torch
 
-from spillway.engines.tensors.private import fresh_storage
+from spillway.engines.tensors.private import fresh_storage, raw_stream
 from spillway.engines.tiers.host import Block, Pinned
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -74,6 +74,10 @@ class Driver(Protocol):
 
     def reached(self) -> Event:
         """The moment at which the compute stream has done all that it was given so far."""
+
+    def follow(self) -> None:
+        """What comes next is for the stream that is current now, which is the compute stream from here on. It begins
+        after what the one before was given."""
 
     def compute_waits(self, event: Event) -> None:
         """What the compute stream is given from here on begins after `event`."""
@@ -189,6 +193,7 @@ class CudaDriver:
         self._out = _cuda.Stream(self.device)
         self._in = _cuda.Stream(self.device)
         self._compute: torch.cuda.Stream | None = None
+        self._raw: int | None = None  # the same as a number
         self._times = {"out": _Timed(), "in": _Timed(), "stall": _Timed()}
         self.generator = torch.cuda.default_generators[self.device.index]
         self.total = int(torch.cuda.get_device_properties(self.device).total_memory)
@@ -225,8 +230,13 @@ class CudaDriver:
         stream = torch.cuda.current_stream(self.device)
         if self._compute is not None and stream != self._compute:
             stream.wait_stream(self._compute)
-        self._compute = stream
+        self._compute, self._raw = stream, stream.cuda_stream
         return stream
+
+    def follow(self) -> None:
+        """Most ops come on the stream of the one before."""
+        if raw_stream(self.device.index) != self._raw:
+            self._stream()
 
     def reached(self) -> torch.cuda.Event:
         """An event on the compute stream."""

@@ -1,11 +1,14 @@
 """Code that uses tensors of a CUDA session without asking the dispatcher: custom autograd functions, and CUDA graphs.
 
-A custom `torch.autograd.Function` may hand its tensors to kernels that no dispatch mode sees. So what it is given, and
-what it asks for of what it saved, is made resident first and stays until it returns. That is done where Python hands
-the tensors over, and not by `saved_tensors_hooks`: those would stand at every op's saved tensors, and torch leaves its
-check of versions to them.
+A custom `torch.autograd.Function` may hand its tensors to kernels that no dispatch mode sees. So what it is given, what
+it keeps as attributes of its context, and what it asks for of what it saved, is made resident first and stays until it
+returns. That is done where Python hands the tensors over, and not by `saved_tensors_hooks`: those would stand at every
+op's saved tensors, and torch leaves its check of versions to them.
 
-A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open.
+Such a kernel may also write: an argument, or what was made for its results. What follows from that stands in
+`engines.lending`.
+
+A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open, a replay in a step.
 
 Changing classes is global by nature, so the list of open engines is too; with the last one they are as they were.
 """
@@ -33,10 +36,16 @@ GRAPHS_REFUSED: Final = (
     'those of torch.compile(mode="reduce-overhead")) outside of spillway.manage().'
 )
 
+REPLAYS_REFUSED: Final = (
+    "A CUDA graph uses the addresses that its tensors had when it was captured, and a step of spillway.manage() moves "
+    "tensors: replay no graph within a step, and capture those of the model again when the session is closed."
+)
+
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _lock = threading.RLock()
 _running = threading.local()
 _originals: dict[tuple[Any, str], Any] = {}
+"""What was replaced, and nothing while torch is as it was."""
 
 
 @final
@@ -46,9 +55,14 @@ class Guests:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
-            _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
+            _open.add(engine)  # first, as in `escapes`
             if not _originals:
-                _install()
+                try:
+                    _install()
+                except BaseException:  # Ctrl-C
+                    _open.discard(engine)
+                    _uninstall()
+                    raise
         weakref.finalize(engine, _uninstall_after_the_last).atexit = False
 
     def remove(self) -> None:
@@ -60,22 +74,27 @@ class Guests:
 
 def _uninstall_after_the_last() -> None:
     with _lock:
-        if not tuple(_open):  # its length may count an engine that has just been collected
+        if _originals and not tuple(_open):  # its length may count an engine that has just been collected
             _uninstall()
 
 
 @final
 class _Loans:
-    """What one call of a custom function was lent; it stays until the call returns."""
+    """What one call of a custom function was lent; it stays until the call returns, and counts as written then."""
 
     def __init__(self) -> None:
+        self._engines = tuple(_open)
         self._storages: list[tuple[TensorEngine, Storage]] = []
+        for engine in self._engines:
+            with engine.controller.lock:
+                engine.place.follow()
+                engine.controller.lending.begin()
 
     def lend(self, values: Iterable[Any]) -> None:
         """Make the tensors among these resident, and keep them so."""
         for value in values:
             if isinstance(value, torch.Tensor):
-                for engine in tuple(_open):
+                for engine in self._engines:
                     self._lend_one(engine, value)
             elif isinstance(value, list | tuple):
                 self.lend(value)
@@ -87,8 +106,8 @@ class _Loans:
         if storage is None or storage.value is None:
             return
         with engine.controller.lock, torch._C._DisableTorchDispatch():
-            storage.locks += 1
             self._storages.append((engine, storage))
+            engine.controller.lending.lend(storage)
             if storage.value.absent:
                 engine.fetch(storage)
 
@@ -96,8 +115,11 @@ class _Loans:
         """It returned."""
         for engine, storage in self._storages:
             with engine.controller.lock:
-                storage.locks -= 1
+                engine.controller.lending.take_back(storage)
         self._storages.clear()
+        for engine in self._engines:
+            with engine.controller.lock:
+                engine.controller.lending.end()
 
 
 @contextlib.contextmanager
@@ -127,14 +149,15 @@ def _install() -> None:
             _replace(BackwardCFunction, name, _lending_to_backward(BackwardCFunction.__dict__[name]))
     saved = vars(torch._C._FunctionBase)["saved_tensors"]
     _replace(BackwardCFunction, "saved_tensors", property(lambda context: _lent(saved.__get__(context))))
-    _replace(torch.cuda.CUDAGraph, "capture_begin", _refuse_graph)
+    _refuse("capture_begin", GRAPHS_REFUSED, lambda engine: True)
+    _refuse("replay", REPLAYS_REFUSED, lambda engine: engine.in_step)
 
 
 def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(context: Any, *gradients: Any) -> Any:
         with _loans() as loans:
-            loans.lend(gradients)
+            loans.lend((gradients, vars(context)))
             return original(context, *gradients)
 
     return backward
@@ -147,8 +170,16 @@ def _lent(saved: Any) -> Any:
     return saved
 
 
-def _refuse_graph(self: Any, *args: Any, **kwargs: Any) -> None:
-    raise SessionError(GRAPHS_REFUSED)
+def _refuse(name: str, told: str, refuses: Callable[[TensorEngine], bool]) -> None:
+    original = getattr(torch.cuda.CUDAGraph, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(refuses(engine) for engine in tuple(_open)):
+            raise SessionError(told)
+        return original(self, *args, **kwargs)
+
+    _replace(torch.cuda.CUDAGraph, name, method)
 
 
 def _replace(owner: Any, name: str, new: Any) -> None:
@@ -158,8 +189,8 @@ def _replace(owner: Any, name: str, new: Any) -> None:
 
 def _uninstall() -> None:
     for (owner, name), original in _originals.items():
-        if original is None:
-            delattr(owner, name)
-        else:
+        if original is not None:
             setattr(owner, name, original)
+        elif name in owner.__dict__:
+            delattr(owner, name)
     _originals.clear()

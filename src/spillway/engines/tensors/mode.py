@@ -355,6 +355,7 @@ class General:
         if info.name in LAZY_BITS:
             engine.note_lazy_bits()
         seen = Seen(info, args, kwargs, [], (), ())
+        seen.opaque = info.varies is not None and info.varies(args)
         places: list[Place] = []
         scratch: list[Operand] = []
         writes: list[Storage] = []

@@ -5,7 +5,7 @@ Everything is read off the op's schema once; what schemas do not say stands in t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -121,6 +121,7 @@ class OpInfo:
         "tensors",
         "training",
         "uncounted",
+        "varies",
         "view",
         "writes",
         "writes_statistics",
@@ -178,6 +179,8 @@ class OpInfo:
         own."""
         self.writes_statistics = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
         """Whether the short way would suit it but for running statistics, which it writes."""
+        self.varies: Callable[[Sequence[Any]], bool] | None = None
+        """Whether a call with these arguments need not give the same bits twice, where that depends on the call."""
         self.bound, self.safety = bound_of(self.name, creates=self.fresh or self.resizes)
         """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
         is."""

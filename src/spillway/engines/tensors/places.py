@@ -111,6 +111,10 @@ class AbstractPlace(ABC):
         """What calls the op: with positional arguments alone, and with keywords."""
 
     @abstractmethod
+    def follow(self) -> None:
+        """Code that no mode sees is about to use the device."""
+
+    @abstractmethod
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """A watched step begins."""
 
@@ -174,6 +178,9 @@ class CpuPlace(AbstractPlace):
     def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
         """The quickest."""
         return quickest_call(info.func)
+
+    def follow(self) -> None:
+        """One thing comes after the other anyway."""
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """What is in slots of earlier steps may have been written by the user."""

@@ -18,6 +18,10 @@ storage_address: Final = cast("Callable[[torch.Tensor], int]", vars(torch._C)["_
 storage_of: Final = cast("Callable[[torch.Tensor], torch.UntypedStorage]", torch._C.TensorBase.untyped_storage)
 """`Tensor.untyped_storage` as torch defines it, whatever was put in its place on `Tensor`."""
 
+raw_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+"""The current stream of a CUDA device as a number, which is quick enough to be asked before every op. A torch without
+CUDA does not have it."""
+
 CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 """Whether this torch can exchange the bytes under a storage (2.13 can, 2.11 cannot)."""
 
