@@ -144,6 +144,34 @@ def test_ops_that_run_again_take_what_they_take_on_the_device(
     assert (report.recomputed_ops, report.recomputed_seconds) == (1, close_to(4e-3))
 
 
+# ---------------------------------------------------------------------- what a policy hears
+
+
+def step(memory: Session, late: LateDriver, *, beside: float) -> float:
+    """One storage leaves, with so many seconds of ops while it is copied; the share that is exposed then."""
+    with memory.step():
+        late.compute(BEHIND)
+        tensor = torch.arange(ITEMS)
+        assert begin(memory, tensor, Copy)
+        late.compute(beside)
+        assert put_away(memory, tensor, Move)
+    return memory._engine.controller.view.exposed
+
+
+def test_a_policy_hears_what_ops_waited_for_on_the_device(memory: Session, late: LateDriver) -> None:
+    assert memory._engine.controller.view.exposed == 1.0, "nothing was copied"
+    assert step(memory, late, beside=0.0) == close_to(1.0), "the host took no time for it"
+    assert step(memory, late, beside=COPYING) == close_to(1 / 3), "the step before counts half"
+    assert step(memory, late, beside=COPYING / 2) == close_to(3 / 7)
+
+
+def test_a_step_in_which_the_host_waits_around_every_op_says_nothing_of_others(late: LateDriver) -> None:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, costs=True) as memory:
+        assert step(memory, late, beside=COPYING) == 1.0
+        assert memory.history[-1].hidden_seconds == close_to(COPYING)
+        assert step(memory, late, beside=COPYING) == 0.0
+
+
 # ---------------------------------------------------------------------- events of CUDA
 
 

@@ -196,6 +196,7 @@ def test_lanes_are_those_of_the_device_and_hidden_is_what_no_op_waited_for() -> 
     assert timeline.seconds() <= report.seconds
     assert report.transfer_seconds == pytest.approx(out.seconds + back.seconds, rel=0.01)
     assert report.hidden_seconds == pytest.approx(report.transfer_seconds - out.stalled - back.stalled, rel=0.01)
+    assert memory._engine.controller.view.exposed == pytest.approx(report.stall_seconds / report.transfer_seconds)
 
 
 def test_ops_that_run_again_take_what_they_take_on_the_device() -> None:

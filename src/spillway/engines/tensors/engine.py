@@ -386,6 +386,9 @@ class TensorEngine:
         stalled = stalled_intervals(counters.stalls)
         counters.stall_seconds = total(stalled)
         self.transfers = transfers_beside(log.transfers, stalled)
+        if device is not None:
+            known = (0.0, 0.0) if device.synchronised else (self.transfers.seconds, counters.stall_seconds)
+            self.controller.copies.weigh(*known)
 
     def bring_all_back(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
