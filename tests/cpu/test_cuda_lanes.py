@@ -201,9 +201,11 @@ class Tick:
 
 def test_distances_of_events_become_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, copy = Stream(), Tick(at=100.5)
-    monkeypatch.setattr(drivers, "_cuda", SimpleNamespace(Event=lambda *, enable_timing: Tick()))
+    cuda = SimpleNamespace(Event=lambda *, enable_timing: Tick(), current_stream=lambda device: stream)
+    monkeypatch.setattr(drivers, "_cuda", cuda)
     driver: Any = CudaDriver.__new__(CudaDriver)
-    driver._times, driver._last, driver._stream = {"out": [], "in": [], "stall": []}, None, lambda: stream
+    driver.device, driver._stream = torch.device("cuda", 0), lambda: stream
+    driver._times, driver._last = {"out": [], "in": [], "stall": []}, None
     driver.compute_waits(copy)
     moment = driver.moment()
     stream.now = 103.0

@@ -89,7 +89,7 @@ class Driver(Protocol):
         """The moment at which the compute stream has done all that it was given so far."""
 
     def moment(self) -> Event:
-        """The same, and `when` knows its time."""
+        """The same of the current stream, and `when` knows its time."""
 
     def when(self, moment: Event) -> Seconds:
         """The time of a moment by `time.perf_counter`. It has passed, and `lane_times` was asked for since."""
@@ -227,9 +227,9 @@ class CudaDriver:
         return event
 
     def moment(self) -> torch.cuda.Event:
-        """An event with a time, on the compute stream."""
+        """An event with a time, on the current stream: to look at a clock puts no stream behind another."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=True)
-        event.record(self._stream())
+        event.record(_cuda.current_stream(self.device))
         return event
 
     def when(self, moment: Event) -> Seconds:
