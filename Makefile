@@ -31,7 +31,7 @@ bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks
 
 test-gpu:
-	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py tests/cpu/test_cuda_engine.py tests/cpu/test_block_host.py -p no:cacheprovider -W default --durations=10
+	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py tests/cpu/test_cuda_engine.py tests/cpu/test_cuda_lanes.py tests/cpu/test_block_host.py -p no:cacheprovider -W default --durations=10
 
 bench-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu_costs gpu

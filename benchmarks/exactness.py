@@ -15,9 +15,7 @@ from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
 
 FEWEST_FAMILIES: Final = 12
 
-WAYS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = {
-    **ORDERS, "delta": Delta, "delta-published": Delta.as_published
-}  # fmt: skip
+WAYS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = {**ORDERS, "delta": Delta}
 """What decides: the policies that the tests drive to both ends, and DELTA, whose copies run beside the ops."""
 
 

@@ -103,7 +103,7 @@ def _row(
         driver.copy_in(block, made, (driver.reached(),)).synchronize()
     times = driver.lane_times()
     pool.free(block)
-    out, back = times.out / REPEATS, times.back / REPEATS
+    out, back = (sum(copy.seconds for copy in copies) / REPEATS for copies in (times.out, times.back))
     return {
         "tensor": name, "batch": batch, "nbytes": made.nbytes(), "out": out, "back": back, "recompute": recompute,
         "launch": launch, "paper": launch / (out + back), "ratio": recompute / (out + back),

@@ -4,13 +4,19 @@ A copy is made when something waits for its event, or when that has been asked f
 What the machine forgot to wait for is then found out: fresh memory holds a pattern until the copy into it is made, and
 a copy whose source or target is gone by the time it is made fails.
 
-It has streams as far as their order goes: ops happen at once, and of each stream is written down after how much of the
-others it comes.
+Ops have run when they return, but the compute stream may tell of it late: it has passed a moment when that has been
+asked for often enough (`behind`), or was waited for. A block that is used again before that fails.
+
+It has streams as far as their order goes: of each is written down after how much of the others it comes.
+
+By the device's clock a copy takes a millisecond, ops take what `compute` says, and nothing begins before the host has
+told the device.
 """
 
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +29,7 @@ import torch
 from torch import nn
 
 from spillway.engines.tensors.cuda_place import cuda_engine
-from spillway.engines.tensors.driver import Event, LaneTimes
+from spillway.engines.tensors.driver import Event, LaneTimes, Timed
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.host import Block
@@ -37,6 +43,9 @@ PATTERN = 0xA7
 RELEASED = 0x5C
 """What host memory holds that was given back."""
 
+COPYING = 1e-3
+"""Seconds of a copy."""
+
 
 class OutOfOrderError(AssertionError):
     """The machine let the device do something in the wrong order."""
@@ -44,16 +53,24 @@ class OutOfOrderError(AssertionError):
 
 @final
 class Reached:
-    """The compute stream does at once what it is given."""
+    """The compute stream has come so far."""
 
-    def __init__(self, missed: frozenset[str] = frozenset()) -> None:
+    def __init__(self, driver: LateDriver, number: int, missed: frozenset[str] = frozenset()) -> None:
+        self.driver = driver
+        self.number = number
         self.missed = missed
         """Streams whose kernels may still be running all the same."""
+        self.at = driver.now()
+        self.asked = 0
 
     def query(self) -> bool:
-        return True
+        self.asked += 1
+        if self.asked > self.driver.behind:
+            self.synchronize()
+        return self.number <= self.driver.passed
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        self.driver.passed = max(self.driver.passed, self.number)
 
 
 @final
@@ -68,6 +85,7 @@ class LateCopy:
         self.done = False
         self.driver = driver
         self.host_range: tuple[int, int] = (0, 0)
+        self.ended = 0.0
         lane.append(self)
 
     def query(self) -> bool:
@@ -108,11 +126,16 @@ class HostMemory:
 class LateDriver:
     """See the module."""
 
-    def __init__(self, *, lag: int = 3, readable: bool = True, pins: int = 1 << 40) -> None:
+    def __init__(self, *, lag: int = 3, behind: int = 0, readable: bool = True, pins: int = 1 << 40) -> None:
         self.device = torch.device("cpu")
         self.generator = torch.default_generator
         self.total = 1 << 40
         self.lag = lag
+        self.behind = behind
+        self.given = self.passed = 0
+        """Moments of the compute stream: those that were asked for, and how many of them it says it has passed."""
+        self.busy_until = 0.0
+        self.times = LaneTimes()
         self.readable = readable
         self.pins_left = pins
         self.pinned = 0
@@ -150,9 +173,18 @@ class LateDriver:
         self.pins_left -= nbytes
         return HostMemory(self, nbytes, readable=self.readable)
 
+    def now(self) -> float:
+        """When the compute stream is done with what it was given."""
+        return max(self.busy_until, time.perf_counter())
+
+    def compute(self, seconds: float) -> None:
+        """Give it ops that take so long."""
+        self.busy_until = self.now() + seconds
+
     def reached(self) -> Reached:
         self._order()
-        return Reached(self.missed())
+        self.given += 1
+        return Reached(self, self.given, self.missed())
 
     def follow(self) -> None:
         self._order()
@@ -183,9 +215,19 @@ class LateDriver:
         finally:
             self.stream = before
 
+    def moment(self) -> Reached:
+        return Reached(self, self.given)
+
+    def when(self, moment: Event) -> float:
+        assert isinstance(moment, Reached)
+        return moment.at
+
     def compute_waits(self, event: Event) -> None:
         self.follow()
         self.waits += 1
+        began = self.now()
+        self.busy_until = max(began, event.ended if isinstance(event, LateCopy) else began)
+        self.times.stall.append(Timed(event, began, self.busy_until))
         event.synchronize()
 
     def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> LateCopy:
@@ -195,7 +237,7 @@ class LateDriver:
         at = _Place(source)
         copy = LateCopy(self, self.out, lambda: _copy(target.address, at.address_now(), target.nbytes), after)
         copy.host_range = (target.address, target.address + target.nbytes)
-        return copy
+        return self._timed(copy, self.times.out, after)
 
     def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> LateCopy:
         self._check(after)
@@ -206,10 +248,17 @@ class LateDriver:
                 raise OutOfOrderError("A copy in begins before the copy out that fills its block is done.")
         copy = LateCopy(self, self.back, lambda: _copy(at.address_now(), source.address, source.nbytes), after)
         copy.host_range = (source.address, source.address + source.nbytes)
+        return self._timed(copy, self.times.back, after)
+
+    def _timed(self, copy: LateCopy, lane: list[Timed], after: Sequence[Event]) -> LateCopy:
+        copies = [event.ended for event in after if isinstance(event, LateCopy)]
+        began = max([self.now(), *copies, *(before.ended for before in lane[-1:])])
+        copy.ended = began + COPYING
+        lane.append(Timed(copy, began, copy.ended))
         return copy
 
     def _check(self, after: Sequence[Event]) -> None:
-        if not any(isinstance(event, Reached) for event in after):
+        if not any(isinstance(event, Reached) and event.number == self.given for event in after):
             raise OutOfOrderError("A copy does not wait for what the compute stream was given before it.")
         if any(event.missed for event in after if isinstance(event, Reached)):
             raise OutOfOrderError("A copy does not wait for what another stream was given before it.")
@@ -224,13 +273,16 @@ class LateDriver:
         for lane in (self.out, self.back):
             while lane:
                 lane[-1].synchronize()
+        self.passed = self.given
 
     def lane_times(self) -> LaneTimes:
         if self.out or self.back:
             raise OutOfOrderError("Times of copies are asked for before they are done.")
-        return LaneTimes(out=self.copies_out * 1e-3, back=self.copies_in * 1e-3, stall=self.waits * 1e-4)
+        times, self.times = self.times, LaneTimes()
+        return times
 
-    def forget_times(self) -> None: ...
+    def forget_times(self) -> None:
+        self.times = LaneTimes()
 
     def allocated(self) -> int:
         self._peak = max(self._peak, self.account() + self.beside + self.inside)
@@ -283,16 +335,34 @@ def late_engine(
         pytest.skip("this torch cannot exchange bytes under a storage")
     engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
     driver.account = lambda: engine.controller.resident
+    _watch_blocks(engine.machine, driver)
     place: Any = engine.place
     if not costs:
         place.clock.begin_step = lambda signature, wanted: None
     return engine
 
 
+def _watch_blocks(machine: Any, driver: LateDriver) -> None:
+    """A block is free when the compute stream has passed the moment at which it was given up."""
+    discard, free = machine.discard, machine.pool.free
+    given_up: dict[int, int] = {}
+
+    def discarding(home: Any) -> None:
+        given_up[id(home.block)] = driver.given + 1
+        discard(home)
+
+    def freeing(block: Block) -> None:
+        if driver.passed < given_up.pop(id(block), 0):
+            raise OutOfOrderError("A block is used again while the compute stream may still read it.")
+        free(block)
+
+    machine.discard, machine.pool.free = discarding, freeing
+
+
 def late_session(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
     host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, driver: LateDriver | None = None,
-    costs: bool = False,
+    costs: bool = False, timeline: bool = False,
 ) -> TensorSession:  # fmt: skip
     """A session whose tensors lie, as far as its engine can tell, on a CUDA device.
 
@@ -300,7 +370,7 @@ def late_session(
     """
     driver = driver if driver is not None else LateDriver()
     engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
-    return TensorSession([model], optimizers, engine, None, None, keep_timeline=False, return_freed=True)
+    return TensorSession([model], optimizers, engine, None, None, keep_timeline=timeline, return_freed=True)
 
 
 def driver_of(memory: TensorSession) -> Any:

@@ -40,9 +40,10 @@ ORDERS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
         "recompute first": lambda: LRU(short_chain=32, worth=inf),
         "move first": lambda: LRU(short_chain=0),
         "copy beside": copying_beside,
+        "delta-published": Delta.as_published,
     }
 )
-"""These, and copies under way at all times."""
+"""These, copies under way at all times, and DELTA as its paper has it."""
 
 
 def put_away(memory: Session, tensor: torch.Tensor, way: Way) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.methods import LRU, AbstractPolicy, KeepAll
+from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
 from tests.cpu.pressure import copying_beside
 from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until
 from tests.cpu.programs import random_program
@@ -38,6 +38,8 @@ POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
     "as it comes": LRU,
     "copy beside": copying_beside,
     SHAKEN: lambda: LRU(short_chain=32, worth=inf),
+    "delta": Delta,
+    "delta-published": Delta.as_published,
 }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from spillway.engines.tensors.cuda_machine import CudaMachine
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
-from spillway.methods import LRU, Copy, Fetch, Move
+from spillway.methods import LRU, AbstractPolicy, Copy, Fetch, Move
+from spillway.methods.base import MemoryView, Proposal
 from spillway.session import Session
 from tests.cpu.late_device import LateCopy, LateDriver, OutOfOrderError, driver_of, late_session
 from tests.cpu.pressure import PLENTY, is_moved, put_away
@@ -171,8 +173,17 @@ def test_a_machine_that_forgets_to_wait_is_found_out(
         leave_and_come_back(late)
 
 
-def test_a_machine_that_waits_is_not_blamed() -> None:
-    leave_and_come_back(LateDriver(lag=1 << 30))
+@pytest.mark.parametrize("behind", [0, 2, 1 << 30])
+def test_a_machine_that_waits_is_not_blamed(behind: int) -> None:
+    leave_and_come_back(LateDriver(lag=1 << 30, behind=behind))
+
+
+def test_a_block_that_is_free_at_once_is_found_out_where_copies_are_done_and_ops_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _free_at_once(monkeypatch)
+    with pytest.raises(OutOfOrderError, match="the compute stream may still read it"):
+        leave_and_come_back(LateDriver(lag=0, behind=1))
 
 
 def leave_and_come_back(late: LateDriver) -> None:
@@ -190,6 +201,42 @@ def leave_and_come_back(late: LateDriver) -> None:
             tensor += 1  # what is on its way out is good for nothing
             memory._engine.controller.empty_graveyard()
             assert torch.equal(tensor, torch.arange(ITEMS) + number + 2)
+
+
+# ---------------------------------------------------------------------- a compute stream that is late
+
+
+def give_up_a_block(memory: Session) -> None:
+    tensor = torch.zeros(ITEMS, dtype=torch.int64)
+    assert put_away(memory, tensor, Move)
+    tensor += 1
+    memory._engine.controller.empty_graveyard()
+
+
+def test_a_block_is_free_when_the_compute_stream_has_passed_the_moment_at_which_it_was_given_up() -> None:
+    late = LateDriver(behind=1 << 30)
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late) as memory, memory.step():
+        machine: Any = memory._engine.machine
+        give_up_a_block(memory)
+        machine.reap()
+        assert machine.pool.used == NBYTES
+        late.passed = late.given
+        machine.reap()
+        assert machine.pool.used == 0
+
+
+def test_the_host_waits_for_the_compute_stream_where_no_block_is_left() -> None:
+    late = LateDriver(behind=1 << 30)
+    with (
+        late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, driver=late) as memory,
+        memory.step(),
+    ):
+        machine: Any = memory._engine.machine
+        for _ in range(3):
+            give_up_a_block(memory)  # which takes the block of the one before
+            machine.reap()
+            assert machine.pool.used == NBYTES, "the device has not said that it is done with it"
+            assert late.passed < late.given
 
 
 # ---------------------------------------------------------------------- who reads what is absent
@@ -278,6 +325,52 @@ def test_a_copy_that_nothing_needs_yet_is_refused_where_the_host_would_have_to_w
         assert len(late.out) == 1, "nobody waited"
         assert put_away(memory, second, Move)
         assert torch.equal(second, torch.arange(ITEMS) + 1)
+
+
+class LeavesItToTheController(AbstractPolicy):
+    """Moves whatever may leave, and drops it where the tier is full."""
+
+    name = "last resort"
+
+    def relieve(self, view: MemoryView, needed: int) -> Generator[Proposal, bool, None]:
+        yield from ()
+
+
+def test_what_host_memory_cannot_hold_is_recomputed() -> None:
+    method = LeavesItToTheController()
+    with (
+        late_session(nn.Linear(2, 2), budget=4 * NBYTES, method=method, host_budget=2 * NBYTES) as memory,
+        memory.step(),
+    ):
+        kept = [torch.arange(ITEMS) for _ in range(12)]
+        assert [int(tensor[1]) for tensor in kept] == [1] * 12
+        del kept
+    report = memory.history[-1]
+    assert report.refusals["slower tier full"] > 0
+    assert report.drops > 0 < report.moves
+
+
+def test_memory_that_the_system_does_not_pin_is_told_from_a_host_budget_that_is_used_up() -> None:
+    late = LateDriver(pins=2 * NBYTES)
+    with (
+        late_session(nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), driver=late) as memory,
+        pytest.raises(SpillFullError, match=r"The system pins no 512\.00 KiB more of host memory .* larger budget="),
+        memory.step(),
+    ):
+        kept = [torch.randperm(ITEMS) for _ in range(12)]
+        sum(int(tensor[0]) for tensor in kept)
+    assert late.pinned == 0
+
+
+def test_a_copy_ahead_that_finds_no_device_memory_is_refused_and_nothing_else(memory: Session, exchanges: bool) -> None:
+    if not exchanges:
+        pytest.skip("the storage itself is resized there")
+    tensor = torch.arange(ITEMS)
+    assert put_away(memory, tensor, Move)
+    driver_of(memory).full = 1
+    assert not begin(memory, tensor, Fetch)
+    assert sum(memory._engine.controller.counters.refusals.values()) == 1
+    assert torch.equal(tensor, torch.arange(ITEMS))
 
 
 def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> None:

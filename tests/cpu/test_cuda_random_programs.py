@@ -25,7 +25,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[LateDriver]:
     made: list[LateDriver] = []
 
     def engine(policy: Any, allowed: int) -> Any:
-        made.append(LateDriver(lag=len(made) % 4))
+        made.append(LateDriver(lag=len(made) % 4, behind=len(made) % 3))
         return late_engine(policy, allowed, made[-1], exchanges=True)
 
     monkeypatch.setattr(program_runs, "TensorEngine", engine)
@@ -49,7 +49,7 @@ def test_where_absent_storages_are_empty_programs_are_identical_or_end_too_large
 ) -> None:
     monkeypatch.setattr(
         program_runs, "TensorEngine",
-        lambda policy, allowed: late_engine(policy, allowed, LateDriver(), exchanges=False),
+        lambda policy, allowed: late_engine(policy, allowed, LateDriver(behind=2), exchanges=False),
     )  # fmt: skip
     rows = [{"seed": seed, **row} for seed in range(PROGRAMS // 2) for row in judge_all(seed)]
     complaints = [complaint for row in rows for complaint in row["complaints"]]

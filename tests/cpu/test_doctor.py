@@ -109,20 +109,82 @@ def test_probing_for_handlers_leaves_none_behind() -> None:
     assert dict(on_torch.rules_of(torch.ops.aten.add.Tensor)) == before
 
 
-def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No device here: what torch would say of one is put in its place, and what is made of it is looked at.
+def on_a_device(monkeypatch: pytest.MonkeyPatch, *, allocator: str = "native", free: Any = lambda number: None) -> None:
+    """No device here: what torch would say of one is put in its place, and what is made of it is looked at."""
     cuda = SimpleNamespace(
-        is_available=lambda: True, device_count=lambda: 1, mem_get_info=lambda number: (60 << 30, 80 << 30),
-        get_device_name=lambda number: "A100",
+        is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda number: "A100",
+        mem_get_info=lambda number: free(number) or (60 << 30, 80 << 30), get_allocator_backend=lambda: allocator,
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(on_torch, "_link", lambda number: {"copy_out": 20 << 30, "copy_in": 22 << 30})
+    monkeypatch.setattr("spillway.engines.tensors.devices.machine_memory", lambda: 64 << 30)
+    monkeypatch.setattr(on_torch, "_locked_limit", lambda: 8 << 20)
+
+
+def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_device(monkeypatch)
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     (finding,) = on_torch.devices(measure=True, environment=settings)
-    told = "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s. Moved storages"
+    told = "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s. What leaves"
     assert finding.sentence.startswith(told)
-    assert finding.sentence.endswith("expandable_segments is on: odd pieces of memory hardly count.")
-    assert finding.facts["expandable_segments"] is True
+    assert "a session takes up to 32.00 GiB unless host_budget= says otherwise" in finding.sentence
+    assert "a process may lock 8.00 MiB here" in finding.sentence
+    assert "expandable_segments is on: odd pieces of memory hardly count." in finding.sentence
+    assert finding.sentence.endswith("The allocator is set up by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")
+    facts = ("expandable_segments", "allocator", "host_budget", "locked_memory_limit")
+    assert [finding.facts[name] for name in facts] == [True, "native", 32 << 30, 8 << 20]
+    assert finding.problems == []
     (plain,) = on_torch.devices(measure=False, environment={})
     assert "copy_out" not in plain.facts
     assert "expandable_segments is off" in plain.sentence
+    assert plain.sentence.endswith("No setting of the allocator is in the environment.")
+
+
+def test_a_process_without_a_limit_on_locked_memory_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(on_torch, "_locked_limit", lambda: None)
+    (finding,) = on_torch.devices(measure=False, environment={})
+    assert "a process locks as much memory as it likes here" in finding.sentence
+
+
+def test_an_allocator_that_nobody_tried_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_device(monkeypatch, allocator="cudaMallocAsync")
+    (finding,) = on_torch.devices(measure=False, environment={"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"})
+    (problem,) = finding.problems
+    assert problem.what.startswith("The allocator is cudaMallocAsync: Spillway reads its counters as those of torch's")
+    assert "PYTORCH_ALLOC_CONF" in problem.fix
+    assert not problem.fatal
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has nothing left."),
+        RuntimeError("CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."),
+    ],
+)
+def test_a_link_that_cannot_be_measured_is_a_problem_and_no_error(
+    error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(number: int) -> None:
+        raise error
+
+    on_a_device(monkeypatch)
+    monkeypatch.setattr(on_torch, "_link", fails)
+    (finding,) = on_torch.devices(measure=True, environment={})
+    (problem,) = finding.problems
+    assert "could not be measured: CUDA" in problem.what
+    assert problem.what.endswith("out of memory.")
+    assert not problem.fatal
+    assert finding.sentence.startswith("A100, 60.00 GiB of 80.00 GiB free. What leaves")
+
+
+def test_a_device_that_cannot_be_asked_is_a_problem_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(number: int) -> None:
+        raise RuntimeError("CUDA error: device is busy")
+
+    on_a_device(monkeypatch, free=fails)
+    (finding,) = on_torch.devices(measure=True, environment={})
+    assert finding.sentence == "It cannot be used."
+    (problem,) = finding.problems
+    assert problem.what == "torch finds device 0 and cannot ask it: CUDA error: device is busy."

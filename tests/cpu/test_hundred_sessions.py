@@ -78,7 +78,7 @@ def played(method: Callable[[], Any], end: str, directory: Path) -> Any:
     return model, optimizer
 
 
-@pytest.mark.parametrize("method", ["lru", "delta", "copy beside"])
+@pytest.mark.parametrize("method", ["lru", "delta", "delta-published", "copy beside"])
 def test_a_hundred_sessions_leave_nothing(method: str, tmp_path: Path) -> None:
     for end in ENDS:
         played(METHODS[method], end, tmp_path)  # what is made once for the process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from typing import Any
 
@@ -16,7 +17,8 @@ from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
 from spillway.engines.tensors.devices import engine_for
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.errors import SessionError, SpillFullError
-from spillway.methods import LRU, Drop, Move
+from spillway.ir import Lane, Span, Work
+from spillway.methods import LRU, Copy, Drop, Move
 from tests.cpu.pressure import is_dropped, is_moved, put_away
 from tests.gpu.models import CASES, DEVICE, Trained, difference, train
 
@@ -272,6 +274,64 @@ def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was
         assert 1e9 < 2 / engine.machine.transfer_seconds(1) < 1e12
     finally:
         engine.close()
+
+
+def busy() -> torch.Tensor:
+    """Some milliseconds of products, which the host does not wait for."""
+    big = torch.randn(4096, 4096, device=DEVICE)
+    for _ in range(8):
+        big = big @ big
+    return big
+
+
+def test_lanes_are_those_of_the_device_and_hidden_is_what_no_op_waited_for() -> None:
+    model = nn.Linear(8, 8).to(DEVICE)
+    with spillway.manage(model, budget=4 * PLENTY, method=LRU(), timeline=True) as memory:
+        for number in (1, 8):  # the first step waits around every op; of the second more leaves
+            with memory.step():
+                tensor = torch.arange(number * ITEMS, device=DEVICE)
+                assert put_away(memory, tensor, Copy)  # type: ignore[arg-type]
+                big = busy()
+                assert put_away(memory, tensor, Move)
+                assert int((tensor + big.numel())[1]) == big.numel() + 1
+    timeline, report = memory.timeline, memory.history[-1]
+    assert timeline is not None
+    assert timeline.step == report.step == 1
+
+    def spans(lane: Lane, work: Work) -> list[Span]:
+        return [span for span in timeline.spans if (span.lane, span.work) == (lane, work)]
+
+    (out,), (back,) = spans(Lane.COPY_OUT, Work.COPY), spans(Lane.COPY_IN, Work.COPY)
+    assert out.nbytes == back.nbytes == 8 * 8 * ITEMS
+    assert all(1e9 < copy.nbytes / copy.seconds < 1e12 for copy in (out, back))
+    assert out.stalled < 0.2 * out.seconds, "products ran meanwhile"
+    assert back.stalled > 0.8 * back.seconds
+    assert out.ended <= back.began
+    products = [span for span in spans(Lane.COMPUTE, Work.OP) if span.name == "aten::mm"]
+    assert len(products) == 8
+    assert all(before.ended <= after.began for before, after in itertools.pairwise(products))
+    assert sum(span.seconds for span in products) > 1e-3, "as long as they ran, and not as long as launching them took"
+    assert timeline.seconds() <= report.seconds
+    assert report.transfer_seconds == pytest.approx(out.seconds + back.seconds, rel=0.01)
+    assert report.hidden_seconds == pytest.approx(report.transfer_seconds - out.stalled - back.stalled, rel=0.01)
+    assert memory._engine.controller.view.exposed == pytest.approx(report.stall_seconds / report.transfer_seconds)
+
+
+def test_ops_that_run_again_take_what_they_take_on_the_device() -> None:
+    with spillway.manage(nn.Linear(8, 8).to(DEVICE), budget=4 * PLENTY, method=LRU()) as memory:
+        for _ in range(2):
+            with memory.step():
+                left = torch.randn(4096, 4096, device=DEVICE)
+                product = left @ left
+                began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                began.record()
+                left @ left
+                ended.record()
+                assert put_away(memory, product, Drop)
+                product.sum()
+    seconds, report = began.elapsed_time(ended) / 1e3, memory.history[-1]
+    assert report.recomputed_ops == 1
+    assert 0.3 * seconds < report.recomputed_seconds < 3 * seconds
 
 
 def test_an_op_that_finds_no_memory_runs_again(memory: Any) -> None:

@@ -13,7 +13,8 @@ import torch
 from spillway.doctor.findings import Finding, Problem
 from spillway.doctor.on_spill import rate
 from spillway.doctor.on_system import processors
-from spillway.engines.tensors.cuda_facts import cuda_facts
+from spillway.engines.tensors.cuda_facts import NATIVE, CudaFacts, cuda_facts
+from spillway.engines.tensors.devices import pinned_bytes
 from spillway.engines.tensors.private import CAN_SWAP, rules_of
 from spillway.engines.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -119,22 +120,81 @@ def _settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _device(number: int, environment: Mapping[str, str], *, measure: bool) -> Finding:
-    offered = cuda_facts(torch.device("cuda", number), environment)
-    facts: dict[str, Any] = {
+    try:
+        offered = cuda_facts(torch.device("cuda", number), environment)
+    except RuntimeError as error:  # of CUDA; that the device has no memory is one too
+        problem = Problem(
+            what=f"torch finds device {number} and cannot ask it: {_first_sentence(error)}",
+            fix="See what `nvidia-smi` says of it; models can be trained on the CPU.",
+        )
+        facts: dict[str, Any] = {"available": False, "device": number, "settings": _settings(environment)}
+        return Finding(topic=f"CUDA {number}", sentence="It cannot be used.", facts=facts, problems=[problem])
+    pinned, locked = pinned_bytes(torch.device("cuda", number), None), _locked_limit()
+    facts = _facts(number, offered, environment) | {"host_budget": pinned, "locked_memory_limit": locked}
+    told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
+    problems = _problems_of_the_allocator(offered)
+    if measure:
+        try:
+            facts |= _link(number)
+            told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
+        except RuntimeError as error:
+            problems.append(_unmeasured(error))
+    notes = " ".join((_of_pinned_memory(pinned, locked), *offered.notes(), _of_settings(environment)))
+    return Finding(topic=f"CUDA {number}", sentence=f"{told}. {notes}", facts=facts, problems=problems)
+
+
+def _facts(number: int, offered: CudaFacts, environment: Mapping[str, str]) -> dict[str, Any]:
+    return {
         "available": True,
         "device": number,
         "name": offered.name,
         "memory": offered.total,
         "free": offered.free,
+        "allocator": offered.allocator,
         "settings": _settings(environment),
         "expandable_segments": offered.expandable_segments,
-        "locked_memory_limit": _locked_limit(),
     }
-    told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
-    if measure:
-        facts |= _link(number)
-        told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
-    return Finding(topic=f"CUDA {number}", sentence=f"{told}. {' '.join(offered.notes())}", facts=facts)
+
+
+def _of_pinned_memory(pinned: Bytes, locked: Bytes | None) -> str:
+    """What leaves the device waits there."""
+    limit = "locks as much memory as it likes" if locked is None else f"may lock {format_bytes(locked)}"
+    return (
+        f"What leaves waits in pinned host memory, of which a session takes up to {format_bytes(pinned)} unless "
+        f"host_budget= says otherwise; a process {limit} here, which counts where the driver keeps to it."
+    )
+
+
+def _of_settings(environment: Mapping[str, str]) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in _settings(environment).items())
+    if not settings:
+        return "No setting of the allocator is in the environment."
+    return f"The allocator is set up by {settings}."
+
+
+def _problems_of_the_allocator(offered: CudaFacts) -> list[Problem]:
+    if offered.allocator == NATIVE:
+        return []
+    return [
+        Problem(
+            what=f"The allocator is {offered.allocator}: Spillway reads its counters as those of torch's own, was "
+            f"not written for it, and was never run with it.",
+            fix="Leave `backend:` out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF.",
+        )
+    ]
+
+
+def _unmeasured(error: RuntimeError) -> Problem:
+    return Problem(
+        what=f"Copies between pinned memory and the device could not be measured: {_first_sentence(error)}",
+        fix=f"They take {format_bytes(SAMPLE)} of the device and as much of the host; see who has the rest with "
+        f"`nvidia-smi` and `free`, or leave measuring out with --no-measure.",
+    )
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    first = str(error).strip().split("\n")[0].split(". ")[0].rstrip(".")
+    return f"{first or type(error).__name__}."
 
 
 def _locked_limit() -> Bytes | None:

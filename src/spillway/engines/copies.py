@@ -14,6 +14,7 @@ from spillway.engines.records import AWAY, Storage, Value
 from spillway.engines.room import grant_in_turn
 from spillway.errors import EngineError, SpillBusyError, SpillError, SpillFullError
 from spillway.methods.base import Copy, Fetch
+from spillway.units import Seconds
 
 if TYPE_CHECKING:
     from spillway.engines.controller import Controller
@@ -30,8 +31,8 @@ class Copies:
     """What is on its way out or in, and in which order the last step wanted what was away."""
 
     __slots__ = (
-        "_controller", "_copying", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders", "_places",
-        "_signature", "_waiting", "arriving", "exposed", "overlaps",
+        "_before", "_controller", "_copying", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders",
+        "_places", "_signature", "_waiting", "arriving", "exposed", "overlaps",
     )  # fmt: skip
 
     def __init__(self, controller: Controller) -> None:
@@ -47,6 +48,7 @@ class Copies:
         self._next = 0
         self._foreseeing = False
         self._copying = self._waiting = 0.0  # seconds, older steps counting less and less
+        self._before = (0.0, 0.0)  # the same before this step
         self.exposed = 1.0
         """Share of the seconds of copies, in the last steps, for which ops waited."""
         self.overlaps = controller.machine.overlaps
@@ -148,6 +150,7 @@ class Copies:
         """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
         still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
         self._signature, self._first, self._order, self._next = signature, first, [], 0
+        self._before = self._copying, self._waiting
         self.overlaps = self._controller.machine.overlaps
         self._moved = {self._key(storage): storage for storage in still_away}
         known = self._orders.get(signature) or next(reversed(self._orders.values()), [])
@@ -160,13 +163,19 @@ class Copies:
         self._controller.machine.reap()
         counters = self._controller.counters
         copying = self._controller.machine.transfer_seconds(counters.bytes_out + counters.bytes_in) / 2
-        self._copying = self._copying * OLDER + copying
-        self._waiting = self._waiting * OLDER + counters.stall_seconds
-        self.exposed = min(self._waiting / self._copying, 1.0) if self._copying else 1.0
+        self.weigh(copying, counters.stall_seconds)
         self._orders.pop(self._signature, None)
         if len(self._orders) >= KNOWN_ORDERS:
             del self._orders[next(iter(self._orders))]
         self._orders[self._signature] = self._order
+
+    def weigh(self, copying: Seconds, waiting: Seconds) -> None:
+        """What the copies of this step took, and how long ops waited for them; said again, it takes the place of what
+        was said. A step of which nothing is known has 0 of both.
+        """
+        older_copying, older_waiting = self._before
+        self._copying, self._waiting = older_copying * OLDER + copying, older_waiting * OLDER + waiting
+        self.exposed = min(self._waiting / self._copying, 1.0) if self._copying else 1.0
 
     def left(self, storage: Storage) -> None:
         """It was moved."""

@@ -21,9 +21,13 @@ from spillway.units import Bytes, Seconds
 class Place(Protocol):
     """Where a tier put a value's bytes."""
 
-    nbytes: Bytes
-    storage: int
-    """Number of the storage that they are of; negative if of none."""
+    @property
+    def nbytes(self) -> Bytes:
+        """How many they are."""
+
+    @property
+    def storage(self) -> int:
+        """Number of the storage that they are of; negative if of none."""
 
 
 class Transfer(NamedTuple):
@@ -54,6 +58,20 @@ class Again(NamedTuple):
     ended: Seconds
     name: str
     nbytes: Bytes
+
+
+class OnDevice(NamedTuple):
+    """What a device with a clock of its own saw of a step, in times of the host's clock.
+
+    The host saw no more of it than when the device was told.
+    """
+
+    transfers: list[Transfer]
+    stalls: list[Stall]
+    replays: list[Again]
+    synchronised: bool
+    """Whether the host waited for the device around every op: copies were done before an op could wait for them, which
+    says nothing of other steps."""
 
 
 @final

@@ -102,6 +102,12 @@ class Delta(AbstractPolicy):
       The cost of recomputing is that of the whole chain, everything absent included, and chains cost more than ops.
     - Bandwidth is measured by a few copies before the first step and by all copies since. With `link` it is the
       paper's rule: `link_share` of what the link promises, 35 % of 64 GB/s for theirs.
+    - Staleness is counted in ops, and in the paper in time (section 3): it does not depend on how busy the machine is.
+    - Offloading early is a copy beside the ops, and the bytes stay until it is done. Assumption 2 has it synchronous,
+      section 4.2 asynchronous on a stream of its own; an early start that ops waited for would gain nothing. What has
+      to leave because room is short is copied at once.
+    - A look ahead begins at most `most_copies_out` copies, in `as_published` too, where algorithm 1 goes on until its
+      mark is reached: bytes count here while their copy is under way, so that it would copy all that there is.
     - The loop of algorithm 1 ends when nothing is left to release; what has no staleness is released last;
       algorithm 4 fetches while memory is enough *and* fewer than n are under way, as its text says and not its listing.
 

@@ -6,12 +6,15 @@ import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.units import Bytes
+
+NATIVE: Final = "native"
+"""The caching allocator of torch's own."""
 
 
 @final
@@ -27,6 +30,8 @@ class CudaFacts:
     """What of it nobody has."""
     exchanges: bool
     """Whether bytes can be exchanged under a storage, so that moved ones can be read where they are."""
+    allocator: str
+    """Torch's name of the allocator: "native" is its own caching one."""
     expandable_segments: bool
     """Whether the caching allocator maps its segments piece by piece, which avoids odd pieces."""
     benchmarks: bool
@@ -41,7 +46,9 @@ class CudaFacts:
             "the end of every step all are brought back, which has to fit in the budget."
         )
         segments = (
-            "expandable_segments is on: odd pieces of memory hardly count."
+            f"The allocator is {self.allocator}, not torch's own, and expandable_segments is not its setting."
+            if self.allocator != NATIVE
+            else "expandable_segments is on: odd pieces of memory hardly count."
             if self.expandable_segments
             else "expandable_segments is off: blocks may be up to 1 MiB larger than their storages, which is set aside "
             "in the budget; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
@@ -55,7 +62,8 @@ def cuda_facts(device: torch.device, environment: Mapping[str, str] = os.environ
     free, total = torch.cuda.mem_get_info(device)
     return CudaFacts(
         name=torch.cuda.get_device_name(device), total=int(total), free=int(free), exchanges=CAN_SWAP,
-        expandable_segments=expandable_segments(environment), benchmarks=bool(torch.backends.cudnn.benchmark),
+        allocator=str(torch.cuda.get_allocator_backend()), expandable_segments=expandable_segments(environment),
+        benchmarks=bool(torch.backends.cudnn.benchmark),
     )  # fmt: skip
 
 

@@ -36,10 +36,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 
+from spillway.engines.lanes import Again, OnDevice, Stall, Transfer
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
@@ -47,6 +48,7 @@ from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_stora
 from spillway.engines.tensors.private import owners, storage_at, swap_bytes
 from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.errors import EngineError, SpillError
+from spillway.ir.lanes import Lane
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")
@@ -86,6 +88,17 @@ class Arrival(NamedTuple):
     done: Event
     home: HostHome
     """Where they come from."""
+
+
+class Copied(NamedTuple):
+    """What a copy moved."""
+
+    nbytes: Bytes
+    storage: int
+    """Its number; negative if it is not known."""
+
+
+_NOBODYS: Final = Copied(0, -1)
 
 
 class AbstractAbsence(ABC):
@@ -202,6 +215,8 @@ class CudaMachine:
         pool.make_free = self._free_cooled
         self._leaving: list[tuple[HostHome, torch.UntypedStorage]] = []  # sources of copies out that may be under way
         self._cooling: list[tuple[Block, tuple[Event, ...]]] = []  # blocks that the device may still use
+        self._copied: dict[Event, Copied] = {}  # by the event of the copy, in this step
+        self._replayed: list[tuple[Recipe, Event, Event]] = []  # and between which moments
         self._seconds_per_byte = 2 / LIKELY_BANDWIDTH
         self._measured = False
 
@@ -217,10 +232,12 @@ class CudaMachine:
         self.driver.follow()
         call = Call.unpacked(recipe.payload)
         inputs = [real_storage(storage) for storage in bindings]
+        began = self.driver.moment()
         if recipe.writes:  # half of it may have happened when it fails: it is not begun twice
             results = call.again(inputs)
         else:
             results = self.again(lambda: call.again(inputs), recipe.name, recipe.nbytes)
+        self._replayed.append((recipe, began, self.driver.moment()))
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
 
@@ -244,6 +261,7 @@ class CudaMachine:
         except BaseException:
             self.pool.free(block)
             raise
+        self._copied[done] = Copied(storage.nbytes, storage.number)
         home = HostHome(block, done)
         self._leaving.append((home, real))
         return home
@@ -284,7 +302,7 @@ class CudaMachine:
         """Copy the block to device memory; ops that follow wait for it on the device."""
         real = real_storage(storage)
         target = self.allocate(lambda: self.absence.target(real, storage.nbytes), storage.nbytes)
-        return self.finish_in(storage, self._begin_in(target, home))
+        return self.finish_in(storage, self._begin_in(storage, target, home))
 
     def start_in(self, storage: Storage, home: HostHome) -> Arrival:
         """Enqueue the copy (rule 3). Raises `SpillError` if the device has no memory to spare after all."""
@@ -293,17 +311,19 @@ class CudaMachine:
             target = self.absence.target(real, storage.nbytes)
         except torch.OutOfMemoryError as error:
             raise SpillError("The device has no memory for a copy ahead of its use.") from error
-        return self._begin_in(target, home)
+        return self._begin_in(storage, target, home)
 
-    def _begin_in(self, target: torch.UntypedStorage, home: HostHome) -> Arrival:
+    def _begin_in(self, storage: Storage, target: torch.UntypedStorage, home: HostHome) -> Arrival:
         after = [self.driver.reached()]
         if not home.done.query():
             after.append(home.done)
         try:
-            return Arrival(target, self.driver.copy_in(home.block, target, after), home)
+            done = self.driver.copy_in(home.block, target, after)
         except BaseException:
             self.absence.give_up(target)
             raise
+        self._copied[done] = Copied(storage.nbytes, storage.number)
+        return Arrival(target, done, home)
 
     def arrived(self, arrival: Arrival) -> bool:
         """Whether the copy is done."""
@@ -424,7 +444,31 @@ class CudaMachine:
         times = self.driver.lane_times()
         probe.free(block)
         probe.close()
-        self._seconds_per_byte = (times.out + times.back) / nbytes
+        self._seconds_per_byte = sum(copy.seconds for copy in (*times.out, *times.back)) / nbytes
+
+    # ------------------------------------------------------------------ times
+
+    def forget_times(self) -> None:
+        """Nobody will ask what was copied, waited for and run again so far."""
+        self._copied.clear()
+        self._replayed.clear()
+        self.driver.forget_times()
+
+    def lanes(self, *, synchronised: bool) -> OnDevice:
+        """What was since `forget_times`. Everything has to be done."""
+        times, when, copied = self.driver.lane_times(), self.driver.when, self._copied
+        transfers = [
+            Transfer(lane, copied.get(one.event, _NOBODYS), one.began, one.began, one.ended)
+            for lane, copies in ((Lane.COPY_OUT, times.out), (Lane.COPY_IN, times.back))
+            for one in copies
+        ]
+        stalls = []
+        for wait in times.stall:
+            place = copied.get(wait.event, _NOBODYS)
+            stalls.append(Stall(wait.began, wait.ended, place.storage if place.storage >= 0 else None, place.nbytes))
+        again, self._replayed = self._replayed, []
+        replays = [Again(when(began), when(ended), recipe.name, recipe.nbytes) for recipe, began, ended in again]
+        return OnDevice(transfers, stalls, replays, synchronised)
 
     def close(self) -> None:
         """Give the pinned memory back, but for blocks that storages still point at."""

@@ -8,12 +8,12 @@ from typing import Any, Final, final
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.lanes import TransferLog
+from spillway.engines.lanes import OnDevice, TransferLog
 from spillway.engines.records import Recipe
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
-from spillway.engines.tensors.driver import Driver, LaneTimes
+from spillway.engines.tensors.driver import Driver
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.guests import GRAPHS_REFUSED, Guests
 from spillway.engines.tensors.ops import OpInfo
@@ -101,11 +101,13 @@ class CudaPlace(AbstractPlace):
         self.generator = driver.generator
         self.settings = LIBRARIES
         self.now = self.clock = DeviceClock(driver)
+        self.moment, self.when = driver.moment, driver.when
         self._machine.cost_of = self.clock.seconds_of
         self._engine: TensorEngine | None = None
         self._guests: Guests | None = None
         self._limited = False
-        self._times = LaneTimes()
+        self._lanes: OnDevice | None = None
+        self._synchronised = False
         self._peak: Bytes = 0
 
     def attach(self, engine: TensorEngine) -> None:
@@ -150,7 +152,7 @@ class CudaPlace(AbstractPlace):
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
         """Look what is on the device beside the account; measure from here. What was given to any stream until now is
-        done first: nobody knows what it uses.
+        done first: nobody knows what it uses, and what it copied is nobody's.
 
         Raises:
             SessionError: A CUDA graph is being captured.
@@ -165,6 +167,8 @@ class CudaPlace(AbstractPlace):
         self.reserve.look()
         self.meter.begin()
         self.clock.begin_step(signature, wanted=policy.uses_recipes and limited)
+        self._synchronised, self._lanes = self.clock.synchronised, None
+        self._machine.forget_times()
 
     def finish_ops(self) -> None:
         """What the ops cost is known now."""
@@ -181,7 +185,7 @@ class CudaPlace(AbstractPlace):
                     engine.bring_all_back()
         finally:
             self.driver.synchronize()
-            self._times = self.driver.lane_times()
+            self._lanes = self._machine.lanes(synchronised=self._synchronised)
             self._peak = self.meter.peak()
             self.reserve.learn(self._peak)
             self._machine.reap()
@@ -192,16 +196,13 @@ class CudaPlace(AbstractPlace):
 
     def outgrown(self) -> bool:
         """By the allocator's peak."""
-        self._peak, self._times = self.meter.peak(), LaneTimes()
+        self._peak, self._lanes = self.meter.peak(), None
         engine = self._attached()
         return self._peak > engine.controller.allowed + self.reserve.reserved
 
     def measured(self) -> Measured:
-        """Peak of the allocator, and the lanes' times."""
-        times = self._times
-        return Measured(
-            peak=self._peak, reserved=self.reserve.reserved, stall=times.stall, copying=times.out + times.back
-        )
+        """Peak of the allocator, and what the lanes did."""
+        return Measured(peak=self._peak, reserved=self.reserve.reserved, lanes=self._lanes)
 
     def close(self) -> None:
         """Give the pinned memory back."""

@@ -9,10 +9,11 @@ import contextlib
 import ctypes
 import mmap
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast, final
+from typing import Any, Final, NamedTuple, Protocol, cast, final
 
 import torch
 
@@ -38,16 +39,30 @@ class Event(Protocol):
         """Let the host wait for it."""
 
 
+class Timed(NamedTuple):
+    """What a lane or the compute stream did, from when to when by `time.perf_counter`."""
+
+    event: Event
+    """The copy, by its end; of a wait, what was waited for."""
+    began: Seconds
+    ended: Seconds
+
+    @property
+    def seconds(self) -> Seconds:
+        """How long it took."""
+        return self.ended - self.began
+
+
 @final
 @dataclass(slots=True)
 class LaneTimes:
-    """Seconds of device time since they were asked for last."""
+    """What the device was busy with since it was asked last, each in the order in which it was told to."""
 
-    out: Seconds = 0.0
+    out: list[Timed] = field(default_factory=list)
     """Copies out."""
-    back: Seconds = 0.0
+    back: list[Timed] = field(default_factory=list)
     """Copies in."""
-    stall: Seconds = 0.0
+    stall: list[Timed] = field(default_factory=list)
     """The compute stream waiting for either."""
 
 
@@ -79,6 +94,12 @@ class Driver(Protocol):
         """What comes next is for the stream that is current now, which is the compute stream from here on. It begins
         after what the one before was given."""
 
+    def moment(self) -> Event:
+        """The same of the current stream, and `when` knows its time."""
+
+    def when(self, moment: Event) -> Seconds:
+        """The time of a moment by `time.perf_counter`. It has passed, and `lane_times` was asked for since."""
+
     def compute_waits(self, event: Event) -> None:
         """What the compute stream is given from here on begins after `event`."""
 
@@ -92,7 +113,7 @@ class Driver(Protocol):
         """Let the host wait until the device has done everything."""
 
     def lane_times(self) -> LaneTimes:
-        """Of what was copied and waited for since the last call. Everything has to be done."""
+        """What was copied and waited for since the last call. Everything has to be done."""
 
     def forget_times(self) -> None:
         """Nobody will ask for those of the copies so far."""
@@ -171,16 +192,8 @@ class RegisteredMemory:
 _never_unmapped: Final[list[mmap.mmap]] = []
 
 
-@final
-@dataclass(slots=True)
-class _Timed:
-    """Pairs of events whose distance is asked for at the end of a step."""
-
-    pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
-
-    def seconds(self) -> Seconds:
-        pairs, self.pairs = self.pairs, []
-        return sum(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
+_Pair = tuple[torch.cuda.Event, torch.cuda.Event]
+"""Events around something."""
 
 
 @final
@@ -194,7 +207,8 @@ class CudaDriver:
         self._in = _cuda.Stream(self.device)
         self._compute: torch.cuda.Stream | None = None
         self._raw: int | None = None  # the same as a number
-        self._times = {"out": _Timed(), "in": _Timed(), "stall": _Timed()}
+        self._times: dict[str, list[tuple[Event, _Pair]]] = {"out": [], "in": [], "stall": []}
+        self._last: tuple[torch.cuda.Event, Seconds] | None = None  # an event, and what time it was then
         self.generator = torch.cuda.default_generators[self.device.index]
         self.total = int(torch.cuda.get_device_properties(self.device).total_memory)
 
@@ -243,13 +257,25 @@ class CudaDriver:
         event: torch.cuda.Event = self._stream().record_event()
         return event
 
+    def moment(self) -> torch.cuda.Event:
+        """An event with a time, on the current stream: to look at a clock puts no stream behind another."""
+        event: torch.cuda.Event = _cuda.Event(enable_timing=True)
+        event.record(_cuda.current_stream(self.device))
+        return event
+
+    def when(self, moment: Event) -> Seconds:
+        """By its distance from the event of which both times are known."""
+        assert self._last is not None, "lane_times() comes first"
+        last, now = self._last
+        return now - float(cast(torch.cuda.Event, moment).elapsed_time(last)) / 1e3
+
     def compute_waits(self, event: Event) -> None:
         """The device waits, not the host; how long is measured by an event on either side."""
         stream, (begin, end) = self._stream(), _pair()
         begin.record(stream)
         stream.wait_event(cast(torch.cuda.Event, event))
         end.record(stream)
-        self._times["stall"].pairs.append((begin, end))
+        self._times["stall"].append((event, (begin, end)))
 
     def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> torch.cuda.Event:
         """On the lane for copies out."""
@@ -273,7 +299,7 @@ class CudaDriver:
             begin.record(lane)
             target.copy_(source, non_blocking=True)
             end.record(lane)
-        self._times[name].pairs.append((begin, end))
+        self._times[name].append((end, (begin, end)))
         return end
 
     def synchronize(self) -> None:
@@ -281,14 +307,25 @@ class CudaDriver:
         torch.cuda.synchronize(self.device)
 
     def lane_times(self) -> LaneTimes:
-        """By the events around every copy and every wait."""
-        times = self._times
-        return LaneTimes(times["out"].seconds(), times["in"].seconds(), times["stall"].seconds())
+        """By the events around every copy and every wait.
+
+        One more event tells what time it is on the device, which is idle now: as good as both clocks are. When a step
+        begins the device may be busy with what was before.
+        """
+        last = self.moment()
+        last.synchronize()
+        self._last = last, time.perf_counter()
+        times, self._times = self._times, {name: [] for name in self._times}
+        return LaneTimes(*([self._timed(*one) for one in times[name]] for name in ("out", "in", "stall")))
+
+    def _timed(self, event: Event, pair: _Pair) -> Timed:
+        began = self.when(pair[0])
+        return Timed(event, began, began + float(pair[0].elapsed_time(pair[1])) / 1e3)
 
     def forget_times(self) -> None:
         """The events around copies and waits so far."""
-        for timed in self._times.values():
-            timed.pairs = []
+        for pairs in self._times.values():
+            pairs.clear()
 
     # ------------------------------------------------------------------ counters
 
@@ -318,7 +355,7 @@ class CudaDriver:
         return bool(torch.cuda.is_current_stream_capturing())
 
 
-def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+def _pair() -> _Pair:
     return _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
 
 

@@ -380,20 +380,25 @@ class TensorEngine:
                 self.controller.end_step()
         finally:
             self.geometries.clear()
-            self.place.end_step()
-        self._add_up_lanes()
+            try:
+                self.place.end_step()
+            finally:
+                self._add_up_lanes()
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
-        counters, log, measured = self.controller.counters, self.log, self.place.measured()
-        counters.stalls += unseen(log.waits, counters.stalls)
+        counters, log, device = self.controller.counters, self.log, self.place.measured().lanes
+        if device is None:
+            counters.stalls += unseen(log.waits, counters.stalls)
+        else:  # the host saw when the device was told
+            log.transfers, counters.stalls, counters.replays = device.transfers, device.stalls, device.replays
+            counters.recomputed_seconds = sum(again.ended - again.began for again in device.replays)
         stalled = stalled_intervals(counters.stalls)
         counters.stall_seconds = total(stalled)
         self.transfers = transfers_beside(log.transfers, stalled)
-        if measured.stall is not None:  # by the device's own clock
-            counters.stall_seconds = measured.stall
-            hidden = max(measured.copying - measured.stall, 0.0)
-            self.transfers = Transfers(seconds=measured.copying, hidden_seconds=hidden)
+        if device is not None:
+            known = (0.0, 0.0) if device.synchronised else (self.transfers.seconds, counters.stall_seconds)
+            self.controller.copies.weigh(*known)
 
     def bring_all_back(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.

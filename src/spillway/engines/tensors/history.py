@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
     from spillway.engines.tensors.handlers import Handler
     from spillway.engines.tensors.mode import Known
-
-_now = time.perf_counter
 
 
 @final
@@ -40,18 +37,21 @@ class StepHistory:
         storage.kind = Kind.ACTIVATION if forward else Kind.TEMPORARY
 
     def timed(self, known: Known) -> Handler:
-        """The op's handler, between two looks at the clock. Views are over before that would tell anything."""
+        """The op's handler, between two looks at the clock of whoever computes. Views are over before that would tell
+        anything.
+        """
         handler, info = known.handler, self._engine.infos[id(known.func)]
         if info.view:
             return handler
         name, note, controller = info.name, self._chronicle.ran.append, self._engine.controller
+        moment = self._engine.place.moment
 
         def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            began = _now()
+            began = moment()
             try:
                 return handler(mode, func, types, args, kwargs)
             finally:
-                note(Ran(began, _now(), controller.clock, name))
+                note(Ran(began, moment(), controller.clock, name))
 
         return handle
 
@@ -61,4 +61,6 @@ class StepHistory:
         if step is None:
             return None
         self._engine.label(self._named())
+        when, ran = self._engine.place.when, self._chronicle.ran
+        ran[:] = [op._replace(began=when(op.began), ended=when(op.ended)) for op in ran]
         return self._chronicle.timeline(step, events, self._engine.log, self._engine.began)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.lanes import TransferLog
+from spillway.engines.lanes import OnDevice, TransferLog
 from spillway.engines.machine import Machine
 from spillway.engines.records import Storage
 from spillway.engines.tensors.bindings import Binding, quickest_call
@@ -68,10 +68,8 @@ class Measured:
     """The most that its allocator had handed out; 0 where nobody counts that."""
     reserved: Bytes = 0
     """What was set aside in the budget for what the account does not see."""
-    stall: Seconds | None = None
-    """Time that it waited for copies; None where the host waits, whose time is measured by the controller."""
-    copying: Seconds = 0.0
-    """Time that its lanes spent on copies."""
+    lanes: OnDevice | None = None
+    """Its copies, stalls and replays; None where the host waits, and its clock is the one to ask."""
 
 
 class AbstractPlace(ABC):
@@ -84,7 +82,8 @@ class AbstractPlace(ABC):
     machine: TensorMachine
     """Moves the bytes."""
     log: TransferLog
-    """Copies that a tier made, and what waited for them; empty where the device keeps account of that."""
+    """Copies that a tier made, and what waited for them; where the device keeps account of that, empty until the step
+    ends."""
     creations: Creations
     """Hears of what is created."""
     generator: torch.Generator
@@ -93,6 +92,10 @@ class AbstractPlace(ABC):
     """Further settings that are inputs of every op."""
     now: Callable[[], Seconds]
     """The clock by which ops are timed."""
+    moment: Callable[[], Any]
+    """Now, for whoever computes; `when` knows the time of it at the end of the step."""
+    when: Callable[[Any], Seconds]
+    """The time of a moment by `time.perf_counter`."""
     spill_io: SpillIO | None = None
     """How bytes go to a spill file, where there is one."""
     workspaces: Workspaces | None = None
@@ -164,7 +167,8 @@ class CpuPlace(AbstractPlace):
         self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
         self.generator = torch.default_generator
         self.settings = NO_SETTINGS
-        self.now = time.perf_counter
+        self.now = self.moment = time.perf_counter
+        self.when = float
 
     def attach(self, engine: TensorEngine) -> None:
         """Threads that copy are there before memory is short."""
