@@ -73,6 +73,10 @@ class Reached:
         self.driver.passed = max(self.driver.passed, self.number)
 
 
+def nothing() -> None:
+    """What is left to do of a copy that was made."""
+
+
 @final
 class LateCopy:
     """A copy that is an event too: it is made when somebody waits for it."""
@@ -102,6 +106,7 @@ class LateCopy:
                 event.synchronize()
             first.done = True
             first.make()
+            first.make, first.after = nothing, ()  # it holds no memory any more
 
 
 @final

@@ -318,8 +318,8 @@ def test_costs_are_measured_with_the_device_once_and_taken_from_then_on(monkeypa
 def test_a_report_has_the_lanes_and_the_peak_of_the_device() -> None:
     with late_session(nn.Linear(2, 2), budget=8 * NBYTES, method=Delta()) as memory:
         late = driver_of(memory)
-        late.copies_out = late.copies_in = 0  # those by which the link is measured
         with memory.step():
+            late.copies_out = late.copies_in = 0  # those by which the link is measured
             kept = [torch.randperm(ITEMS) for _ in range(12)]
             assert sum(int(tensor[0] >= 0) for tensor in kept) == 12
         report = memory.history[-1]
