@@ -117,7 +117,7 @@ def on_a_device(monkeypatch: pytest.MonkeyPatch, *, allocator: str = "native", f
     )  # fmt: skip
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(on_torch, "_link", lambda number: {"copy_out": 20 << 30, "copy_in": 22 << 30})
-    monkeypatch.setattr("spillway.engines.tensors.devices.machine_memory", lambda: 64 << 30)
+    monkeypatch.setattr("spillway.engines.tensors.devices.usable_memory", lambda: 64 << 30)
     monkeypatch.setattr(on_torch, "_locked_limit", lambda: 8 << 20)
 
 
