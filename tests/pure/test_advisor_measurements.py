@@ -13,7 +13,7 @@ from spillway.advisor import Experiment, Row, advise, default_limit, read_measur
 from spillway.advisor.choice import recommended
 from spillway.advisor.measurements import MB
 from spillway.advisor.model import Cost
-from spillway.advisor.verdict import fit, judge
+from spillway.advisor.verdict import as_measured, fit, judge
 from spillway.cli import main
 from spillway.errors import FileFormatError
 from tests.shared import shared
@@ -193,10 +193,17 @@ def test_what_was_measured_is_believed_before_the_model(read: Read) -> None:
     assert "; by what was measured, and against the model (see" in said
 
 
-def test_a_batch_beyond_the_largest_is_never_the_one_to_take(read: Read) -> None:
-    (there,) = read(*steps("exact", PLAIN), ",gpu,net,exact,16,,,60,,2600,")
-    (plain,) = judge(there, {"exact": fit(there.methods["exact"], 2200 * MB)}, 2200 * MB)
-    assert plain.taken is plain.predicted
+@pytest.mark.parametrize(("smaller", "taken"), [((), 12), ((SMALLER.format(50),), 4)])
+def test_a_batch_beyond_the_largest_is_never_the_one_to_take(read: Read, smaller: tuple[str, ...], taken: int) -> None:
+    """What did not fit was the fastest: a smaller one that was faster than foretold is found all the same."""
+    (there,) = read(*steps("exact", PLAIN))
+    fits = {"exact": fit(there.methods["exact"], 2200 * MB)}
+    (seen,) = read(*steps("exact", PLAIN), ",gpu,net,exact,16,,,60,,2600,", *smaller)
+    (plain,) = judge(seen, fits, 2200 * MB)
+    assert plain.taken is not None
+    assert plain.measured is not None
+    assert (plain.taken.size, plain.measured.size) == (taken, 16)
+    assert as_measured(plain) == ("60 at 16, 50 at 4 (taken)" if taken == 4 else "60 at 16")
 
 
 def test_scattered_points_make_it_less_sure(read: Read) -> None:
@@ -326,8 +333,8 @@ def test_without_a_limit_what_ran_is_what_fits(read: Read) -> None:
 KEYS = [
     "network", "hardware", "method", "layers", "hidden", "precision", "source", "limit_bytes", "alpha", "beta", "gamma",
     "delta", "r_memory", "r_time", "intervals", "small_batches", "own_limit_bytes", "score", "point", "predicted_batch",
-    "predicted_throughput", "taken_batch", "measured_batch", "measured_throughput", "by_score", "by_ratio",
-    "by_fragments", "sure", "verdict", "warnings",
+    "predicted_throughput", "taken_batch", "taken_throughput", "measured_batch", "measured_throughput", "by_score",
+    "by_ratio", "by_fragments", "sure", "verdict", "warnings",
 ]  # fmt: skip
 
 

@@ -106,6 +106,8 @@ def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation 
     cost = plain.fitted.cost
     micro = whole(cost.largest(plain.fitted.limit - gradient_bytes))
     micro = min(micro, plain.fitted.most if cost.alpha == 0 else micro, best.predicted.size)
+    if plain.taken is not None:
+        micro = min(micro, plain.taken.size)  # a smaller one that was seen to be faster
     count = round(best.predicted.size / micro) if micro >= 1 else 0
     if count < 2 or plain.predicted is None:
         return None

@@ -13,7 +13,7 @@ import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from io import StringIO
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeAlias, final
 
@@ -71,7 +71,11 @@ class Samples:
     @property
     def fastest(self) -> tuple[int, float] | None:
         """The batch size with the highest throughput, and that; None where no time was measured."""
-        speeds = {size: size / seconds for size, seconds in self.seconds.items()}
+        return self.fastest_below(inf)
+
+    def fastest_below(self, limit: float) -> tuple[int, float] | None:
+        """The same of smaller batches than `limit`."""
+        speeds = {size: size / seconds for size, seconds in self.seconds.items() if size < limit}
         return max(speeds.items(), key=lambda pair: pair[1], default=None)
 
 

@@ -87,6 +87,9 @@ class Row:
     """None if there are fewer than two batch sizes with a peak, or with a time."""
     predicted: Best | None
     measured: Best | None
+    """The fastest of all that ran."""
+    smaller: Best | None = None
+    """The fastest of what ran at smaller batches than is predicted."""
     score: float | None = None
     """P, bytes per second; of methods whose plain training was fitted."""
     point: float | None = None
@@ -104,7 +107,7 @@ class Row:
     @property
     def taken(self) -> Best | None:
         """What to train at with this method: as predicted, unless a smaller batch was seen to be faster."""
-        return self.measured if _is_smaller_and_faster(self.measured, self.predicted) else self.predicted
+        return self.smaller if _goes_against(self.smaller, self.predicted) else self.predicted
 
     @property
     def reaches(self) -> float:
@@ -122,6 +125,7 @@ class Row:
             "predicted_batch": self.predicted and self.predicted.size,
             "predicted_throughput": self.predicted and self.predicted.throughput,
             "taken_batch": self.taken and self.taken.size,
+            "taken_throughput": self.taken and self.taken.throughput,
             "measured_batch": self.measured and self.measured.size,
             "measured_throughput": self.measured and self.measured.throughput,
             "by_score": self.by_score, "by_ratio": self.by_ratio, "by_fragments": self.by_fragments,
@@ -226,12 +230,12 @@ def _row(
     experiment: Experiment, method: str, samples: Samples, fitted: Fitted | None, plain: Fitted | None, limit: float, *,
     is_plain: bool,
 ) -> Row:  # fmt: skip
-    fastest = None if samples.fastest is None else Best(size=samples.fastest[0], throughput=samples.fastest[1])
     best = None if fitted is None else fitted.best(fitted.cost)
-    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, fastest, limit))
+    smaller = None if best is None else _best(samples.fastest_below(best.size))
+    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, smaller, limit))
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
-        "measured": fastest, "warnings": warnings,
+        "measured": _best(samples.fastest), "smaller": smaller, "warnings": warnings,
     }  # fmt: skip
     if is_plain:
         fits = fitted is None or best is not None
@@ -248,6 +252,10 @@ def _row(
         by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
         sure={"pays": chance, "does not pay": None if chance is None else 1 - chance}.get(verdict), **common,
     )  # fmt: skip
+
+
+def _best(found: tuple[int, float] | None) -> Best | None:
+    return None if found is None else Best(size=found[0], throughput=found[1])
 
 
 def _point(plain: Fitted | None, limit: float) -> float | None:
@@ -285,7 +293,7 @@ def _slowness(fitted: Fitted) -> tuple[float, float]:
     return cost.seconds(size) / size, (time.error_at(size) / size) ** 2 + (falls * off) ** 2
 
 
-def _warnings(samples: Samples, fitted: Fitted | None, fastest: Best | None, limit: float) -> Iterator[str]:
+def _warnings(samples: Samples, fitted: Fitted | None, smaller: Best | None, limit: float) -> Iterator[str]:
     if samples.spread > APART:
         yield (
             f"Peaks of the same batch size differ by up to {samples.spread:.2f} times: something besides the batch "
@@ -311,25 +319,23 @@ def _warnings(samples: Samples, fitted: Fitted | None, fastest: Best | None, lim
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
-    yield from _slower(fastest, fitted.best(fitted.cost))
+    yield from _slower(smaller, fitted.best(fitted.cost))
     yield from _beyond(fitted, limit)
 
 
-def _slower(fastest: Best | None, best: Best | None) -> Iterator[str]:
+def _slower(smaller: Best | None, best: Best | None) -> Iterator[str]:
     """That a smaller batch was faster than the largest is foretold to be."""
-    if fastest is not None and best is not None and _is_smaller_and_faster(fastest, best):
-        times = fastest.throughput / best.throughput
+    if smaller is not None and best is not None and _goes_against(smaller, best):
+        times = smaller.throughput / best.throughput
         yield (
-            f"At batch {fastest.size} {fastest.throughput:.4g} samples/s were measured, {times:.2f} times what is "
+            f"At batch {smaller.size} {smaller.throughput:.4g} samples/s were measured, {times:.2f} times what is "
             f"foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that "
             f"one."
         )
 
 
-def _is_smaller_and_faster(fastest: Best | None, best: Best | None) -> bool:
-    if fastest is None or best is None or fastest.size >= best.size:
-        return False
-    return fastest.throughput > FASTER * best.throughput
+def _goes_against(smaller: Best | None, best: Best | None) -> bool:
+    return smaller is not None and best is not None and smaller.throughput > FASTER * best.throughput
 
 
 def _is_flat(samples: Samples) -> bool:
@@ -358,6 +364,15 @@ def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
             f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that was "
             f"measured, {fitted.most}."
         )
+
+
+def as_measured(row: Row) -> str:
+    """The highest throughput and its batch, and of another that is to be taken; for a table."""
+    told = [] if row.measured is None else [f"{row.measured.throughput:.4g} at {row.measured.size}"]
+    if row.taken is not row.predicted and row.taken is not None:
+        taken = f"{row.taken.throughput:.4g} at {row.taken.size} (taken)"
+        told = [taken] if row.taken == row.measured else [*told, taken]
+    return ", ".join(told)
 
 
 def ratios(rows: Sequence[Row]) -> Mapping[str, float]:

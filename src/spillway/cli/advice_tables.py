@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from spillway.advisor.measurements import MB
-from spillway.advisor.verdict import Row, ratios, sentence
+from spillway.advisor.verdict import Row, as_measured, ratios, sentence
 from spillway.cli.campaigns import Found
 from spillway.cli.common import say
 from spillway.cli.tables import WIDTH_OF_FILES
@@ -84,7 +84,7 @@ def _cells(row: Row, times: float | None) -> list[str]:
         "" if row.predicted is None else str(row.predicted.size),
         "" if row.predicted is None else f"{row.predicted.throughput:.4g}",
         "" if times is None else f"{times:.3f}",
-        _measured(row),
+        as_measured(row),
         "" if row.sure is None else f"{row.sure:.0%}",
         row.verdict,
     ]
@@ -110,8 +110,3 @@ def _score(row: Row) -> str:
     if row.score is None or not row.point:
         return ""
     return f"{row.score / row.point:.3f}" if row.score < inf else "inf"
-
-
-def _measured(row: Row) -> str:
-    best = row.measured
-    return "" if best is None else f"{best.throughput:.4g} at {best.size}{' (taken)' * (row.taken is best)}"

@@ -123,7 +123,7 @@ def _cpu(directory: Path) -> Device:
         watch_seconds=watching.op, watch_root=watching.root, handling_seconds=watching.storage,
         question_seconds=watching.question,
         duplex=False,  # both ways are the same memory, and the same disk
-        overlaps=len(os.sched_getaffinity(0)) > threads,  # as the tensor engine has it
+        overlaps=len(os.sched_getaffinity(0)) > threads,  # as the tensor engine has it for buffered copies
         source=f"measured: {_processor()}, torch {torch.__version__}, {threads} thread{'s' * (threads > 1)}; link: the "
         f"spill file in {directory} through the page cache",
     )  # fmt: skip

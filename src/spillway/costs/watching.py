@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from math import inf, sqrt
 from pathlib import Path
@@ -68,21 +68,21 @@ def measure_watching(directory: Path, link: Speed) -> Watching:
 
     Raises SpillError as a session does.
     """
-    roots, watched, peaks = [], [], []
+    roots, peaks, watched = dict[_Shape, float](), dict[_Shape, Bytes](), dict[_Shape, _Step]()
     for shape in _WATCHED:
         trainer = _Trainer(shape, LRU(), UNLIMITED, directory)
-        roots.append(sum(map(sqrt, trainer.op_seconds())))
-        peaks.append(trainer.peak())
-        watched.append(_median(_Trainer(shape, LRU(), peaks[-1] - 1, directory).steps()))
-    op, root = _law([(step.ops, of, step.python, step.python) for step, of in zip(watched, roots, strict=True)])
+        roots[shape] = sum(map(sqrt, trainer.op_seconds()))
+        peaks[shape] = trainer.peak()
+        watched[shape] = _median(_Trainer(shape, LRU(), peaks[shape] - 1, directory).steps())
+    op, root = _law([(step.ops, roots[shape], step.python, step.python) for shape, step in watched.items()])
 
-    def pressed(policy: AbstractPolicy) -> Iterator[tuple[_Step, Seconds]]:
+    def pressed(policy: Callable[[], AbstractPolicy]) -> Iterator[tuple[_Step, Seconds]]:
         """At half of the peak: a step, and its Python but for that of ops."""
-        for shape, peak, of in zip(_PRESSED, peaks, roots, strict=False):
-            step = _median(_Trainer(shape, policy, peak // 2, directory).steps())
-            yield step, step.python - op * step.ops - root * of
+        for shape in _PRESSED:
+            step = _median(_Trainer(shape, policy(), peaks[shape] // 2, directory).steps())
+            yield step, step.python - op * step.ops - root * roots[shape]
 
-    handling, asking = list(pressed(LRU())), list(pressed(Delta()))
+    handling, asking = list(pressed(LRU)), list(pressed(Delta))
     storage, question = _law([(step.handled, step.questions, rest, step.python) for step, rest in (*handling, *asking)])
     waited = sum(step.stalled - step.bytes_out / link.out - step.bytes_in / link.back for step, _ in handling)
     copy = max(waited / max(sum(step.copies for step, _ in handling), 1), 0.0)

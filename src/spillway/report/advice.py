@@ -11,7 +11,7 @@ from typing import Final, final
 from spillway.advisor.fits import Interval
 from spillway.advisor.measurements import MB
 from spillway.advisor.sweeps import Sweep, SweepPoint, crossover_sentence
-from spillway.advisor.verdict import Row, ratios, sentence
+from spillway.advisor.verdict import Row, as_measured, ratios, sentence
 from spillway.report import advice_figures as figures
 from spillway.report.advice_figures import COLOURS, Kinds, Picture, Style
 from spillway.report.drawing import check_drawing, template
@@ -143,7 +143,7 @@ def _cells(row: Row, times: float | None) -> list[Cell]:
         Cell(text="" if row.predicted is None else f"{row.predicted.size}"),
         Cell(text="" if row.predicted is None else f"{row.predicted.throughput:.4g}"),
         Cell(text="" if times is None else f"{times:.3f}"),
-        Cell(text=_measured(row)),
+        Cell(text=as_measured(row)),
         Cell(text="" if row.sure is None else f"{row.sure:.0%}"),
         Cell(text="" if ratio is None else f"{ratio:.3f}"),
         *_laws(row),
@@ -173,11 +173,6 @@ def _interval(ends: Interval | None, unit: str, size: float) -> str:
 
 def _r(r: float | None) -> str:
     return "" if r is None else f"{r:.4f}"
-
-
-def _measured(row: Row) -> str:
-    best = row.measured
-    return "" if best is None else f"{best.throughput:.4g} at {best.size}{' (taken)' * (row.taken is best)}"
 
 
 def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Swept:

@@ -167,9 +167,9 @@ class RegisteredMemory:
 
         Memory that is not unpinned stays mapped, so that nobody gets its addresses.
         """
-        if os.getpid() != self._process or not self._unpinned():
-            _never_unmapped.append(self._memory)  # in a forked child these addresses may be anybody's
-        else:
+        _never_unmapped.append(self._memory)  # in a forked child these addresses may be anybody's
+        if os.getpid() == self._process and self._unpinned():
+            _never_unmapped.remove(self._memory)
             self._memory.close()
 
     def _unpinned(self) -> bool:
@@ -185,7 +185,8 @@ class RegisteredMemory:
             told = f"error {failed}"
             _forget_error(self._device)
         what = f"CUDA did not unpin {format_bytes(len(self._memory))} of host memory, which stay pinned ({told})."
-        warnings.warn(what, RuntimeWarning, stacklevel=2)
+        with contextlib.suppress(RuntimeWarning):  # where warnings are errors the other slabs go back all the same
+            warnings.warn(what, RuntimeWarning, stacklevel=2)
         return False
 
 

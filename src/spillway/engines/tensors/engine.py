@@ -95,7 +95,7 @@ class TensorEngine:
         self.following = Followed(self) if policy.follows and allowed < UNLIMITED else None
         self._first_op = 0
         self._escapes = Escapes(self)
-        self._closed = self._measured = False
+        self._closed = False
         self._dispatch = Dispatch(self)
         self.place.attach(self)
 
@@ -202,7 +202,7 @@ class TensorEngine:
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
         guess = 0
         if self.place.workspaces is not None and key is not None:
-            guess = self.place.workspaces.guess(seen, key, needed)
+            guess = self.place.workspaces.guess(seen, key, needed, controller.allowed)
             needed += self.place.workspaces.expected(key)
         if ready and controller.resident + needed + guess <= controller.allowed:
             return self._run_and_learn(seen, complete, key, needed)
@@ -333,9 +333,6 @@ class TensorEngine:
         controller.resident = sum(
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
-        if self.foresees and not self._measured:
-            self._measured = True
-            self.machine.measure_link()
         self.place.begin_step(controller.allowed, base_rss, signature)
         self.log.begin_step()
         controller.begin_step(signature)

@@ -106,20 +106,22 @@ class _Loans:
         if storage is None or storage.value is None:
             return
         with engine.controller.lock, torch._C._DisableTorchDispatch():
-            self._storages.append((engine, storage))
             engine.controller.lending.lend(storage)
+            self._storages.append((engine, storage))
             if storage.value.absent:
                 engine.fetch(storage)
 
     def end(self) -> None:
         """It returned."""
-        for engine, storage in self._storages:
-            with engine.controller.lock:
-                engine.controller.lending.take_back(storage)
-        self._storages.clear()
-        for engine in self._engines:
-            with engine.controller.lock:
-                engine.controller.lending.end()
+        try:
+            for engine, storage in self._storages:
+                with engine.controller.lock:
+                    engine.controller.lending.take_back(storage)
+        finally:
+            self._storages.clear()
+            for engine in self._engines:
+                with engine.controller.lock:
+                    engine.controller.lending.end()
 
 
 @contextlib.contextmanager

@@ -169,9 +169,11 @@ class CpuPlace(AbstractPlace):
         self.settings = NO_SETTINGS
         self.now = self.moment = time.perf_counter
         self.when = float
+        self._measures_link = False
 
     def attach(self, engine: TensorEngine) -> None:
         """Threads that copy are there before memory is short."""
+        self._measures_link = engine.foresees
         if engine.foresees:
             with contextlib.suppress(SpillError):  # there may be threads later
                 self.tier.start_workers()
@@ -187,7 +189,10 @@ class CpuPlace(AbstractPlace):
         """One thing comes after the other anyway."""
 
     def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
-        """What is in slots of earlier steps may have been written by the user."""
+        """What is in slots of earlier steps may have been written by the user. The first step measures the link."""
+        if self._measures_link:
+            self._measures_link = False
+            self.machine.measure_link()
         self.tier.generation += 1
         self._settled_for = 0
         self._machine.returns_pages = base_rss is not None

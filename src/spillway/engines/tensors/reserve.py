@@ -129,12 +129,13 @@ class Workspaces:
         measured = self._known.get(key)
         return measured[-1] if measured else 0
 
-    def guess(self, seen: Seen, key: Any, created: Bytes) -> Bytes:
+    def guess(self, seen: Seen, key: Any, created: Bytes, allowed: Bytes) -> Bytes:
         """What it may need the first time, when nobody knows: for ops that are known to be hungry as much again as
-        their operands and results, which libraries bring into another order."""
+        their operands and results, which libraries bring into another order, or what fits beside them."""
         if seen.info.name not in self._hungry or self._known.get(key):
             return 0
-        return created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
+        working = created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
+        return max(min(working, allowed - working), 0)
 
     def watch(self, controller: Controller, key: Any, run: Callable[[], T]) -> T:
         """Run a call and learn. If it left a recipe, a replay makes room for as much."""

@@ -202,7 +202,8 @@ class HostPool:
         the host waits for, and a slab in place of empty ones.
 
         Raises:
-            SpillFullError: The host budget does not hold them, or the system pins no more; nothing has changed.
+            SpillFullError: The host budget does not hold them, or the system pins no more; with `wait` empty slabs may
+                have gone back.
         """
         capacity = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         found = self._find(capacity)
