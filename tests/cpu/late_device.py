@@ -33,9 +33,10 @@ from spillway.engines.tensors.driver import Event, LaneTimes, Timed
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.host import Block
-from spillway.methods import AbstractPolicy
+from spillway.methods import LRU, AbstractPolicy
 from spillway.session.tensors import TensorSession
 from tests.cpu.bits import fill
+from tests.cpu.pressure import PLENTY
 
 PATTERN = 0xA7
 """What fresh memory holds."""
@@ -376,6 +377,17 @@ def late_session(
     driver = driver if driver is not None else LateDriver()
     engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
     return TensorSession([model], optimizers, engine, None, None, keep_timeline=timeline, return_freed=True)
+
+
+@contextmanager
+def late_step(exchanges: bool) -> Iterator[TensorSession]:
+    """A session in a step, whose copies are made when something waits for them and not before."""
+    late = LateDriver(lag=1 << 30)
+    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
+    with session, session.step():
+        late.copies_out = late.copies_in = 0  # those by which the link is measured
+        yield session
+    assert late.pinned == 0
 
 
 def driver_of(memory: TensorSession) -> Any:

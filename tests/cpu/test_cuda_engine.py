@@ -16,7 +16,7 @@ from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError
 from spillway.methods import LRU, Delta, Drop, Move
 from spillway.session import Session
-from tests.cpu.late_device import COPYING, LateDriver, driver_of, late_session
+from tests.cpu.late_device import COPYING, LateDriver, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, is_dropped, is_moved, put_away
 from tests.cpu.test_cuda_machine import ITEMS, NBYTES
 
@@ -28,11 +28,8 @@ def exchanges(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def memory(exchanges: bool) -> Iterator[Session]:
-    late = LateDriver(lag=1 << 30)
-    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
-    with session, session.step():
+    with late_step(exchanges) as session:
         yield session
-    assert late.pinned == 0
 
 
 # ---------------------------------------------------------------------- what is set aside

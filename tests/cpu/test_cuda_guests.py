@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spillway.errors import SessionError
 from spillway.methods import LRU, Copy, Drop, Move
 from spillway.session import Session
-from tests.cpu.late_device import LateDriver, late_session
+from tests.cpu.late_device import LateDriver, late_session, late_step
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, begin, raw
 
@@ -29,11 +29,8 @@ def exchanges(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def memory(exchanges: bool) -> Iterator[Session]:
-    late = LateDriver(lag=1 << 30)
-    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
-    with session, session.step():
+    with late_step(exchanges) as session:
         yield session
-    assert late.pinned == 0
 
 
 class Outside(torch.autograd.Function):

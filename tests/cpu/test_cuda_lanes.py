@@ -17,12 +17,13 @@ from torch import nn
 from spillway.engines.tensors import driver as drivers
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import CudaDriver
-from spillway.ir import Lane, Span, StepReport, Timeline, Work
+from spillway.ir import Lane, Work
 from spillway.methods import LRU, Copy, Drop, Fetch, Move
 from spillway.session import Session
 from tests.cpu.late_device import COPYING, LateDriver, late_session
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, NBYTES, begin
+from tests.cpu.test_lanes import of, recorded
 
 BEHIND = 1.0
 """Seconds of ops that the device has to do before all else."""
@@ -42,15 +43,6 @@ def memory(late: LateDriver) -> Iterator[Session]:
     """A session on the late device, between steps."""
     with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, timeline=True) as session:
         yield session
-
-
-def recorded(memory: Session) -> tuple[Timeline, StepReport]:
-    assert memory.timeline is not None
-    return memory.timeline, memory.history[memory.timeline.step]
-
-
-def of(timeline: Timeline, lane: Lane, work: Work = Work.COPY) -> list[Span]:
-    return [span for span in timeline.spans if (span.lane, span.work) == (lane, work)]
 
 
 def test_a_copy_that_ran_beside_ops_is_hidden_and_one_that_they_waited_for_is_not(
@@ -115,7 +107,7 @@ def test_what_was_copied_between_steps_belongs_to_none(memory: Session) -> None:
     with memory.step():
         tensor = torch.arange(ITEMS)
         assert put_away(memory, tensor, Move)
-    assert memory.history[-1].transfer_seconds >= COPYING
+    assert memory.history[-1].transfer_seconds > 0.99 * COPYING  # clocks round
     assert int(tensor.numpy()[-1]) == ITEMS - 1
     with memory.step():
         pass
@@ -167,7 +159,7 @@ def test_a_policy_hears_what_ops_waited_for_on_the_device(memory: Session, late:
 
 def test_a_step_in_which_the_host_waits_around_every_op_says_nothing_of_others(late: LateDriver) -> None:
     with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, costs=True) as memory:
-        assert step(memory, late, beside=COPYING) == 1.0
+        assert step(memory, late, beside=COPYING) == close_to(1.0)
         assert memory.history[-1].hidden_seconds == close_to(COPYING)
         assert step(memory, late, beside=COPYING) == 0.0
 

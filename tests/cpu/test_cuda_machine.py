@@ -15,7 +15,7 @@ from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.methods import LRU, AbstractPolicy, Copy, Fetch, Move
 from spillway.methods.base import MemoryView, Proposal
 from spillway.session import Session
-from tests.cpu.late_device import LateCopy, LateDriver, OutOfOrderError, driver_of, late_session
+from tests.cpu.late_device import LateCopy, LateDriver, OutOfOrderError, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, is_moved, put_away
 
 ITEMS = 64 << 10
@@ -29,13 +29,8 @@ def exchanges(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def memory(exchanges: bool) -> Iterator[Session]:
-    """A session in a step, whose copies are made when something waits for them and not before."""
-    late = LateDriver(lag=1 << 30)
-    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
-    with session, session.step():
-        late.copies_out = late.copies_in = 0  # those by which the link is measured
+    with late_step(exchanges) as session:
         yield session
-    assert late.pinned == 0
 
 
 def begin(memory: Session, tensor: Tensor, way: type[Copy | Fetch]) -> bool:

@@ -15,16 +15,14 @@ from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.methods import LRU, Drop, Fetch, Move
 from spillway.session import Session
-from tests.cpu.late_device import LateDriver, OutOfOrderError, driver_of, late_session
+from tests.cpu.late_device import LateDriver, OutOfOrderError, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, begin
 
 
 @pytest.fixture(params=[True, False], ids=["exchanged", "resized"])
 def memory(request: pytest.FixtureRequest) -> Iterator[Session]:
-    late = LateDriver(lag=1 << 30)
-    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=request.param, driver=late)
-    with session, session.step():
+    with late_step(request.param) as session:
         yield session
 
 
