@@ -35,7 +35,7 @@ def test_every_topic_has_a_sentence_and_facts(
     findings: dict[str, Any] = {finding["topic"]: finding for finding in json.loads(out)}
     cuda = [topic for topic in findings if topic.startswith("CUDA")]
     others = ["memory", "allocator", "huge pages", "spill directory", "disk speed"]
-    assert list(findings) == ["torch", "threads", "memory copy", *cuda, *others]
+    assert list(findings) == ["torch", "threads", "kernels", "memory copy", *cuda, *others]
     assert all(finding["sentence"].endswith(".") for finding in findings.values())
     assert findings["torch"]["facts"]["version"] == torch.__version__
     assert findings["torch"]["facts"]["_swap_data_ptr_"] is True
@@ -107,6 +107,17 @@ def test_probing_for_handlers_leaves_none_behind() -> None:
     before = dict(rules)
     assert on_torch.version().facts["dispatch_rules"] is True
     assert dict(on_torch.rules_of(torch.ops.aten.add.Tensor)) == before
+
+
+def test_how_many_compiled_kernels_are_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert on_torch.kernels({}).facts == {"onednn_kept": 1024}
+    fewer = on_torch.kernels({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "DNNL_PRIMITIVE_CACHE_CAPACITY": "8"})
+    assert fewer.facts == {"onednn_kept": 64}
+    assert "up to 64 compiled kernels" in fewer.sentence
+    assert "keeps no compiled kernels" in on_torch.kernels({"DNNL_PRIMITIVE_CACHE_CAPACITY": "0"}).sentence
+    assert on_torch.kernels({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "many"}).facts == {"onednn_kept": 1024}
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert on_torch.kernels({}).facts == {"onednn_kept": 0}
 
 
 def on_a_device(monkeypatch: pytest.MonkeyPatch, *, allocator: str = "native", free: Any = lambda number: None) -> None:

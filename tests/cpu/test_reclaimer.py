@@ -72,6 +72,21 @@ def test_what_was_expected_and_did_not_come_hides_nothing_that_comes_later() -> 
     assert resident.reads == 1
 
 
+def test_what_workers_are_filling_is_on_its_way_in_until_it_arrived() -> None:
+    # Two copies of 10 MiB each fitted below the limit, and were above it together.
+    resident = Resident(used=60 * MiB, freed=15 * MiB)
+    watching = reclaimer(resident)
+    watching.expect(10 * MiB)
+    watching.arrives(10 * MiB)
+    assert resident.trims == 0, "the first fits"
+    watching.expect(16 * MiB)
+    assert resident.trims == 1
+    resident.used, resident.freed = 70 * MiB, 10 * MiB
+    watching.arrived(10 * MiB)
+    watching.expect(16 * MiB)
+    assert resident.trims == 1, "it is counted once"
+
+
 def test_without_a_limit_nothing_is_read_or_trimmed() -> None:
     resident = Resident(used=1 << 40, freed=1 << 40)
     watching = Reclaimer(cast(Any, resident))

@@ -56,7 +56,7 @@ def _torch_side(*, measure: bool) -> list[Finding]:
         problem = Problem(what=f"torch cannot be imported: {error}.", fix="Install torch 2.13 or newer.", fatal=True)
         return [Finding(topic="torch", sentence="Not there.", facts={"version": None}, problems=[problem])]
     copies = [on_torch.memory_copy()] if measure else []
-    return [on_torch.version(), on_torch.threads(), *copies, *on_torch.devices(measure=measure)]
+    return [on_torch.version(), on_torch.threads(), on_torch.kernels(), *copies, *on_torch.devices(measure=measure)]
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

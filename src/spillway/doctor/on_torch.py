@@ -22,6 +22,9 @@ from spillway.units import Bytes, MiB, Seconds, format_bytes
 SAMPLE: Final[Bytes] = 64 * MiB
 """Bytes of one copy that is measured."""
 _SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_KERNELS: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
+"""The first one that is set counts."""
+_KERNELS_KEPT: Final = 1024
 
 
 def version() -> Finding:
@@ -99,6 +102,22 @@ def memory_copy() -> Finding:
         topic="memory copy",
         sentence=f"RAM is copied at {rate(SAMPLE / seconds)}: no copy to a slower tier is faster than this.",
         facts={"bytes_per_second": round(SAMPLE / seconds)},
+    )
+
+
+def kernels(environment: Mapping[str, str] = os.environ) -> Finding:
+    """What oneDNN keeps for every shape that it meets: memory of the process, in no account."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        sentence = "This torch has no oneDNN: no kernel is compiled for a shape and kept."
+        return Finding(topic="kernels", sentence=sentence, facts={"onednn_kept": 0})
+    given = next((environment[name] for name in _KERNELS if name in environment), "")
+    kept = int(given) if given.isdecimal() else _KERNELS_KEPT
+    return Finding(
+        topic="kernels",
+        sentence=f"oneDNN keeps {f'up to {kept:,}' if kept else 'no'} compiled kernels, some kilobytes each for an op "
+        f"and a shape: where sizes of inputs change, the process grows by them"
+        f"{'' if given else f' ({_KERNELS[0]}=64 keeps fewer)'}.",
+        facts={"onednn_kept": kept},
     )
 
 

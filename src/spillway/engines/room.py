@@ -40,13 +40,16 @@ def ask_policy(controller: Controller, needed: Bytes) -> None:
 
 
 def use_last_resort(controller: Controller, needed: Bytes) -> None:
-    """What no method proposed: move whatever may leave, and where the tier is full, drop it."""
+    """What no method proposed: move whatever may leave, and where the tier is full, drop it. At last, take what was set
+    aside."""
     for leave in (controller.move, controller.drop):
         for storage in list(controller.view.candidates()):
             if controller.resident + needed <= controller.allowed:
                 return
             controller.while_held(leave, storage)
             controller.empty_graveyard()
+    if controller.resident + needed > controller.allowed:
+        controller.allowed, controller.spare = controller.allowed + controller.spare, 0
 
 
 def refusal(controller: Controller, needed: Bytes, name: str) -> BudgetInfeasible | SpillFullError:

@@ -115,7 +115,9 @@ class CpuMachine:
     def start_in(self, storage: Storage, home: Slot) -> Arrival:
         """Let a worker read the bytes into fresh memory."""
         fresh = self._fresh(storage.nbytes)
-        return Arrival(fresh, self.tier.start_read(home, fresh.data_ptr()))
+        arrival = Arrival(fresh, self.tier.start_read(home, fresh.data_ptr()))
+        self._reclaimer.arrives(fresh.nbytes())
+        return arrival
 
     def arrived(self, arrival: Arrival) -> bool:
         """Whether the worker is done."""
@@ -123,8 +125,10 @@ class CpuMachine:
 
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
         """Wait for the worker and point the storage at what it read."""
-        unchanged = arrival.reading.result()
-        self._reclaimer.created(storage.nbytes)
+        try:
+            unchanged = arrival.reading.result()
+        finally:
+            self._reclaimer.arrived(arrival.fresh.nbytes())
         swap_bytes(real_storage(storage), arrival.fresh)
         return unchanged
 
@@ -132,6 +136,7 @@ class CpuMachine:
         """Its memory dies with the arrival, once the worker has let go of it."""
         if not arrival.reading.cancel():
             self.tier.log.wait([arrival.reading])
+        self._reclaimer.arrived(arrival.fresh.nbytes())
 
     def reap(self) -> None:
         """Let go of storages that a worker has read; some may die here, and not in the worker's thread."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
+from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.lanes import OnDevice, TransferLog
 from spillway.engines.machine import Machine
 from spillway.engines.records import Storage
@@ -21,7 +21,7 @@ from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.calls import NO_SETTINGS, Settings
 from spillway.engines.tensors.machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, release_heap
+from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_anonymous, release_heap
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
 
 RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
+
+RSS_TOLERATED = 0.10
+"""What a resident set is above the budget by more than this share is set aside in the steps that follow."""
+
+MOST_SET_ASIDE = 0.15
+"""The most, as a share of the budget: the program may have grown by what is no business of the session."""
+
+LEAST_ADJUSTED: Bytes = 64 << 20
+"""In budgets below this nothing is set aside: what Python takes decides the resident set."""
 
 
 class TensorMachine(Machine, Protocol):
@@ -164,6 +173,9 @@ class CpuPlace(AbstractPlace):
         self._release_heap = weakref.finalize(self, release_heap)
         self.creations = self.reclaimer = Reclaimer(self.resident_set)
         self._settled_for: Bytes = 0  # growth of steps that nobody watched since one was watched
+        self._controller: Controller | None = None
+        self._base_rss: Bytes | None = None
+        self._aside: Bytes = 0
         self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
         self.generator = torch.default_generator
         self.settings = NO_SETTINGS
@@ -173,6 +185,7 @@ class CpuPlace(AbstractPlace):
 
     def attach(self, engine: TensorEngine) -> None:
         """Threads that copy are there before memory is short."""
+        self._controller = engine.controller
         self._measures_link = engine.foresees
         if engine.foresees:
             with contextlib.suppress(SpillError):  # there may be threads later
@@ -196,8 +209,9 @@ class CpuPlace(AbstractPlace):
         self.tier.generation += 1
         self._settled_for = 0
         self._machine.returns_pages = base_rss is not None
-        if base_rss is not None and allowed < UNLIMITED:
-            self.reclaimer.limit = base_rss + int(allowed * (1 + RSS_SLACK))
+        self._base_rss = base_rss if allowed < UNLIMITED else None
+        if self._base_rss is not None:
+            self.reclaimer.limit = self._base_rss + int(self._set_aside() * (1 + RSS_SLACK))
 
     def finish_ops(self) -> None:
         """Nothing to do."""
@@ -205,6 +219,24 @@ class CpuPlace(AbstractPlace):
     def end_step(self) -> None:
         """From here on the user may write through mapped slots."""
         self.tier.generation += 1
+        if self._base_rss is not None:
+            self._learn(self._base_rss)
+
+    def _set_aside(self) -> Bytes:
+        """Let the step do without what is to be set aside; the budget."""
+        controller = self._attached()
+        budget = controller.allowed + controller.spare
+        controller.spare = min(self._aside, int(budget * MOST_SET_ASIDE))
+        controller.allowed = budget - controller.spare
+        return budget
+
+    def _learn(self, base_rss: Bytes) -> None:
+        """Beside the account there is what libraries keep, most of it for every size of input that they meet, and what
+        lies between blocks in use. Where nothing had to leave, the step is left as it is."""
+        controller = self._attached()
+        budget, counters = controller.allowed + controller.spare, controller.counters
+        if budget >= LEAST_ADJUSTED and (counters.moves or counters.drops):
+            self._aside += max(peak_anonymous() - base_rss - int(budget * (1 + RSS_TOLERATED)), 0)
 
     def begin_aside(self, growth: Bytes) -> None:
         """Return what steps before left behind: it lies in pieces, and need not be where the step can use it."""
@@ -220,11 +252,15 @@ class CpuPlace(AbstractPlace):
         return True
 
     def measured(self) -> Measured:
-        """The system says nothing that the account does not."""
-        return Measured()
+        """What the system says of the resident set is known to the session."""
+        return Measured(reserved=self._attached().spare)
 
     def close(self) -> None:
         """Give the file back, and the heap to the C library."""
         self._release_heap()
         self.tier.close()
         self.resident_set.close()
+
+    def _attached(self) -> Controller:
+        assert self._controller is not None, "attach() comes first"
+        return self._controller

@@ -74,11 +74,12 @@ class Reclaimer:
     It looks when so much was created since the last look, or is about to be, that the limit may be near.
     """
 
-    __slots__ = ("_headroom", "_resident_set", "limit")
+    __slots__ = ("_arriving", "_headroom", "_resident_set", "limit")
 
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
         self._headroom: Bytes = 0
+        self._arriving: Bytes = 0
         self.limit: Bytes = _NO_LIMIT
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nothing is
         read here."""
@@ -94,14 +95,25 @@ class Reclaimer:
         if self._headroom < 0:
             self.settle()
 
+    def arrives(self, nbytes: Bytes) -> None:
+        """A worker begins to fill so many bytes: until they `arrived` nobody knows how many of them are resident."""
+        self._arriving += nbytes
+        self.created(nbytes)
+
+    def arrived(self, nbytes: Bytes) -> None:
+        """All of them are resident now, or given up."""
+        self._arriving -= nbytes
+
     def settle(self, coming: Bytes = 0) -> None:
         """Look, and return what was freed if what is about to be created would not fit beside it."""
         if self.limit >= _NO_LIMIT:
             return
+        coming += self._arriving
         resident = self._resident_set.read()
         if resident + coming > self.limit:
             self._resident_set.trim()
             resident = self._resident_set.read()
+        resident += self._arriving
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
 
 
@@ -223,6 +235,11 @@ def peak_rss() -> Bytes:
     return 0
 
 
+def peak_anonymous() -> Bytes:
+    """The same without files, as far as they are mapped now."""
+    return max(peak_rss() - _file_pages(), 0)
+
+
 @final
 class PeakMemory:
     """Resident memory of this process above what it was when this was made.
@@ -237,11 +254,11 @@ class PeakMemory:
         memory.trim()
         memory.close()
         reset_peak()
-        self._peak, self._files = peak_rss(), _file_pages()
+        self._start = peak_anonymous()
 
     def above_start(self) -> Bytes:
         """The highest point since the start or, if a session runs, since its last step began."""
-        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
+        return max(peak_anonymous() - self._start, 0)
 
 
 def _file_pages() -> Bytes:
