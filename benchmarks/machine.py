@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import spillway
+from spillway.doctor.on_system import huge_pages
 from spillway.units import format_bytes
 
 
@@ -22,6 +23,7 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory": format_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         "kernel": f"{platform.system()} {platform.release()}",
+        "pages": _pages(),
         "spill_file_system": _file_system(Path(tempfile.gettempdir())),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -38,8 +40,9 @@ def load() -> float:
 
 def sentence(machine: dict[str, Any], loads: list[float]) -> str:
     """The description as one line."""
+    pages = f", pages of {machine['pages']}" if "pages" in machine else ""  # older results do not say
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['kernel']}, spill file on "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory']}, {machine['kernel']}{pages}, spill file on "
         f"{machine['spill_file_system']}; Python {machine['python']}, torch {machine['torch']}, {machine['threads']} "
         f"thread; {machine['date']}; load {loads[0]} at the start, {loads[-1]} at the end"
     )
@@ -50,6 +53,12 @@ def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _pages() -> str:
+    """The size of pages that a process gets without asking."""
+    sizes = huge_pages().facts["middle_sizes"]
+    return next((size for size in sizes if sizes[size] == "always"), f"{os.sysconf('SC_PAGE_SIZE') >> 10} KiB")
 
 
 def _file_system(folder: Path) -> str:

@@ -96,7 +96,8 @@ def test_what_is_left_below_a_limit_leaves_out_file_caches(tmp_path: Path) -> No
 
 def test_a_system_that_says_nothing_has_no_limit(tmp_path: Path) -> None:
     assert container_limit(tmp_path) is None
-    assert on_system.huge_pages(tmp_path).facts == {"mode": None}
+    assert on_system.huge_pages(tmp_path).facts == {"mode": None, "middle_sizes": {}}
+    assert on_system.huge_pages(tmp_path).problems == []
     assert on_spill.file_system(tmp_path, tmp_path / "mountinfo") == ""
 
 
@@ -125,8 +126,31 @@ def test_an_allocator_in_the_place_of_the_c_librarys_is_a_problem() -> None:
 )
 def test_huge_pages_are_as_the_system_says(tmp_path: Path, text: str, mode: str, word: str) -> None:
     finding = on_system.huge_pages(system(tmp_path, sys__kernel__mm__transparent_hugepage__enabled=f"{text}\n"))
-    assert finding.facts == {"mode": mode}
+    assert finding.facts == {"mode": mode, "middle_sizes": {}}
     assert word in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("top", "middle", "fix"),
+    [
+        ("madvise", "never", "hugepages-64kB"),
+        ("madvise", "madvise", "hugepages-64kB"),  # nobody asks for them
+        ("never", "inherit", "hugepages-64kB"),
+        ("always", "inherit", ""),
+        ("never", "always", ""),
+    ],
+)
+def test_pages_of_a_middle_size_are_recommended_where_nobody_gets_them(
+    tmp_path: Path, top: str, middle: str, fix: str
+) -> None:
+    folder = system(tmp_path, sys__kernel__mm__transparent_hugepage__enabled=f"[{top}]\n")
+    for size, chosen in ((64, middle), (128, "never")):
+        place = folder / f"sys/kernel/mm/transparent_hugepage/hugepages-{size}kB"
+        place.mkdir()
+        (place / "enabled").write_text(f"[{chosen}]\n")
+    finding = on_system.huge_pages(folder)
+    assert finding.facts["middle_sizes"] == {"64 KiB": top if middle == "inherit" else middle, "128 KiB": "never"}
+    assert [fix in problem.fix for problem in finding.problems] == [True] * bool(fix)
 
 
 def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path: Path) -> None:
