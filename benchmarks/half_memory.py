@@ -29,9 +29,12 @@ DEFAULT: Final = "spillway lru"
 MOVES: Final = "spillway, moves only"
 DELTA: Final = "spillway delta"
 DELTA_KEPT: Final = "spillway delta, freed memory kept"
+PUBLISHED: Final = "spillway delta-published"
+PUBLISHED_KEPT: Final = "spillway delta-published, freed memory kept"
 KEPT: Final = "spillway lru, freed memory kept"
 NEARLY_ALL: Final = "spillway lru at 97 %"
 CHECKPOINT: Final = "checkpoint"
+LIMITED: Final = (DEFAULT, KEPT, DELTA, DELTA_KEPT, PUBLISHED, PUBLISHED_KEPT)
 
 LIMIT: Final = 1.35
 """Times the plain step, with freed memory returned to the system (the default) and with it left to the allocator."""
@@ -63,7 +66,7 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Measure every workload."""
     rows = [row for task in size.tasks for row in _rows(task, size, tell)]
-    limited = [row for row in rows if row["competitor"] in (DEFAULT, KEPT, DELTA, DELTA_KEPT)]
+    limited = [row for row in rows if row["competitor"] in LIMITED]
     return Result(
         title="time per step at half of the plain peak",
         columns=COLUMNS,
@@ -117,6 +120,8 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
         MOVES: job("lru that moves only", budget),
         DELTA: job("delta", budget),
         DELTA_KEPT: job("delta", budget, return_freed=False),
+        PUBLISHED: job("delta-published", budget),
+        PUBLISHED_KEPT: job("delta-published", budget, return_freed=False),
         NEARLY_ALL: job("lru", nearly_all),
         CHECKPOINT: job(checkpoints=True),
     }

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -19,16 +20,20 @@ import spillway
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
 from benchmarks.timing import Clock, median_ratio
 from benchmarks.workers import Job, all_started
-from spillway.methods import LRU, KeepAll
+from spillway.methods import LRU, Delta, KeepAll
+from spillway.methods.base import AbstractPolicy
 from spillway.units import GiB
 
 PLAIN: Final = "plain"
 NOTHING: Final = "a dispatch mode that does nothing"
 TRACKING: Final = "tracking, keep-all"
-RECIPES: Final = "with recipes, lru"
-ASIDE: Final = "known to fit, lru"
+METHODS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = MappingProxyType(
+    {"lru": LRU, "delta": Delta, "delta-published": Delta.as_published}
+)
+RECIPES: Final = {f"with recipes, {method}": method for method in METHODS}
+ASIDE: Final = {f"known to fit, {method}": method for method in METHODS}
 
-LIMITS: Final = {TRACKING: 10.0, RECIPES: 12.0}
+LIMITS: Final = {TRACKING: 10.0, **dict.fromkeys(RECIPES, 12.0)}
 """Microseconds per op over plain."""
 NOTHING_THERE: Final = 6.9
 """What the mode that does nothing costs where these limits were set, in microseconds."""
@@ -144,8 +149,8 @@ class Turns:
 def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
     """A competitor by its name. The one that steps aside takes turns with plain steps, step by step, in one process."""
     encoder = Encoder(Shape(**shape))
-    if kind == ASIDE:
-        return Turns(encoder, {PLAIN: nullcontext, ASIDE: _aside(encoder)}, steps)
+    if kind in ASIDE:
+        return Turns(encoder, {PLAIN: nullcontext, kind: _aside(encoder, kind)}, steps)
     nothing = DoesNothing()
     arounds: dict[str, Around] = {PLAIN: nullcontext, NOTHING: lambda: nothing}
     if kind in LIMITS:
@@ -155,12 +160,12 @@ def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
 
 
 def _session(encoder: Encoder, kind: str) -> spillway.Session:
-    method = KeepAll() if kind == TRACKING else LRU()
+    method = KeepAll() if kind == TRACKING else METHODS[{**RECIPES, **ASIDE}[kind]]()
     return spillway.manage(encoder.model, encoder.optimizer, budget=ROOM, method=method)
 
 
-def _aside(encoder: Encoder) -> Around:
-    memory = _session(encoder, ASIDE)
+def _aside(encoder: Encoder, kind: str) -> Around:
+    memory = _session(encoder, kind)
     while not memory.history or memory.history[-1].managed:
         if len(memory.history) == 5:
             raise RuntimeError("The session has not stepped aside after five steps of one size.")
@@ -174,11 +179,12 @@ def run(size: Size, tell: Tell) -> Result:
     answers = _measured(size, tell)
     ops = ops_of(size.small)
     plain = _Times(_answers(answers[PLAIN], PLAIN))
-    kinds = (PLAIN, NOTHING, TRACKING, RECIPES)
+    kinds = (PLAIN, NOTHING, TRACKING, *RECIPES)
     rows = _beside_nothing(
         [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in kinds]
     )
-    asides = [_aside_row(size.small, answers[ASIDE]), _aside_row(size.large, answers["large"])]
+    asides = [_aside_row(kind, size.small, answers[kind]) for kind in ASIDE]
+    asides += [_aside_row(kind, size.large, answers[_large(kind)]) for kind in ASIDE]
     return Result(
         title="what a step costs beyond plain when nothing has to leave",
         columns=COLUMNS,
@@ -210,8 +216,8 @@ NOTES: Final = (
 
 def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
     small, large = asdict(size.small), asdict(size.large)
-    jobs = {kind: _job(kind, small, size.steps) for kind in (PLAIN, NOTHING, TRACKING, RECIPES, ASIDE)}
-    jobs["large"] = _job(ASIDE, large, size.large_steps)
+    jobs = {kind: _job(kind, small, size.steps) for kind in (PLAIN, NOTHING, TRACKING, *RECIPES, *ASIDE)}
+    jobs |= {_large(kind): _job(kind, large, size.large_steps) for kind in ASIDE}
     with all_started(jobs) as workers:
         answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
         for number in range(size.rounds):
@@ -219,6 +225,11 @@ def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
             for name, worker in workers.items():
                 answers[name].append(worker.ask())
     return {name: found[1:] for name, found in answers.items()}
+
+
+def _large(kind: str) -> str:
+    """The name of the job on the large encoder."""
+    return f"{kind}, large"
 
 
 def _job(kind: str, shape: dict[str, int], steps: int) -> Job:
@@ -271,10 +282,10 @@ def _beside_nothing(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _aside_row(shape: Shape, turns: Sequence[Any]) -> Row:
-    times, plain = _Times(_answers(turns, ASIDE)), _Times(_answers(turns, PLAIN))
+def _aside_row(kind: str, shape: Shape, turns: Sequence[Any]) -> Row:
+    times, plain = _Times(_answers(turns, kind)), _Times(_answers(turns, PLAIN))
     return {
-        "competitor": ASIDE,
+        "competitor": kind,
         "shape": str(shape),
         "ops": None,
         "seconds": statistics.median(times.wall),
@@ -303,8 +314,13 @@ def _both_ways(row: Row, limit: float) -> list[Check]:
 
 
 def _aside_checks(rows: Sequence[Row]) -> list[Check]:
-    what = "known to fit, times the plain step"
-    return [Check(what=f"{what}, {row['shape']}", measured=row["ratio"], at_most=ASIDE_LIMIT) for row in rows]
+    return [
+        Check(
+            what=f"{row['competitor']}, times the plain step, {row['shape']}",
+            measured=row["ratio"], at_most=ASIDE_LIMIT,
+        )
+        for row in rows
+    ]  # fmt: skip
 
 
 BENCHMARK: Final = Benchmark(

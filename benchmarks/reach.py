@@ -22,7 +22,7 @@ from benchmarks.record import (
     share_columns,
     text_columns,
 )
-from benchmarks.training import account, longest_batch, managed_step
+from benchmarks.training import METHODS, account, longest_batch, managed_step
 from spillway.units import Bytes
 from spillway.workloads import Workload, get
 
@@ -53,6 +53,7 @@ class Size:
     """Batches of which the longest is trained on."""
     parts: int
     """Budgets are tried in shares of the plain peak of one in `parts`."""
+    methods: Sequence[str] = ("lru", "delta", "delta-published")
 
 
 @final
@@ -85,10 +86,11 @@ class LargestOp(TorchDispatchMode):
 
 @final
 class Search:
-    """Tries budgets on one workload, each in a fresh session on a fresh model."""
+    """Tries budgets on one workload under one method, each in a fresh session on a fresh model."""
 
-    def __init__(self, task: Task, among: int, tell: Tell) -> None:
+    def __init__(self, task: Task, method: str, among: int, tell: Tell) -> None:
         self._task = task
+        self._method = method
         self._tell = tell
         self._batch = longest_batch(self._built(), among)
         plain = account(self._built(), self._batch, STEPS)
@@ -114,10 +116,10 @@ class Search:
 
     def try_budget(self, budget: Bytes) -> Tried:
         """Train `STEPS` steps under a budget."""
-        workload = self._built()
-        self._tell(f"{self._task.workload}: {budget / self.peak:.1%} of the plain peak")
+        workload, method = self._built(), METHODS[self._method]()
+        self._tell(f"{self._task.workload}, {self._method}: {budget / self.peak:.1%} of the plain peak")
         try:
-            with spillway.manage(workload.model, workload.optimizers, budget=budget) as memory:
+            with spillway.manage(workload.model, workload.optimizers, budget=budget, method=method) as memory:
                 losses = tuple(managed_step(workload, self._batch, memory) for _ in range(STEPS))
         except spillway.BudgetInfeasible as refusal:
             self.tried[budget] = Tried(budget=budget, refused=refusal)
@@ -131,7 +133,7 @@ class Search:
 
 def run(size: Size, tell: Tell) -> Result:
     """Search on every workload."""
-    rows = [_row(task, size, tell) for task in size.tasks]
+    rows = [_row(task, method, size, tell) for task in size.tasks for method in size.methods]
     return Result(
         title="the smallest budget that works",
         columns=COLUMNS,
@@ -142,7 +144,7 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload"),
+    *text_columns(workload="workload", method="method"),
     *byte_columns(peak_bytes="plain peak", smallest_bytes="smallest"),
     *share_columns(smallest_share="share", target_share="target"),
     *text_columns(largest_op="largest op"),
@@ -162,8 +164,8 @@ NOTES: Final = (
 )
 
 
-def _row(task: Task, size: Size, tell: Tell) -> Row:
-    search = Search(task, size.among, tell)
+def _row(task: Task, method: str, size: Size, tell: Tell) -> Row:
+    search = Search(task, method, size.among, tell)
     largest = search.largest_op()
     smallest = search.smallest(size.parts)
     refused = [tried for tried in list(search.tried.values()) if tried.refused is not None]
@@ -172,6 +174,7 @@ def _row(task: Task, size: Size, tell: Tell) -> Row:
     peak = search.peak
     return {
         "workload": task.workload,
+        "method": method,
         "peak_bytes": peak,
         "smallest_bytes": smallest,
         "smallest_share": smallest / peak,
@@ -196,7 +199,7 @@ def _told(search: Search, refused: Sequence[Tried]) -> list[Tried]:
 
 
 def _checks(row: Row) -> list[Check]:
-    name = row["workload"]
+    name = f"{row['workload']}, {row['method']}"
     return [
         Check(
             what=f"{name}, smallest budget that works, share of the plain peak",
@@ -204,7 +207,7 @@ def _checks(row: Row) -> list[Check]:
             at_most=row["target_share"],
         ),
         Check(what=f"{name}, budgets told by a refusal that do not work", measured=row["told_refused"], at_most=0),
-        Check(what=f"{name}, workloads whose losses differ", measured=int(not row["identical"]), at_most=0),
+        Check(what=f"{name}, searches in which losses differ", measured=int(not row["identical"]), at_most=0),
     ]
 
 
