@@ -124,8 +124,8 @@ def _pages(nbytes: int) -> Bytes:
 
 
 def _rnn_layer_backward(args: Sequence[Any]) -> Bytes:
-    """A gradient for each of the first seven arguments."""
-    return sum(int(t.numel()) * t.element_size() + _SLACK for t in args[:7])
+    """A gradient for each of the first seven arguments, in full precision whatever theirs is."""
+    return sum(int(t.numel()) * max(t.element_size(), 4) + _SLACK for t in args[:7])
 
 
 _FROM_SHAPES: Final = frozenset({_sparse_product, _dense, _loss, _edges, _histogram, _rnn_layer, _rnn_layer_backward})
