@@ -57,7 +57,10 @@ def _cpu_model() -> str:
 
 def _pages() -> str:
     """The size of pages that a process gets without asking."""
-    sizes = huge_pages().facts["middle_sizes"]
+    facts = huge_pages().facts
+    sizes = facts["middle_sizes"]
+    if facts["mode"] == "always":
+        return "2 MiB where they fit"
     return next((size for size in sizes if sizes[size] == "always"), f"{os.sysconf('SC_PAGE_SIZE') >> 10} KiB")
 
 

@@ -1,4 +1,4 @@
-"""What layers of oneDNN's LSTM create is never more than was expected, in every dtype that the processor has them for."""
+"""What layers of oneDNN's LSTM create is never more than was expected, in every dtype that they are there for."""
 
 from __future__ import annotations
 

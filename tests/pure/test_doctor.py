@@ -138,6 +138,7 @@ def test_huge_pages_are_as_the_system_says(tmp_path: Path, text: str, mode: str,
         ("never", "inherit", "hugepages-64kB"),
         ("always", "inherit", ""),
         ("never", "always", ""),
+        ("always", "never", ""),  # larger ones then
     ],
 )
 def test_pages_of_a_middle_size_are_recommended_where_nobody_gets_them(

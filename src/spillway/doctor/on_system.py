@@ -125,7 +125,7 @@ def huge_pages(root: Path = ROOT) -> Finding:
     given = {size: _chosen(folder / f"hugepages-{size}kB/enabled").replace("inherit", mode) for size in _MIDDLE_SIZES}
     offered = {size: chosen for size, chosen in given.items() if chosen}
     problems = []
-    if offered and "always" not in offered.values():
+    if offered and "always" not in (mode, *offered.values()):
         size = min(offered, key=lambda size: abs(size - 64))
         problems.append(
             Problem(

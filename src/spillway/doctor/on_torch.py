@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -110,15 +111,15 @@ def kernels(environment: Mapping[str, str] = os.environ) -> Finding:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         sentence = "This torch has no oneDNN: no kernel is compiled for a shape and kept."
         return Finding(topic="kernels", sentence=sentence, facts={"onednn_kept": 0})
-    given = next((environment[name] for name in _KERNELS if name in environment), "")
-    kept = int(given) if given.isdecimal() else _KERNELS_KEPT
-    return Finding(
-        topic="kernels",
-        sentence=f"oneDNN keeps {f'up to {kept:,}' if kept else 'no'} compiled kernels, some kilobytes each for an op "
-        f"and a shape: where sizes of inputs change, the process grows by them"
-        f"{'' if given else f' ({_KERNELS[0]}=64 keeps fewer)'}.",
-        facts={"onednn_kept": kept},
+    given = next((environment[name] for name in _KERNELS if environment.get(name)), str(_KERNELS_KEPT))
+    number = re.match(r"\s*\d+", given)
+    kept = int(number.group()) if number else 0  # oneDNN reads what is no number as 0
+    grows = (
+        f"oneDNN keeps up to {kept:,} compiled kernels, some kilobytes each for an op and a shape: where sizes of "
+        f"inputs change, the process grows by them ({_KERNELS[0]} says how many)."
     )
+    none = f"oneDNN keeps no compiled kernels ({_KERNELS[0]}={given}): it compiles them anew for every op."
+    return Finding(topic="kernels", sentence=grows if kept else none, facts={"onednn_kept": kept})
 
 
 def devices(*, measure: bool, environment: Mapping[str, str] = os.environ) -> list[Finding]:

@@ -49,9 +49,11 @@ class Chronicle:
 
     def timeline(
         self, step: int, events: list[tuple[int, Storage, Change]], log: TransferLog, began: Seconds,
-        ops: int | None = None,
+        ops: int | None = None, reserved: Bytes = 0,
     ) -> Timeline:  # fmt: skip
-        """The timeline; the step `began` at that time. `ops` is how many it has, if not all of them ran."""
+        """The timeline; the step `began` at that time. `ops` is how many it has, if not all of them ran. Of the budget
+        so much was reserved.
+        """
         controller = self._controller
         ops = controller.clock - self._first_op if ops is None else ops
         present = {storage.number for storage in self._start}
@@ -63,7 +65,8 @@ class Chronicle:
             lines[storage.number] = storage
             kept.append(Event(op=self._number(clock, ops), storage=storage.number, change=change))
         return Timeline(
-            step=step, allowed=controller.allowed, ops=ops, events=tuple(kept), spans=self._spans(ops, log, began),
+            step=step, allowed=controller.allowed + reserved, ops=ops, events=tuple(kept),
+            spans=self._spans(ops, log, began),
             storages=tuple(
                 StorageLine(
                     storage=number, kind=Kind(storage.kind or Kind.TEMPORARY), nbytes=storage.nbytes,

@@ -63,8 +63,8 @@ class Controller:
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "lending",
-        "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "resident", "spare", "tier_full", "view",
-        "young",
+        "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "reserved", "resident", "tier_full",
+        "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -72,7 +72,7 @@ class Controller:
         self.policy = policy
         self.allowed = allowed
         self.chain_cap = chain_cap
-        self.spare: Bytes = 0  # of the budget, not in `allowed`; rather taken than an op refused
+        self.reserved: Bytes = 0  # of the budget, not in `allowed`; rather taken than an op refused
         self.resident = self.peak = self.created = 0
         self.clock = self.first_op = self.away = 0
         self.counters = Counters()

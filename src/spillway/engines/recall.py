@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from spillway.engines.records import AWAY, DROPPED, Storage, Value
 from spillway.engines.replay import UNCAPPED, Ancestry, ancestry, chain_fits
+from spillway.engines.room import leaving_reserved
 from spillway.errors import BudgetInfeasible, SpillFullError
 from spillway.methods.base import Recall
 from spillway.units import Bytes
@@ -63,7 +64,8 @@ def recall(controller: Controller, value: Value) -> None:
     controller.away -= 1
     controller.cut(value, tuple(found.leaves), found.chain)
     try:
-        controller.restore(value)
+        with leaving_reserved(controller):
+            controller.restore(value)
     except (BudgetInfeasible, SpillFullError):
         controller.counters.refuse("no room to recompute it")
     finally:
@@ -77,7 +79,8 @@ def restore_early(controller: Controller, storage: Storage) -> bool:
         controller.counters.refuse("not absent")
         return False
     try:
-        controller.restore(value)
+        with leaving_reserved(controller):
+            controller.restore(value)
     except (BudgetInfeasible, SpillFullError):
         controller.counters.refuse("no room to bring it back early")
         return False

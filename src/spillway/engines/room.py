@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 from spillway.errors import BudgetInfeasible, SpillFullError
@@ -34,14 +34,24 @@ def grant_in_turn(
 
 
 def ask_policy(controller: Controller, needed: Bytes) -> None:
-    """Grant what the policy proposes until `needed` more bytes fit."""
+    """Grant what the policy proposes until `needed` more bytes fit. Policies may refuse as well."""
+    try:
+        _ask(controller, needed)
+    except BudgetInfeasible:
+        if not _take_reserved(controller):
+            raise
+        _ask(controller, needed)
+
+
+def _ask(controller: Controller, needed: Bytes) -> None:
     proposals = controller.policy.relieve(controller.view, controller.resident + needed - controller.allowed)
     grant_in_turn(controller, proposals, lambda: controller.resident + needed <= controller.allowed)
 
 
 def use_last_resort(controller: Controller, needed: Bytes) -> None:
-    """What no method proposed: move whatever may leave, and where the tier is full, drop it. At last, take what was set
-    aside."""
+    """What no method proposed: move whatever may leave, and where the tier is full, drop it; then take what is
+    reserved.
+    """
     for leave in (controller.move, controller.drop):
         for storage in list(controller.view.candidates()):
             if controller.resident + needed <= controller.allowed:
@@ -49,7 +59,24 @@ def use_last_resort(controller: Controller, needed: Bytes) -> None:
             controller.while_held(leave, storage)
             controller.empty_graveyard()
     if controller.resident + needed > controller.allowed:
-        controller.allowed, controller.spare = controller.allowed + controller.spare, 0
+        _take_reserved(controller)
+
+
+def _take_reserved(controller: Controller) -> bool:
+    """Rather than refuse: until the step ends the whole budget is allowed. False if it is already."""
+    reserved, controller.reserved = controller.reserved, 0
+    controller.allowed += reserved
+    return reserved > 0
+
+
+@contextlib.contextmanager
+def leaving_reserved(controller: Controller) -> Iterator[None]:
+    """What is made room for here is not needed: what is reserved stays so."""
+    reserved, controller.reserved = controller.reserved, 0
+    try:
+        yield
+    finally:
+        controller.reserved = reserved
 
 
 def refusal(controller: Controller, needed: Bytes, name: str) -> BudgetInfeasible | SpillFullError:

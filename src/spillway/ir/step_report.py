@@ -71,7 +71,9 @@ class StepReport:
     device_peak_bytes: Bytes = 0
     """The most that the device's allocator had handed out, measured; 0 on the CPU, where nobody counts that."""
     reserved_bytes: Bytes = 0
-    """Of the budget, what is set aside for what the account does not see: workspaces, other tensors, odd pieces."""
+    """Of the budget, what was reserved when the step ended, for what the account does not see: on CUDA workspaces,
+    other tensors, odd pieces; on the CPU whatever kept the resident set too far above the budget.
+    """
 
     input_size: list[int] | None = None
     """The input size that a method of the block engine planned by; None under the tensor engine, which has none."""

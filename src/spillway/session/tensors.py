@@ -111,7 +111,7 @@ class TensorSession(Session):
         created = [(gradients, grad) for grad in [p.grad for p in self._parameters] if grad is not None]
         inputs = [(Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         self._engine.label([*created, *inputs])  # what may have come without being watched
-        return fit if fit.peak_from(controller.resident) <= controller.allowed else None
+        return fit if fit.peak_from(controller.resident) <= controller.allowed + controller.reserved else None
 
     def _presses_most(self, report: StepReport) -> bool:
         return _pressure(report) > self._most_pressure

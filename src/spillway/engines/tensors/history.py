@@ -63,4 +63,5 @@ class StepHistory:
         self._engine.label(self._named())
         when, ran = self._engine.place.when, self._chronicle.ran
         ran[:] = [op._replace(began=when(op.began), ended=when(op.ended)) for op in ran]
-        return self._chronicle.timeline(step, events, self._engine.log, self._engine.began)
+        reserved = self._engine.place.measured().reserved
+        return self._chronicle.timeline(step, events, self._engine.log, self._engine.began, reserved=reserved)

@@ -21,7 +21,7 @@ from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.calls import NO_SETTINGS, Settings
 from spillway.engines.tensors.machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_anonymous, release_heap
+from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, release_heap
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
@@ -35,13 +35,16 @@ RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
 
 RSS_TOLERATED = 0.10
-"""What a resident set is above the budget by more than this share is set aside in the steps that follow."""
+"""A resident set may be above the budget by this share. What it was beyond is reserved in the steps that follow."""
 
-MOST_SET_ASIDE = 0.15
+MOST_RESERVED = 0.15
 """The most, as a share of the budget: the program may have grown by what is no business of the session."""
 
+GIVEN_BACK = 16
+"""Where a step stayed below what is tolerated, one part in so many of what it stayed below is reserved no longer."""
+
 LEAST_ADJUSTED: Bytes = 64 << 20
-"""In budgets below this nothing is set aside: what Python takes decides the resident set."""
+"""In budgets below this nothing is reserved: what Python takes decides the resident set."""
 
 
 class TensorMachine(Machine, Protocol):
@@ -175,7 +178,7 @@ class CpuPlace(AbstractPlace):
         self._settled_for: Bytes = 0  # growth of steps that nobody watched since one was watched
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
-        self._aside: Bytes = 0
+        self._learned: Bytes = 0  # what is to be reserved
         self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
         self.generator = torch.default_generator
         self.settings = NO_SETTINGS
@@ -211,7 +214,8 @@ class CpuPlace(AbstractPlace):
         self._machine.returns_pages = base_rss is not None
         self._base_rss = base_rss if allowed < UNLIMITED else None
         if self._base_rss is not None:
-            self.reclaimer.limit = self._base_rss + int(self._set_aside() * (1 + RSS_SLACK))
+            self.reclaimer.limit = self._base_rss + int(self._reserve() * (1 + RSS_SLACK))
+            self.reclaimer.highest = 0
 
     def finish_ops(self) -> None:
         """Nothing to do."""
@@ -222,21 +226,24 @@ class CpuPlace(AbstractPlace):
         if self._base_rss is not None:
             self._learn(self._base_rss)
 
-    def _set_aside(self) -> Bytes:
-        """Let the step do without what is to be set aside; the budget."""
+    def _reserve(self) -> Bytes:
+        """Let the step do without what is to be reserved. Returns the budget."""
         controller = self._attached()
-        budget = controller.allowed + controller.spare
-        controller.spare = min(self._aside, int(budget * MOST_SET_ASIDE))
-        controller.allowed = budget - controller.spare
+        budget = controller.allowed + controller.reserved
+        controller.reserved = self._learned
+        controller.allowed = budget - self._learned
         return budget
 
     def _learn(self, base_rss: Bytes) -> None:
         """Beside the account there is what libraries keep, most of it for every size of input that they meet, and what
-        lies between blocks in use. Where nothing had to leave, the step is left as it is."""
+        lies between blocks in use. From a step from which nothing had to leave, nothing is learned.
+        """
         controller = self._attached()
-        budget, counters = controller.allowed + controller.spare, controller.counters
+        budget, counters = controller.allowed + controller.reserved, controller.counters
         if budget >= LEAST_ADJUSTED and (counters.moves or counters.drops):
-            self._aside += max(peak_anonymous() - base_rss - int(budget * (1 + RSS_TOLERATED)), 0)
+            above = max(self.reclaimer.highest, self.reclaimer.limit) - base_rss - int(budget * (1 + RSS_TOLERATED))
+            learned = self._learned + (above if above > 0 else above // GIVEN_BACK)
+            self._learned = min(max(learned, 0), int(budget * MOST_RESERVED))
 
     def begin_aside(self, growth: Bytes) -> None:
         """Return what steps before left behind: it lies in pieces, and need not be where the step can use it."""
@@ -252,8 +259,8 @@ class CpuPlace(AbstractPlace):
         return True
 
     def measured(self) -> Measured:
-        """What the system says of the resident set is known to the session."""
-        return Measured(reserved=self._attached().spare)
+        """What is reserved. What the system says of a step's resident set is asked by the session itself."""
+        return Measured(reserved=self._attached().reserved)
 
     def close(self) -> None:
         """Give the file back, and the heap to the C library."""

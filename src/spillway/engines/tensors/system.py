@@ -74,7 +74,7 @@ class Reclaimer:
     It looks when so much was created since the last look, or is about to be, that the limit may be near.
     """
 
-    __slots__ = ("_arriving", "_headroom", "_resident_set", "limit")
+    __slots__ = ("_arriving", "_headroom", "_resident_set", "highest", "limit")
 
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
@@ -83,6 +83,8 @@ class Reclaimer:
         self.limit: Bytes = _NO_LIMIT
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nothing is
         read here."""
+        self.highest: Bytes = 0
+        """The most that was resident, or about to be, when all freed memory had been returned."""
 
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created. They count when they are: what was expected need not come."""
@@ -113,6 +115,7 @@ class Reclaimer:
         if resident + coming > self.limit:
             self._resident_set.trim()
             resident = self._resident_set.read()
+            self.highest = max(self.highest, resident + coming)
         resident += self._arriving
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
 
@@ -235,11 +238,6 @@ def peak_rss() -> Bytes:
     return 0
 
 
-def peak_anonymous() -> Bytes:
-    """The same without files, as far as they are mapped now."""
-    return max(peak_rss() - _file_pages(), 0)
-
-
 @final
 class PeakMemory:
     """Resident memory of this process above what it was when this was made.
@@ -254,11 +252,11 @@ class PeakMemory:
         memory.trim()
         memory.close()
         reset_peak()
-        self._start = peak_anonymous()
+        self._peak, self._files = peak_rss(), _file_pages()
 
     def above_start(self) -> Bytes:
         """The highest point since the start or, if a session runs, since its last step began."""
-        return max(peak_anonymous() - self._start, 0)
+        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
 
 
 def _file_pages() -> Bytes:
