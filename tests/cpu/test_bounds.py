@@ -66,6 +66,7 @@ ODD: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "pooled": (aten.max_pool2d_with_indices.default, (IMAGES, [3, 2], [2], [1, 0], [1], True)),
     "mixed": (aten.silu_backward.default, (ROWS.bfloat16(), ROWS)),
     "a gradient that is broadcast": (aten.threshold_backward.default, (ROWS[:1], ROWS, 0)),
+    "a gradient of booleans": (aten.native_dropout_backward.default, (ROWS > 0, ROWS > 0, 2.0)),
     "a gradient that is broadcast over a mask": (aten.native_dropout_backward.default, (ROWS[:1], ROWS > 0, 2.0)),
     "channels that the shape does not tell": (
         aten.native_group_norm_backward.default,

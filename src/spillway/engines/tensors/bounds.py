@@ -90,10 +90,18 @@ def _compared(args: Sequence[Any]) -> int:
 
 def _filled(args: Sequence[Any]) -> int:
     """The first tensor's kind, broadcast with a mask."""
+    return _beside_mask(args) * int(args[0].itemsize) + _ODD_BYTES
+
+
+def _scaled(args: Sequence[Any]) -> int:
+    """The first tensor, broadcast with a mask and times a number."""
+    first = args[0]
+    return _beside_mask(args) * (first.itemsize if first.dtype.is_floating_point else _WIDEST) + _ODD_BYTES
+
+
+def _beside_mask(args: Sequence[Any]) -> int:
     first, mask = args[0], args[1]
-    elements = first.numel() if mask.shape == first.shape else _broadcast(first.shape, mask.shape)
-    nbytes: int = elements * first.itemsize + _ODD_BYTES
-    return nbytes
+    return int(first.numel()) if mask.shape == first.shape else _broadcast(first.shape, mask.shape)
 
 
 def _broadcast(one: Sequence[int], other: Sequence[int]) -> int:
@@ -283,7 +291,8 @@ _FORMULAS: Final[Mapping[str, _Formula]] = MappingProxyType(
             (("empty", "zeros", "ones", "full", "rand", "randn"), _new),
             (("nll_loss_forward", "nll_loss2d_forward"), _loss),
             (("native_dropout",), _with_mask),
-            (("masked_fill", "native_dropout_backward"), _filled),
+            (("masked_fill",), _filled),
+            (("native_dropout_backward",), _scaled),
             (("sum", "mean"), _reduced),
             (("native_layer_norm",), _layer_norm),
             (("native_layer_norm_backward",), _layer_norm_backward),
