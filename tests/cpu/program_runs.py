@@ -14,14 +14,14 @@ from typing import Any, final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED
 from spillway.engines.records import AWAY, HERE, Storage
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible, SpillwayError
-from spillway.methods import AbstractPolicy
+from spillway.methods import AbstractPolicy, KeepAll
 from spillway.methods.base import Drop, Move
 from tests.cpu.world import Part, Program, World
 
@@ -182,14 +182,25 @@ def plain(program: Program) -> dict[str, Any]:
 
 
 def plain_until(program: Program, last: int, ops: int) -> dict[str, Any]:
-    """As plain torch would have left everything if the op of that number in the last step had raised."""
+    """As plain torch would have left everything if the op of that number in the last step had raised.
+
+    The mode that raises stands above an engine that keeps everything, which is judged by itself. Alone it would let
+    backwards pass that plain torch refuses: under a mode torch counts versions of what some ops write otherwise.
+    """
     world = World(program.seed)
     for part in program.parts[:last]:
         world.run(part.inside)
         world.run(part.outside)
-    if ops:
+    if not ops:
+        return world.state()
+    engine = TensorEngine(KeepAll(), UNLIMITED)
+    try:
+        engine.begin_step(world.named())
         with contextlib.suppress(Stopped), StopAt(ops):
             world.run(program.parts[last].inside)
+        engine.end_step()
+    finally:
+        engine.close()
     return world.state()
 
 
