@@ -196,9 +196,11 @@ def plain_until(program: Program, last: int, ops: int) -> dict[str, Any]:
     engine = TensorEngine(KeepAll(), UNLIMITED)
     try:
         engine.begin_step(world.named())
-        with contextlib.suppress(Stopped), StopAt(ops):
-            world.run(program.parts[last].inside)
-        engine.end_step()
+        try:
+            with contextlib.suppress(Stopped), StopAt(ops):
+                world.run(program.parts[last].inside)
+        finally:
+            engine.end_step()
     finally:
         engine.close()
     return world.state()

@@ -87,6 +87,19 @@ def test_what_workers_are_filling_is_on_its_way_in_until_it_arrived() -> None:
     assert resident.trims == 1, "it is counted once"
 
 
+def test_the_highest_point_is_what_cannot_be_returned_and_what_comes() -> None:
+    resident = Resident(used=60 * MiB, freed=20 * MiB)
+    watching = reclaimer(resident)
+    watching.expect(10 * MiB)
+    assert watching.highest == 0, "nobody had to look for it"
+    watching.expect(30 * MiB)
+    assert watching.highest == 90 * MiB
+    watching.arrives(20 * MiB)
+    resident.used = 95 * MiB  # most of what arrives is there
+    watching.settle()
+    assert watching.highest == 95 * MiB
+
+
 def test_without_a_limit_nothing_is_read_or_trimmed() -> None:
     resident = Resident(used=1 << 40, freed=1 << 40)
     watching = Reclaimer(cast(Any, resident))

@@ -142,6 +142,22 @@ class RefusesOnce(LRU):
         yield from super().relieve(view, needed)
 
 
+def test_a_step_that_took_it_does_not_learn_the_same_again(engine: TensorEngine, rises_to: RisesTo) -> None:
+    rises_to(1.15)
+    pressed(engine)
+    for _ in range(3):
+        engine.begin_step([], base_rss=START)
+        try:
+            half = torch.ones(BUDGET // 8 - 256)
+            assert (half + 1).sum() == 2 * half.numel()  # all of the budget
+            assert engine.controller.reserved == 0
+            torch.ones(MiB // 4)
+        finally:
+            engine.end_step()
+        del half
+    assert reserved(engine) == pytest.approx(0.05 * BUDGET, abs=KiB)
+
+
 def test_a_method_that_refuses_is_asked_again_with_the_whole_budget(
     monkeypatch: pytest.MonkeyPatch, rises_to: RisesTo
 ) -> None:
@@ -178,7 +194,7 @@ def test_a_session_reserves_nothing_if_freed_memory_is_kept(monkeypatch: pytest.
         with manage(
             model, budget=BUDGET // 4, method=LRU(short_chain=0), return_freed=return_freed, timeline=True
         ) as session:
-            rises_to(50)
+            monkeypatch.setattr(ResidentSet, "read", lambda self: 1 << 40)
             for _ in range(2):
                 with session.step():
                     model(torch.ones(2048, 128)).sum().backward()

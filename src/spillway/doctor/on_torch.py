@@ -111,14 +111,15 @@ def kernels(environment: Mapping[str, str] = os.environ) -> Finding:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         sentence = "This torch has no oneDNN: no kernel is compiled for a shape and kept."
         return Finding(topic="kernels", sentence=sentence, facts={"onednn_kept": 0})
-    given = next((environment[name] for name in _KERNELS if environment.get(name)), str(_KERNELS_KEPT))
-    number = re.match(r"\s*\d+", given)
+    name = next((name for name in _KERNELS if environment.get(name)), _KERNELS[0])
+    given = environment.get(name) or str(_KERNELS_KEPT)
+    number = re.match(r"\s*\+?\d+", given)
     kept = int(number.group()) if number else 0  # oneDNN reads what is no number as 0
     grows = (
         f"oneDNN keeps up to {kept:,} compiled kernels, some kilobytes each for an op and a shape: where sizes of "
-        f"inputs change, the process grows by them ({_KERNELS[0]} says how many)."
+        f"inputs change, the process grows by them ({name}=64 keeps fewer, where a step needs no more)."
     )
-    none = f"oneDNN keeps no compiled kernels ({_KERNELS[0]}={given}): it compiles them anew for every op."
+    none = f"oneDNN keeps no compiled kernels ({name}={given}): it compiles them anew for every op."
     return Finding(topic="kernels", sentence=grows if kept else none, facts={"onednn_kept": kept})
 
 

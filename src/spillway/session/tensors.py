@@ -267,7 +267,7 @@ class _Step:
             end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
             recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
             refusals={}, escaped=0, unmanaged=0, logged=self.logged, device_peak_bytes=measured.peak,
-            reserved_bytes=measured.reserved,
+            reserved_bytes=measured.reserved - controller.reserved,  # which such a step does not do without
         )  # fmt: skip
 
 

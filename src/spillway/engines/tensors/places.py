@@ -41,7 +41,8 @@ MOST_RESERVED = 0.15
 """The most, as a share of the budget: the program may have grown by what is no business of the session."""
 
 GIVEN_BACK = 16
-"""Where a step stayed below what is tolerated, one part in so many of what it stayed below is reserved no longer."""
+"""Where a step stayed below what is tolerated, one part in so many of what it stayed below is reserved no longer, at
+most of what lies between the mark at which memory is returned and what is tolerated: lower nobody looks."""
 
 LEAST_ADJUSTED: Bytes = 64 << 20
 """In budgets below this nothing is reserved: what Python takes decides the resident set."""
@@ -242,8 +243,11 @@ class CpuPlace(AbstractPlace):
         budget, counters = controller.allowed + controller.reserved, controller.counters
         if budget >= LEAST_ADJUSTED and (counters.moves or counters.drops):
             above = max(self.reclaimer.highest, self.reclaimer.limit) - base_rss - int(budget * (1 + RSS_TOLERATED))
-            learned = self._learned + (above if above > 0 else above // GIVEN_BACK)
-            self._learned = min(max(learned, 0), int(budget * MOST_RESERVED))
+            if above > 0:  # with what was reserved to the end, which is nothing if the step took it
+                learned = max(self._learned, controller.reserved + above)
+            else:
+                learned = max(self._learned + above // GIVEN_BACK, 0)
+            self._learned = min(learned, int(budget * MOST_RESERVED))
 
     def begin_aside(self, growth: Bytes) -> None:
         """Return what steps before left behind: it lies in pieces, and need not be where the step can use it."""

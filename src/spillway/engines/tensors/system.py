@@ -110,12 +110,11 @@ class Reclaimer:
         """Look, and return what was freed if what is about to be created would not fit beside it."""
         if self.limit >= _NO_LIMIT:
             return
-        coming += self._arriving
         resident = self._resident_set.read()
-        if resident + coming > self.limit:
+        if resident + self._arriving + coming > self.limit:
             self._resident_set.trim()
             resident = self._resident_set.read()
-            self.highest = max(self.highest, resident + coming)
+            self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
 
