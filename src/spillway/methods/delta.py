@@ -304,10 +304,13 @@ class Delta(AbstractPolicy):
 
     def bring_back(self, view: MemoryView, storage: Candidate) -> Recall:
         """Recompute what is not uncomputable (algorithm 1, lines 4 to 9), or where that is the cheaper way."""
-        seconds = view.recompute_seconds(storage) if self.recalls else inf
-        if seconds < inf and (self.recomputes == "always" or seconds <= self._reload_seconds(view, storage)):
-            return Recall.RECOMPUTE
-        return Recall.RELOAD
+        if not self.recalls:
+            return Recall.RELOAD
+        most = inf if self.recomputes == "always" else self._reload_seconds(view, storage)
+        if view.own_seconds(storage) > most:  # the least that it can cost, and cheap to ask
+            return Recall.RELOAD
+        seconds = view.recompute_seconds(storage)
+        return Recall.RECOMPUTE if seconds < inf and seconds <= most else Recall.RELOAD
 
     def _reload_seconds(self, view: MemoryView, storage: Candidate) -> Seconds:
         return view.transfer_seconds(storage) if self.bandwidth is None else storage.nbytes / self.bandwidth
