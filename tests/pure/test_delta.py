@@ -221,6 +221,24 @@ def test_what_was_offloaded_comes_back_by_recomputation_where_that_is_chosen_and
     assert policy.recalls == bool(recomputed)
 
 
+def test_the_chain_of_what_was_offloaded_is_asked_for_only_where_its_own_op_is_cheaper_than_the_reload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    real = Shelves.recompute_seconds
+
+    def recompute_seconds(self: Shelves, storage: Any) -> float:
+        asked.append(storage.number)
+        return real(self, storage)
+
+    monkeypatch.setattr(Shelves, "recompute_seconds", recompute_seconds)
+    long_chain = Shelf(number=24, chain=2, own=0.1, recompute=1.1, transfer=1.0)
+    view = Shelves((), away=(CHEAPLY_MADE, DEARLY_MADE, long_chain))
+    found = [Delta().bring_back(view, shelf) for shelf in (CHEAPLY_MADE, DEARLY_MADE, long_chain)]
+    assert found == [Recall.RECOMPUTE, Recall.RELOAD, Recall.RELOAD]
+    assert asked == [CHEAPLY_MADE.number, long_chain.number]
+
+
 def test_as_published_what_is_not_uncomputable_is_recomputed() -> None:
     policy, view = Delta.as_published(), Shelves((), away=(DEARLY_MADE, UNCOMPUTABLE))
     assert policy.bring_back(view, DEARLY_MADE) is Recall.RECOMPUTE
