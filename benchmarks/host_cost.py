@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
@@ -19,19 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spillway
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
 from benchmarks.timing import Clock, median_ratio
+from benchmarks.training import METHODS
 from benchmarks.workers import Job, all_started
-from spillway.methods import LRU, Delta, KeepAll
-from spillway.methods.base import AbstractPolicy
 from spillway.units import GiB
 
 PLAIN: Final = "plain"
 NOTHING: Final = "a dispatch mode that does nothing"
 TRACKING: Final = "tracking, keep-all"
-METHODS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = MappingProxyType(
-    {"lru": LRU, "delta": Delta, "delta-published": Delta.as_published}
-)
-RECIPES: Final = {f"with recipes, {method}": method for method in METHODS}
-ASIDE: Final = {f"known to fit, {method}": method for method in METHODS}
+_WITH_RECIPES: Final = ("lru", "delta", "delta-published")
+RECIPES: Final = {f"with recipes, {method}": method for method in _WITH_RECIPES}
+ASIDE: Final = {f"known to fit, {method}": method for method in _WITH_RECIPES}
+"""The methods of competitors, by their names."""
 
 LIMITS: Final = {TRACKING: 10.0, **dict.fromkeys(RECIPES, 12.0)}
 """Microseconds per op over plain."""
@@ -160,8 +157,8 @@ def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
 
 
 def _session(encoder: Encoder, kind: str) -> spillway.Session:
-    method = KeepAll() if kind == TRACKING else METHODS[{**RECIPES, **ASIDE}[kind]]()
-    return spillway.manage(encoder.model, encoder.optimizer, budget=ROOM, method=method)
+    method = {TRACKING: "keep-all", **RECIPES, **ASIDE}[kind]
+    return spillway.manage(encoder.model, encoder.optimizer, budget=ROOM, method=METHODS[method]())
 
 
 def _aside(encoder: Encoder, kind: str) -> Around:
