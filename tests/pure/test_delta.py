@@ -149,16 +149,8 @@ def foreseen(policy: Delta, *present: Shelf, resident: int, refused: tuple[Propo
 
 def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first() -> None:
     assert foreseen(Delta(filter="lru"), *THREE, resident=750) == []
-    assert foreseen(Delta(filter="lru", spare=1), *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
-
-
-def test_between_two_looks_for_copies_out_some_ops_go_by() -> None:
-    policy, view = Delta(spare=1, looks_after=8), Shelves(THREE, allowed=1000, resident=800)
-    looks = []
-    for clock in range(100, 100 + 2 * policy.looks_after + 1):
-        object.__setattr__(view, "clock", clock)
-        looks.append(policy.looks(view) and bool(answered(policy.foresee(view))))
-    assert [place for place, looked in enumerate(looks) if looked] == [0, 8, 16]
+    policy = Delta(filter="lru", spare=1, most_copies_out=2)
+    assert foreseen(policy, *THREE, resident=751) == [Copy(OLD_AND_SMALL), Copy(BETWEEN)]
 
 
 def test_once_what_is_next_to_leave_is_copied_nobody_looks_until_something_left() -> None:
@@ -180,7 +172,9 @@ def test_nothing_starts_early_where_copies_have_nothing_of_their_own() -> None:
 
 
 def test_a_copy_that_was_refused_is_not_one_of_those_that_began() -> None:
-    made = foreseen(Delta(filter="lru", spare=1), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),))
+    made = foreseen(
+        Delta(filter="lru", spare=1, most_copies_out=2), *THREE, resident=800, refused=(Copy(OLD_AND_SMALL),)
+    )
     assert made == [Copy(OLD_AND_SMALL), Copy(BETWEEN), Copy(LARGE)]
 
 
@@ -256,11 +250,12 @@ FIRST, SECOND, THIRD = (Shelf(number=number, nbytes=100) for number in (11, 12, 
 
 def test_the_prefetcher_follows_the_order_of_use_from_the_backward_on_and_keeps_to_its_number() -> None:
     away = (FIRST, SECOND, THIRD)
-    assert foreseen(Delta(), resident=100, away=away, in_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
-    assert foreseen(Delta(), resident=100, away=away, in_backward=True, arriving=1) == [Fetch(THIRD)]
-    assert foreseen(Delta(), resident=100, away=away, in_backward=True, arriving=2) == []
-    assert foreseen(Delta(), resident=100, away=away, after_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
-    assert foreseen(Delta(), resident=100, away=away) == [], "in the forward nothing is wanted back soon"
+    two = Delta(most_copies_in=2)
+    assert foreseen(two, resident=100, away=away, in_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
+    assert foreseen(two, resident=100, away=away, in_backward=True, arriving=1) == [Fetch(THIRD)]
+    assert foreseen(two, resident=100, away=away, in_backward=True, arriving=2) == []
+    assert foreseen(two, resident=100, away=away, after_backward=True) == [Fetch(THIRD), Fetch(SECOND)]
+    assert foreseen(two, resident=100, away=away) == [], "in the forward nothing is wanted back soon"
 
 
 def test_the_published_prefetcher_is_first_in_first_out() -> None:
@@ -289,6 +284,7 @@ def test_without_copies_in_or_out_nothing_is_foreseen() -> None:
         {"spare": -0.1},
         {"most_copies_in": -1},
         {"most_copies_out": -1},
+        {"looks_after": 0},
     ],
 )
 def test_delta_refuses_shares_and_numbers_that_make_no_sense(arguments: dict[str, Any]) -> None:

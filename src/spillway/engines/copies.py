@@ -31,8 +31,8 @@ class Copies:
     """What is on its way out or in, and in which order the last step wanted what was away."""
 
     __slots__ = (
-        "_before", "_controller", "_copying", "_first", "_foreseeing", "_moved", "_next", "_order", "_orders",
-        "_places", "_signature", "_waiting", "arriving", "exposed", "overlaps",
+        "_asks_at", "_before", "_controller", "_copying", "_expected", "_first", "_foreseeing", "_front", "_moved",
+        "_next", "_order", "_orders", "_places", "_signature", "_waiting", "arriving", "exposed", "overlaps",
     )  # fmt: skip
 
     def __init__(self, controller: Controller) -> None:
@@ -44,9 +44,15 @@ class Copies:
         self._signature = ""
         self._orders: dict[str, list[int]] = {}
         self._order: list[int] = []
+        self._expected: list[int] = []
+        """The order of the last step of that signature, and in `_places` where each storage comes last in it."""
         self._places: dict[int, int] = {}
         self._next = 0
+        """After what an op wanted last."""
+        self._front = 0
+        """Nothing that is moved is expected from `_next` to here."""
         self._foreseeing = False
+        self._asks_at = 0
         self._copying = self._waiting = 0.0  # seconds, older steps counting less and less
         self._before = (0.0, 0.0)  # the same before this step
         self.exposed = 1.0
@@ -55,6 +61,14 @@ class Copies:
         """What the machine said when the step began: asking takes longer than some ops."""
 
     # ------------------------------------------------------------------ what a policy foresees
+
+    def asks(self) -> bool:
+        """Whether the policy is to be asked before the next op; then it is left alone for as many ops as it wants."""
+        clock = self._controller.clock
+        if clock < self._asks_at:
+            return False
+        self._asks_at = clock + self._controller.policy.looks_after
+        return True
 
     def foresee(self) -> None:
         """Let the policy begin copies, in and out; nothing that it proposes here is necessary."""
@@ -119,6 +133,8 @@ class Copies:
         """Take in what has arrived; with `wait`, all that is on its way."""
         machine = self._controller.machine
         machine.reap()
+        if not self.arriving:
+            return
         for value in [value for value, arrival in self.arriving.items() if wait or machine.arrived(arrival)]:
             if value.absent == AWAY and value in self.arriving:
                 self._controller.restore(value)
@@ -149,12 +165,12 @@ class Copies:
     def begin_step(self, signature: str, first: int) -> None:
         """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
         still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
-        self._signature, self._first, self._order, self._next = signature, first, [], 0
+        self._signature, self._first, self._order, self._next, self._front = signature, first, [], 0, 0
         self._before = self._copying, self._waiting
         self.overlaps = self._controller.machine.overlaps
         self._moved = {self._key(storage): storage for storage in still_away}
-        known = self._orders.get(signature) or next(reversed(self._orders.values()), [])
-        self._places = {key: place for place, key in enumerate(known)}
+        self._expected = self._orders.get(signature) or next(reversed(self._orders.values()), [])
+        self._places = {key: place for place, key in enumerate(self._expected)}
 
     def end_step(self) -> None:
         """Nothing is on its way afterwards."""
@@ -179,7 +195,10 @@ class Copies:
 
     def left(self, storage: Storage) -> None:
         """It was moved."""
-        self._moved[self._key(storage)] = storage
+        key = self._key(storage)
+        self._moved[key] = storage
+        if self._next <= self._places.get(key, -1) < self._front:
+            self._front = self._next
 
     def came_back(self, storage: Storage, *, early: bool) -> None:
         """An op wanted it, or it came back before one did."""
@@ -187,7 +206,7 @@ class Copies:
         self._moved.pop(key, None)
         self._order.append(key)
         if not early:
-            self._next = self._places.get(key, self._next - 1) + 1
+            self._next = self._front = self._places.get(key, self._next - 1) + 1
 
     def in_order_of_leaving(self) -> Iterator[Storage]:
         """Moved storages that are not on their way back, the one that left first in front."""
@@ -198,10 +217,13 @@ class Copies:
     def in_order_of_use(self) -> Iterator[Storage]:
         """The same in the order in which the last step of that signature (or else the last step) wanted them, from the
         one after what came back last."""
-        expected = sorted((place, key) for key in self._moved if (place := self._places.get(key, -1)) >= self._next)
-        for _, key in expected:
-            storage = self._moved.get(key)
-            if storage is not None and self._is_away(storage):
+        expected, places, moved = self._expected, self._places, self._moved
+        while self._front < len(expected) and expected[self._front] not in moved:
+            self._front += 1
+        for place in range(self._front, len(expected)):
+            key = expected[place]
+            storage = moved.get(key)
+            if storage is not None and places[key] == place and self._is_away(storage):
                 yield storage
 
     def _is_away(self, storage: Storage) -> bool:

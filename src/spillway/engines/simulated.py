@@ -381,7 +381,7 @@ class _Run:
             yield
         finally:
             self._controller.finish(reads, writes)
-            self._look_ahead = self._foresees
+            self._note_pressure()
 
     def _complete(self, call: _Call, reads: list[Value], writes: list[Storage]) -> None:
         """The op runs: it writes, it creates, and there is a recipe."""
@@ -418,8 +418,13 @@ class _Run:
         storage.kind = info.kind.value
         storage.handle.pinned = number in self._escaped
         if info.nbytes >= LARGE and sheet is not None:
-            self._look_ahead = self._foresees
+            self._note_pressure()
         return _current(storage)
+
+    def _note_pressure(self) -> None:
+        """Before the next op the policy is asked for copies that may begin, as in the tensor engine."""
+        if self._foresees and not self._look_ahead:
+            self._look_ahead = self._controller.copies.asks()
 
     def _let_go(self, number: StorageId) -> None:
         self._machine.let_go(self._storages.pop(number))

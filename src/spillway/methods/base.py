@@ -234,6 +234,9 @@ class AbstractPolicy(ABC):
     foresees: bool = False
     """Whether `foresee` is of any use; asking costs time."""
 
+    looks_after: int = 1
+    """Ops between two questions whether it foresees anything, because each takes time."""
+
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
 
@@ -247,7 +250,8 @@ class AbstractPolicy(ABC):
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
         """Yield copies that may begin now, in or out, although no room is short; each yield receives whether it did.
 
-        Asked whenever a large storage was created and whenever one came back.
+        Asked whenever a large storage was created and whenever one came back, but not more often than every
+        `looks_after` ops.
         """
         yield from ()
 

@@ -84,8 +84,8 @@ class Delta(AbstractPolicy):
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
     - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
       bytes stay until room is short. The paper releases down to that mark, needed or not (algorithm 1).
-    - `looks_after`: ops between two looks for what to copy out ahead, because each takes time; the paper looks whenever
-      a tensor is used (algorithm 1).
+    - `looks_after`: ops between two looks for what to copy out or in ahead, because each takes time, and as many more
+      copies that one look may begin; the paper looks whenever a tensor is used (algorithm 1).
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
       from the backward to the end of the step. The paper's queue is first in, first out (algorithm 4): the order of
       the forward.
@@ -128,8 +128,8 @@ class Delta(AbstractPolicy):
     foresees = True
 
     def __init__(
-        self, *, filter: str = "cost", early: float = 0.75, enough: float = 0.9, spare: float = 0.15,
-        most_copies_out: int = 2, most_copies_in: int = 2, looks_after: int = 16,
+        self, *, filter: str = "cost", early: float = 0.75, enough: float = 0.9, spare: float = 0.35,
+        most_copies_out: int = 6, most_copies_in: int = 4, looks_after: int = 4,
         both_ways: bool = True, releases_in_backward: bool = True,
         releases_early: bool = False, in_order_of_use: bool = True, recomputes: Recomputes = "cheaper",
         only_beside: bool = True,
@@ -142,10 +142,12 @@ class Delta(AbstractPolicy):
             raise UsageError(
                 f"DELTA recomputes what was offloaded {', '.join(get_args(Recomputes))}; got recomputes={recomputes!r}."
             )
-        if not (0 < early <= 1 and 0 < enough <= 1 and spare >= 0 and most_copies_out >= 0 and most_copies_in >= 0):
+        least = min(spare, most_copies_out, most_copies_in, looks_after - 1)
+        if not (0 < early <= 1 and 0 < enough <= 1 and least >= 0):
             raise UsageError(
-                f"DELTA needs `early` and `enough` above 0 and up to 1, and `spare` and numbers of copies of 0 or "
-                f"more; got {early}, {enough}, {spare}, {most_copies_out} and {most_copies_in}."
+                f"DELTA needs `early` and `enough` above 0 and up to 1, `spare` and numbers of copies of 0 or more, "
+                f"and `looks_after` of 1 or more; got {early}, {enough}, {spare}, {most_copies_out}, {most_copies_in} "
+                f"and {looks_after}."
             )
         if not (0 <= unhidden <= 1 and pessimism >= 0 and 0 < link_share <= 1 and (link is None or 0 < link < inf)):
             raise UsageError(
@@ -174,15 +176,16 @@ class Delta(AbstractPolicy):
         self._ranking: list[tuple[float, int, Candidate]] = []
         self._judged: dict[int, Judged] = {}
         self._view: MemoryView | None = None
-        self._ranked_at = self._looked_at = -RANKED_FOR
+        self._ranked_at = -RANKED_FOR
         self._ahead = 0  # until this op nobody looks: what is next to leave has its copies, and nothing has left since
 
     @classmethod
     def as_published(cls) -> Self:
         """The paper's choices."""
         policy = cls(
-            filter="base", enough=0.75, looks_after=1, both_ways=False, releases_in_backward=False, releases_early=True,
-            in_order_of_use=False, recomputes="always", only_beside=False, unhidden=1.0, pessimism=0.0,
+            filter="base", enough=0.75, most_copies_out=2, most_copies_in=2, looks_after=1, both_ways=False,
+            releases_in_backward=False, releases_early=True, in_order_of_use=False, recomputes="always",
+            only_beside=False, unhidden=1.0, pessimism=0.0,
         )  # fmt: skip
         policy.name = "delta-published"
         return policy
@@ -208,7 +211,7 @@ class Delta(AbstractPolicy):
         if view is not self._view:
             self._view = view
             self._ranking, self._judged, self._ahead = [], {}, 0
-            self._ranked_at = self._looked_at = view.clock - RANKED_FOR
+            self._ranked_at = view.clock - RANKED_FOR
 
     def _by_score(self, view: MemoryView) -> Generator[Candidate, None, None]:
         if self.filter == "lru":  # the view's own order
@@ -329,7 +332,6 @@ class Delta(AbstractPolicy):
             view.clock >= self._ahead
             and view.resident > self.early * view.allowed
             and (self.releases_in_backward or not view.in_backward)
-            and view.clock - self._looked_at >= self.looks_after
         )
 
     def _looks_in(self, view: MemoryView) -> bool:
@@ -344,7 +346,6 @@ class Delta(AbstractPolicy):
         """Begin copies out above the early mark (algorithm 1, line 11), and copies in below it (algorithm 4)."""
         self._meet(view)
         if self._looks_out(view):
-            self._looked_at = view.clock
             if self.releases_early:
                 yield from self._release_down_to(view, self.early * view.allowed)
             else:

@@ -223,7 +223,7 @@ class TensorEngine:
 
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
-        if self.foresees and self.in_step and not self.interrupts:
+        if self.foresees and self.in_step and not self.interrupts and self.controller.copies.asks():
             self.interrupts.append(self._foresee)
 
     def _foresee(self) -> None:
