@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -16,6 +16,10 @@ from spillway.ir import Kind
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+_LEAVES: Final = (torch.Tensor, bool, int, float)
+_CONTAINERS: Final = (list, tuple)
 
 
 def signature_of(batch: Any) -> str:
@@ -31,12 +35,12 @@ def signature_of(batch: Any) -> str:
 
 def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
     """The tensors and numbers of a batch, in order."""
-    if isinstance(batch, torch.Tensor | bool | int | float):
+    if isinstance(batch, _LEAVES):
         yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
             yield from leaves(value)
-    elif isinstance(batch, list | tuple):
+    elif isinstance(batch, _CONTAINERS):
         for value in batch:
             yield from leaves(value)
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):

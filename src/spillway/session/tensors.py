@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -25,6 +26,9 @@ from spillway.report.live import LiveLine
 from spillway.session.base import NAMED, Session, header
 from spillway.session.inputs import leaves, signature_of
 from spillway.units import Bytes
+
+_TRAINING: Final = operator.attrgetter("training")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
 
 
 @final
@@ -87,9 +91,8 @@ class TensorSession(Session):
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
         kind = self._engine.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        # Lists: a generator takes twice as long, and this is asked before every step, watched or not.
-        training = tuple([module.training for module in self._parts])
-        return signature, modes, training, tuple([parameter.requires_grad for parameter in self._parameters])
+        # Without bytecode for each: this is asked before every step, watched or not.
+        return signature, modes, tuple(map(_TRAINING, self._parts)), tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def _state_entries(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
@@ -262,8 +265,8 @@ class _Step:
         controller, measured = self._session._engine.controller, self._session._engine.place.measured()
         peak = self._fit.peak_from(self._start) if self._fit is not None else 0
         return StepReport(
-            step=len(self._session.history), signature=self._signature, managed=False, allowed=self._session.allowed,
-            start_bytes=self._start, peak_bytes=peak,
+            step=len(self._session.history), signature=self._signature, managed=False,
+            allowed=controller.allowed + measured.reserved, start_bytes=self._start, peak_bytes=peak,
             end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
             recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
             refusals={}, escaped=0, unmanaged=0, logged=self.logged, device_peak_bytes=measured.peak,
