@@ -73,6 +73,7 @@ class SoftBudget(AbstractPolicy):
         self.name = policy.name
         self.uses_recipes = policy.uses_recipes
         self.recalls = policy.recalls
+        self.looks_after = policy.looks_after
         self._policy = policy
         self._budget = budget
         self._overlapped = overlapped

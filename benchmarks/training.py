@@ -47,8 +47,8 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
         "delta": Delta,
         "delta-published": Delta.as_published,
         **{f"delta-published, {filter}": partial(published_with, filter) for filter in ("base", "lru", "greedy")},
-        "delta that moves only": lambda: Delta(
-            evict_pinned=everything, recomputes="never", most_copies_out=4, most_copies_in=4, looks_after=2, spare=0.3
+        "delta that moves only": lambda: Delta(  # copies are all that such a step waits for: it looks after every op
+            evict_pinned=everything, recomputes="never", looks_after=1
         ),
         "delta that moves only, no overlap": lambda: Delta(
             evict_pinned=everything, recomputes="never", most_copies_out=0, most_copies_in=0

@@ -28,7 +28,8 @@ def copying_beside() -> AbstractPolicy:
     """Nearly everything is copied out while ops run, much is fetched, and of the rest what can be is recomputed."""
     return Delta(
         filter="lru", early=0.01, enough=1.0, spare=1.0, most_copies_out=4, most_copies_in=4, only_beside=False,
-        recomputes="always", link=1e9, link_share=1.0, unhidden=1.0,  # costs that do not vary from run to run
+        looks_after=1, recomputes="always",
+        link=1e9, link_share=1.0, unhidden=1.0,  # costs that do not vary from run to run
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import spillway
 from spillway.engines.records import Storage
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.disk import DiskTier, Slot
+from spillway.ir.step import Phase
 from spillway.methods import AbstractPolicy, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, copying_beside, is_moved, put_away
@@ -303,10 +304,13 @@ class Watcher(AbstractPolicy):
     name = "watcher"
     foresees = True
 
-    def __init__(self) -> None:
+    def __init__(self, looks_after: int = 1) -> None:
         self.seen: list[tuple[bool, bool]] = []
+        self.asked: list[int] = []
+        self.looks_after = looks_after
 
     def looks(self, view: MemoryView) -> bool:
+        self.asked.append(view.clock)
         if not self.seen or self.seen[-1] != (view.in_backward, view.turned):
             self.seen.append((view.in_backward, view.turned))
         return False
@@ -329,5 +333,28 @@ def test_a_policy_knows_where_the_step_is_with_several_micro_batches_and_in_ever
             optimizer.step()
             engine.end_step()
             assert policy.seen == [forward, backward, forward, backward, update]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("looks_after", [1, 5, 1000])
+def test_a_policy_is_asked_in_every_step_but_not_more_often_than_it_wants(looks_after: int) -> None:
+    model, policy = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), Watcher(looks_after)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = TensorEngine(policy, PLENTY)
+    try:
+        for _ in range(2):
+            policy.asked.clear()
+            engine.begin_step([("parameter", parameter) for parameter in model.parameters()])
+            out = model(torch.ones(512, 512)).sum()
+            assert engine.controller.phase is Phase.FORWARD
+            out.backward()
+            assert engine.controller.phase is Phase.BACKWARD, "whether somebody was asked there or not"
+            optimizer.step()
+            engine.end_step()
+            gaps = [later - earlier for earlier, later in itertools.pairwise(policy.asked)]
+            assert policy.asked
+            assert min(gaps, default=looks_after) >= looks_after
+            assert len(policy.asked) == 1 if looks_after == 1000 else len(policy.asked) > 5
     finally:
         engine.close()

@@ -155,7 +155,7 @@ def test_copies_out_begin_above_three_quarters_of_the_budget_the_stalest_first()
 
 def test_once_what_is_next_to_leave_is_copied_nobody_looks_until_something_left() -> None:
     copied = Shelf(number=1, nbytes=100, touched=0, copied=True)
-    policy, view = Delta(filter="lru", spare=0.1, looks_after=1), Shelves((copied,), allowed=1000, resident=800)
+    policy, view = Delta(filter="lru", spare=0.1), Shelves((copied,), allowed=1000, resident=800)
     assert policy.looks(view)
     assert answered(policy.foresee(view)) == []
     object.__setattr__(view, "clock", view.clock + 8)

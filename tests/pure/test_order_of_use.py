@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Generator
+from itertools import islice, pairwise
+from typing import Literal, final
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.engines.controller import UNLIMITED
+from spillway.engines.simulated import simulate
+from spillway.methods.base import AbstractPolicy, MemoryView, Move, Proposal
+from spillway.units import Bytes
 from tests.pure.memory_machine import Program, audit
-from tests.pure.small_programs import Stubborn
+from tests.pure.recorded import DEVICE, layers
 
 NAMES = ("a", "b", "c", "d", "e")
 
-Act = tuple[Literal["move", "read"], str]
+Act = tuple[Literal["move", "read", "due", "first"], str]
 
-acts = st.lists(st.tuples(st.sampled_from(["move", "move", "read"]), st.sampled_from(NAMES)), max_size=24)
+acts = st.lists(
+    st.tuples(st.sampled_from(["move", "move", "read", "due", "first"]), st.sampled_from(NAMES)), max_size=32
+)
 
 
 class Order:
@@ -56,18 +64,51 @@ def test_what_is_moved_is_due_in_the_order_in_which_the_last_step_wanted_it(step
             if act == "read":
                 program.read(name)
                 order.read(name)
-            elif program.move(name):
-                order.moved.add(name)
-            assert [names[storage.number] for storage in program.controller.view.due()] == order.due()
+            elif act == "move":
+                if program.move(name):
+                    order.moved.add(name)
+            else:  # some of it, or all
+                due = (names[storage.number] for storage in program.controller.view.due())
+                assert list(islice(due, 1 if act == "first" else None)) == order.due()[: 1 if act == "first" else None]
         program.end_step()
         audit(program)
 
 
-def test_a_policy_is_left_alone_for_as_many_ops_as_it_wants() -> None:
-    policy = Stubborn()
-    policy.looks_after = 3
-    controller = Program(UNLIMITED, policy).controller
+@final
+class Asked(AbstractPolicy):
+    """Notes before which ops it was asked."""
+
+    name = "asked"
+    foresees = True
+
+    def __init__(self, looks_after: int) -> None:
+        self.looks_after = looks_after
+        self.at: list[int] = []
+
+    def looks(self, view: MemoryView) -> bool:
+        self.at.append(view.clock)
+        return False
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        yield from (Move(storage) for storage in view.candidates())
+
+
+def test_in_every_step_a_policy_is_left_alone_for_as_many_ops_as_it_wants() -> None:
+    controller = Program(UNLIMITED, Asked(3)).controller
     asked = []
-    for controller.clock in range(100, 110):
-        asked += [controller.clock] if controller.copies.asks() else []
-    assert asked == [100, 103, 106, 109]
+    for clock in range(100, 110):
+        controller.clock = clock
+        if clock == 108:
+            controller.begin_step()
+        asked += [clock] if controller.copies.asks() else []
+    assert asked == [100, 103, 106, 108]
+
+
+@pytest.mark.parametrize("looks_after", [1, 4])
+def test_on_paper_a_policy_is_asked_as_often_as_it_wants_and_no_more(looks_after: int) -> None:
+    policy, step = Asked(looks_after), layers(16)
+    ran = simulate(step, allowed=step.plain_peak() // 2, method=policy, device=DEVICE, steps=1)
+    assert ran.status == "ok"
+    gaps = [later - earlier for earlier, later in pairwise(policy.at)]
+    assert len(policy.at) > len(step.ops) // looks_after // 2
+    assert min(gaps) == looks_after

@@ -45,12 +45,13 @@ class Copies:
         self._orders: dict[str, list[int]] = {}
         self._order: list[int] = []
         self._expected: list[int] = []
-        """The order of the last step of that signature, and in `_places` where each storage comes last in it."""
+        """The order in which the last step of that signature wanted things."""
         self._places: dict[int, int] = {}
+        """The last place of each in it."""
         self._next = 0
-        """After what an op wanted last."""
+        """The place after what an op wanted last."""
         self._front = 0
-        """Nothing that is moved is expected from `_next` to here."""
+        """Nothing that is moved is expected at a place from `_next` up to this one, which is not included."""
         self._foreseeing = False
         self._asks_at = 0
         self._copying = self._waiting = 0.0  # seconds, older steps counting less and less
@@ -63,7 +64,8 @@ class Copies:
     # ------------------------------------------------------------------ what a policy foresees
 
     def asks(self) -> bool:
-        """Whether the policy is to be asked before the next op; then it is left alone for as many ops as it wants."""
+        """Whether the policy is to be asked before the next op. If so, the ops that follow do not ask, and what they
+        would have asked for waits for the next that does."""
         clock = self._controller.clock
         if clock < self._asks_at:
             return False
@@ -165,7 +167,8 @@ class Copies:
     def begin_step(self, signature: str, first: int) -> None:
         """`first` is the number of the last storage from before the step, by which those of the step are told apart."""
         still_away = [storage for storage in self._moved.values() if self._is_away(storage)]
-        self._signature, self._first, self._order, self._next, self._front = signature, first, [], 0, 0
+        self._signature, self._first, self._order = signature, first, []
+        self._next = self._front = self._asks_at = 0
         self._before = self._copying, self._waiting
         self.overlaps = self._controller.machine.overlaps
         self._moved = {self._key(storage): storage for storage in still_away}
@@ -197,16 +200,17 @@ class Copies:
         """It was moved."""
         key = self._key(storage)
         self._moved[key] = storage
-        if self._next <= self._places.get(key, -1) < self._front:
-            self._front = self._next
+        place = self._places.get(key, -1)
+        if self._next <= place < self._front:
+            self._front = place
 
     def came_back(self, storage: Storage, *, early: bool) -> None:
         """An op wanted it, or it came back before one did."""
         key = self._key(storage)
         self._moved.pop(key, None)
         self._order.append(key)
-        if not early:
-            self._next = self._front = self._places.get(key, self._next - 1) + 1
+        if not early and key in self._places:
+            self._next = self._front = self._places[key] + 1
 
     def in_order_of_leaving(self) -> Iterator[Storage]:
         """Moved storages that are not on their way back, the one that left first in front."""

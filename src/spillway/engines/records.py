@@ -40,7 +40,7 @@ WITHOUT_CONTENT: Final = (
 
 
 LARGE: Final[Bytes] = 256 << 10
-"""After an op that creates a storage of this size or more the policy looks ahead, and the machine may look at what is
+"""After an op that creates a storage of this size or more the policy may look ahead, and the machine at what is
 resident."""
 
 

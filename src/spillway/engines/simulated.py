@@ -1,12 +1,13 @@
 """The simulated engine: a recorded step under the real controller, on the machine on paper.
 
 NOTE [As the tensor engine does it]. `_Run` calls the controller in the order in which `engines.tensors` does, so that
-a decision that was simulated is the decision that is made:
+a decision that was simulated is the decision that is made, as far as the same ops find room short:
 
  1. Before the step: what is known by name is taken into account, `begin_step`, room for what is there.
- 2. Before an op: the policy looks ahead if the op before it created something large or had to wait for room. The
-    clock; everything the op names was used now. If all of it is there, nothing hangs on what will be written, and what
-    will be created fits, the op runs. Otherwise `prepare`, and `finish` afterwards.
+ 2. Before an op: the policy looks ahead if the op before it created something large or had to wait for room, unless
+    it did so less than `looks_after` ops ago. The clock; everything the op names was used now. If all of it is there,
+    nothing hangs on what will be written, and what will be created fits, the op runs. Otherwise `prepare`, and
+    `finish` afterwards.
  3. After an op: what it wrote begins the next version, what it created is taken into account in its order, one recipe
     for all of it. Then its dead are buried.
  4. After the step: `end_step`.
@@ -35,7 +36,7 @@ from spillway.engines.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONT
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.lanes import total
 from spillway.ir.plan import Plan
-from spillway.ir.step import Op, Step, StorageId
+from spillway.ir.step import Op, Phase, Step, StorageId
 from spillway.ir.timeline import Timeline
 from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
@@ -245,6 +246,7 @@ class _Run:
         self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
         self._following = Following(controller) if controller.policy.follows else None
         self._look_ahead = False
+        self._phase = Phase.FORWARD
         self._began: Seconds = 0.0
         self._seconds: Seconds = 0.0
         self._number = 0
@@ -338,6 +340,7 @@ class _Run:
         if self._look_ahead:
             self._look_ahead = False
             controller.foresee(call.op.phase)
+        self._phase = call.op.phase
         controller.clock = clock = controller.clock + 1
         used, written = self._named(call.reads), self._named(call.writes)
         for storage in (*used, *written):
@@ -424,6 +427,7 @@ class _Run:
     def _note_pressure(self) -> None:
         """Before the next op the policy is asked for copies that may begin, as in the tensor engine."""
         if self._foresees and not self._look_ahead:
+            self._controller.phase = self._phase
             self._look_ahead = self._controller.copies.asks()
 
     def _let_go(self, number: StorageId) -> None:

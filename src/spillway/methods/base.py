@@ -235,7 +235,7 @@ class AbstractPolicy(ABC):
     """Whether `foresee` is of any use; asking costs time."""
 
     looks_after: int = 1
-    """Ops between two questions whether it foresees anything, because each takes time."""
+    """Ops from one question whether it foresees anything to the next, because each takes time."""
 
     recalls: bool = False
     """Whether `bring_back` ever says anything but reload; asking costs time."""
@@ -244,7 +244,7 @@ class AbstractPolicy(ABC):
     """Whether it is asked around every op, as what follows a plan has to be; asking costs time."""
 
     def looks(self, view: MemoryView) -> bool:
-        """Whether `foresee` would look at anything now. Asked before it, more often than anything else: be quick."""
+        """Whether `foresee` would look at anything now. Asked before it, and often: be quick."""
         return True
 
     def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:

@@ -84,8 +84,9 @@ class Delta(AbstractPolicy):
       (assumption 2); what is short in the backward is then left to the controller, which moves the stalest.
     - `releases_early`: at `early` of the budget copies out start, for as much as may be needed next (`spare`), and the
       bytes stay until room is short. The paper releases down to that mark, needed or not (algorithm 1).
-    - `looks_after`: ops between two looks for what to copy out or in ahead, because each takes time, and as many more
-      copies that one look may begin; the paper looks whenever a tensor is used (algorithm 1).
+    - `looks_after`: ops between two looks for what to copy out or in ahead, because each takes time; a look may begin
+      the more copies (`most_copies_out`, `most_copies_in`). The paper looks whenever a tensor is used (algorithm 1); so
+      does `as_published`, with two and two.
     - `in_order_of_use`: the Prefetcher follows the order in which the last step of the same signature wanted things,
       from the backward to the end of the step. The paper's queue is first in, first out (algorithm 4): the order of
       the forward.
@@ -142,8 +143,8 @@ class Delta(AbstractPolicy):
             raise UsageError(
                 f"DELTA recomputes what was offloaded {', '.join(get_args(Recomputes))}; got recomputes={recomputes!r}."
             )
-        least = min(spare, most_copies_out, most_copies_in, looks_after - 1)
-        if not (0 < early <= 1 and 0 < enough <= 1 and least >= 0):
+        counts = min(spare, most_copies_out, most_copies_in) >= 0 and looks_after >= 1
+        if not (0 < early <= 1 and 0 < enough <= 1 and counts):
             raise UsageError(
                 f"DELTA needs `early` and `enough` above 0 and up to 1, `spare` and numbers of copies of 0 or more, "
                 f"and `looks_after` of 1 or more; got {early}, {enough}, {spare}, {most_copies_out}, {most_copies_in} "

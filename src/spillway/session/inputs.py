@@ -18,6 +18,7 @@ Models = torch.nn.Module | Sequence[torch.nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
+# Tuples, made once: `A | B` makes a union whenever it is evaluated.
 _LEAVES: Final = (torch.Tensor, bool, int, float)
 _CONTAINERS: Final = (list, tuple)
 

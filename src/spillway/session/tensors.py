@@ -91,7 +91,7 @@ class TensorSession(Session):
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
         kind = self._engine.place.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        # Without bytecode for each: this is asked before every step, watched or not.
+        # `map` over getters in C: this is asked before every step, watched or not.
         return signature, modes, tuple(map(_TRAINING, self._parts)), tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def _state_entries(self) -> int:

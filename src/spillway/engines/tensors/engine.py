@@ -223,8 +223,10 @@ class TensorEngine:
 
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
-        if self.foresees and self.in_step and not self.interrupts and self.controller.copies.asks():
-            self.interrupts.append(self._foresee)
+        if self.foresees and self.in_step and not self.interrupts:
+            self.controller.phase = self._phase()  # asked or not: nobody may look between a short backward and its end
+            if self.controller.copies.asks():
+                self.interrupts.append(self._foresee)
 
     def _foresee(self) -> None:
         controller = self.controller

@@ -68,7 +68,7 @@ class Escapes:
 
 def others_open(engine: TensorEngine) -> bool:
     """Whether another engine is open."""
-    if len(_open) == 1 and engine in _open:  # which is told sooner than who they are
+    if len(_open) == 1 and engine in _open:  # the usual case, without a walk through the set
         return False
     return any(other is not engine for other in tuple(_open))
 
