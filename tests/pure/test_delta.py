@@ -270,6 +270,13 @@ def test_nothing_is_fetched_when_memory_is_not_enough(policy: Delta, most: int) 
     assert [proposal for proposal in fetched if isinstance(proposal, Fetch)] == []
 
 
+def test_as_published_every_op_is_looked_at_and_two_copies_are_begun_each_way() -> None:
+    published, default = Delta.as_published(), Delta()
+    assert (published.looks_after, published.most_copies_out, published.most_copies_in) == (1, 2, 2)
+    assert default.looks_after > published.looks_after
+    assert min(default.most_copies_out, default.most_copies_in) > 2, "what is looked at more rarely begins more at once"
+
+
 def test_without_copies_in_or_out_nothing_is_foreseen() -> None:
     policy = Delta(most_copies_in=0, most_copies_out=0)
     assert foreseen(policy, *THREE, resident=1000, away=(FIRST,), in_backward=True) == []

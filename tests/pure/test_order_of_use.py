@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from itertools import islice, pairwise
-from typing import Literal, final
+from typing import Final, Literal, final
 
 import pytest
 from hypothesis import given
@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.simulated import simulate
-from spillway.methods.base import AbstractPolicy, MemoryView, Move, Proposal
+from spillway.methods.base import AbstractPolicy, Fetch, MemoryView, Move, Proposal
 from spillway.units import Bytes
 from tests.pure.memory_machine import Program, audit
 from tests.pure.recorded import DEVICE, layers
 
 NAMES = ("a", "b", "c", "d", "e")
 
-Act = tuple[Literal["move", "read", "due", "first"], str]
+Act = tuple[Literal["move", "read", "fetch", "due", "first"], str]
 
-acts = st.lists(
-    st.tuples(st.sampled_from(["move", "move", "read", "due", "first"]), st.sampled_from(NAMES)), max_size=32
-)
+KINDS: Final = ("move", "move", "read", "fetch", "due", "first")
+
+acts = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES)), max_size=32)
 
 
 class Order:
@@ -31,24 +31,29 @@ class Order:
 
     def __init__(self) -> None:
         self.moved: set[str] = set()
+        self.under_way: set[str] = set()
         self.last: list[str] = []
         self.this: list[str] = []
         self.after = 0
 
     def begin_step(self) -> None:
         self.last, self.this, self.after = self.this, [], 0
+        self.under_way.clear()
 
     def read(self, name: str) -> None:
         if name in self.moved:
             self.moved.remove(name)
             self.this.append(name)
-            self.after = self._place(name, self.after - 1) + 1
+            if name not in self.under_way:
+                self.after = self._place(name, self.after - 1) + 1
+            self.under_way.discard(name)
 
     def _place(self, name: str, default: int = -1) -> int:
         return max((place for place, other in enumerate(self.last) if other == name), default=default)
 
     def due(self) -> list[str]:
-        return sorted((name for name in self.moved if self._place(name) >= self.after), key=self._place)
+        away = self.moved - self.under_way
+        return sorted((name for name in away if self._place(name) >= self.after), key=self._place)
 
 
 @given(st.lists(acts, min_size=2, max_size=4))
@@ -67,6 +72,9 @@ def test_what_is_moved_is_due_in_the_order_in_which_the_last_step_wanted_it(step
             elif act == "move":
                 if program.move(name):
                     order.moved.add(name)
+            elif act == "fetch":
+                if program.controller.grant(Fetch(program.names[name])):
+                    order.under_way.add(name)
             else:  # some of it, or all
                 due = (names[storage.number] for storage in program.controller.view.due())
                 assert list(islice(due, 1 if act == "first" else None)) == order.due()[: 1 if act == "first" else None]
