@@ -224,7 +224,7 @@ class TensorEngine:
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
         if self.foresees and self.in_step and not self.interrupts:
-            self.controller.phase = self._phase()  # asked or not: nobody may look between a short backward and its end
+            self.controller.phase = self._phase()  # asked or not: a short backward may pass without a question
             if self.controller.copies.asks():
                 self.interrupts.append(self._foresee)
 
