@@ -17,10 +17,11 @@ from benchmarks.record import Benchmark, Skipped
 NAMES = (
     "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
     "budget", "mimose_budget", "convergence", "mimose_convergence", "reach", "exactness", "block_exactness",
-    "random_programs",
+    "block_programs", "block_refusals", "random_programs", "list_optimizers", "data_dependent", "refusals",
+    "collectives",
     "recording", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
     "mimose_tasks", "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here",
-    "papaya_simulated", "papaya_implications", "compression", "packing",
+    "papaya_simulated", "papaya_implications", "compression", "packing", "files", "compare_models",
 )  # fmt: skip
 """In the order in which they run: times first, while nothing has warmed the machine."""
 

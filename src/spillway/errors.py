@@ -27,7 +27,13 @@ The command line prints the sentence of a SpillwayError and exits with 1. A trac
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
+
+
+def on_one_line(text: str) -> str:
+    """The text with everything escaped that would move a terminal's cursor, as what is quoted from a file may."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in text)
 
 
 class SpillwayError(Exception):
@@ -170,8 +176,8 @@ class FileFormatError(SpillwayError):
     line: int
     """Line of the fault, from 1."""
 
-    def __init__(self, reason: str, *, path: Path | str, line: int) -> None:
-        super().__init__(f"{path}, line {line}: {reason}.")
+    def __init__(self, reason: str, *, path: str | PathLike[str], line: int) -> None:
+        super().__init__(on_one_line(f"{path}, line {line}: {reason}."))
         self.path = Path(path)
         self.line = line
 

@@ -5,14 +5,25 @@ from __future__ import annotations
 import operator
 import re
 import reprlib
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import SupportsIndex, TypeAlias
+from typing import Annotated, SupportsIndex, TypeAlias, final
 
 from spillway.errors import BudgetError, UsageError
 
-Bytes: TypeAlias = int
+
+@final
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Of an annotated number: what a file may say it is, both ends included."""
+
+    least: float
+    most: float
+
+
+Bytes: TypeAlias = Annotated[int, Within(0, 2**63 - 1)]
 """A number of bytes."""
-Seconds: TypeAlias = float
+Seconds: TypeAlias = Annotated[float, Within(0, 1e15)]
 """A duration in seconds."""
 
 KiB: Bytes = 1024

@@ -20,6 +20,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tiers",),
     ("engines.tensors.system",),  # asks the operating system about this process, for either engine
     ("engines.tensors.private",),
+    ("engines.tensors.dispatch_key",),  # hides what either engine does itself
     ("engines.tensors.driver",),  # asks a CUDA device, for either engine
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("costs.watching",),  # measures what the engine costs

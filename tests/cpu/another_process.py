@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+from tests.shared import HANGS
+
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run indented code with warnings as errors, from the root of the project."""
@@ -17,5 +19,5 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANGS,
     )

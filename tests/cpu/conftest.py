@@ -1,4 +1,4 @@
-"""One thread: sums depend on the number of threads, and the tests compare bits."""
+"""One thread, because sums depend on the number of threads and the tests compare bits; and no test leaves anything."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.cpu.leftovers import nothing_left
+
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
@@ -14,3 +16,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_test_leaves_anything(one_thread: None) -> Iterator[None]:
+    with nothing_left():
+        yield

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.records import EXACT, HERE, SCAFFOLD, Recipe, Storage, Value
 from spillway.engines.tensors.calls import Environment, operands
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
@@ -113,7 +114,7 @@ class Audit(TorchDispatchMode):
         info = self.engine.infos.get(id(func)) or self.engine.learn_op(func)
         if info.exactness != SCAFFOLD and not self._is_news(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             for _, tensor, _ in operands(info, args, kwargs or {}):
                 self.engine.lookup(tensor)
             watched = Watched(info, args, kwargs or {})
@@ -121,7 +122,7 @@ class Audit(TorchDispatchMode):
             dirty_the_heap(sum(map(len, watched.before.values())), UNWRITTEN)
         recipes = len(self.engine.controller.recipes)
         out = func(*args, **(kwargs or {}))
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             self._check(watched, out, key, bounds, self.engine.controller.recipes[recipes:])
         return out
 

@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 LARGEST_SAMPLE = 1 << 17
 """Samples with more elements than this are left out: the audit looks at bits, not at speed."""
 
-DTYPES = (torch.float32, torch.int64, torch.complex128, torch.bool)
+MOST_SAMPLES = 128
+"""So many of an op are made, and the largest of them taken."""
+
+DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool, torch.bfloat16, torch.float16)
 """Tried in this order; ops with none of them get any dtype that they have."""
 
 
@@ -58,15 +61,20 @@ def cases(op: Any, *, dtypes: int, samples: int) -> Iterator[Case]:
 
 
 def _largest(op: Any, dtype: torch.dtype, count: int) -> list[Any]:
-    """The samples with most elements among the first few: the smallest are often empty."""
+    """The samples with most elements: the first are often empty."""
     differentiable = op.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     # Not `op.sample_inputs`, which looks at the whole stack for each sample.
-    first = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, differentiable), 8)
-    fitting = [sample for sample in first if _elements(sample) <= LARGEST_SAMPLE]
-    return sorted(fitting, key=_elements, reverse=True)[:count]
+    first = itertools.islice(op.sample_inputs_func(op, "cpu", dtype, differentiable), MOST_SAMPLES)
+    return sorted(filter(fitting, first), key=elements, reverse=True)[:count]
 
 
-def _elements(sample: Any) -> int:
+def fitting(sample: Any) -> bool:
+    """Whether it is not too large."""
+    return elements(sample) <= LARGEST_SAMPLE
+
+
+def elements(sample: Any) -> int:
+    """Of all tensors of a sample."""
     leaves = tree_leaves((sample.input, sample.args, sample.kwargs))
     return sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -140,6 +148,12 @@ def _recurrent(kind: str) -> None:
     _backward(network(torch.randn(5, 3, 8, requires_grad=True)))
 
 
+def _folded() -> None:
+    columns = torch.randn(2, 36, 64, requires_grad=True)
+    _backward(nn.functional.fold(columns * 1, (8, 8), 3, padding=1))
+    _backward(nn.functional.unfold(torch.randn(2, 4, 8, 8, requires_grad=True) * 1, 3, padding=1))
+
+
 def _views_in_one_list() -> None:
     halves = torch.randn(4, 6).clone().chunk(2)
     torch._foreach_add_(halves, 1.0)
@@ -157,6 +171,7 @@ MORE = (
     Case("LSTM", lambda: _recurrent("LSTM")),
     Case("GRU", lambda: _recurrent("GRU")),
     Case("RNN", lambda: _recurrent("RNN")),
+    Case("fold", _folded),
     Case("views in one list", _views_in_one_list),
     Case("unsafe_split", lambda: torch.unsafe_split(torch.randn(6, 4).clone(), 2)),
     Case("rrelu", lambda: _backward(nn.functional.rrelu(torch.randn(8, 8, requires_grad=True), training=True))),

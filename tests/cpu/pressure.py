@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.records import AWAY, DROPPED
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.methods import LRU, AbstractPolicy, Delta, Drop, Move
 from spillway.session import Session
 
@@ -50,7 +51,7 @@ ORDERS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
 def put_away(memory: Session, tensor: torch.Tensor, way: Way) -> bool:
     """Make the tensor's storage leave now; whether that was granted."""
     engine = memory._engine
-    with engine.controller.lock, torch._C._DisableTorchDispatch():
+    with engine.controller.lock, unwatched():
         storage = engine.lookup(tensor)
         large = storage is not None and storage.nbytes >= SMALLEST_MOVABLE
         return storage is not None and large and engine.controller.grant(way(storage))

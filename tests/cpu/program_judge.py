@@ -1,7 +1,8 @@
 """Runs random programs plainly and under budgets, and says what is wrong with them.
 
-`python -m tests.cpu.program_judge FIRST COUNT` runs so many programs and prints a line of JSON for each. With
-`--shrink` it looks for the shortest program that fails as program FIRST does instead."""
+`python -m tests.cpu.program_judge FIRST COUNT POLICIES` runs so many programs, each under so many of the policies, and
+prints a line of JSON for each. With `--shrink` it looks instead for the shortest program that fails as program FIRST
+does."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 from typing import Any, final
 
@@ -23,23 +25,27 @@ import torch
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
+from spillway.methods import LRU, AbstractPolicy, KeepAll, method_named
 from tests.cpu.pressure import copying_beside
 from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until
 from tests.cpu.programs import random_program
 from tests.cpu.world import Instruction, Part, Program
 
+WATCHED = "no budget"
+"""Watched, and nothing leaves."""
+
 SHAKEN = "shaken"
 """Storages also leave at random moments, whether room is short or not."""
+
+NAMED = ("lru", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "largest", "msps", "keep-all")
+"""Methods as users name them."""
 
 POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
     "recompute first": lambda: LRU(short_chain=32, worth=inf),
     "move first": lambda: LRU(short_chain=0),
-    "as it comes": LRU,
     "copy beside": copying_beside,
     SHAKEN: lambda: LRU(short_chain=32, worth=inf),
-    "delta": Delta,
-    "delta-published": Delta.as_published,
+    **{name: partial(method_named, name) for name in NAMED},
 }
 
 
@@ -79,20 +85,24 @@ class Known:
         self.versions = kept.state["versions"]
         self.enough = needs[0].budget
         self.peak = max(kept.peak, self.enough)
-        self.complaints = [f"kept: {text}" for text in _complaints(self, kept, UNLIMITED)]
+        self.row = self.row_of(WATCHED, kept, UNLIMITED, _complaints(self, kept, UNLIMITED))
+
+    def row_of(self, policy: str, ran: Ran, allowed: int, complaints: list[str]) -> dict[str, Any]:
+        """What became of the program under one policy."""
+        return {
+            "policy": policy, "allowed": allowed, "enough": self.enough, "plain_peak": self.peak, "peak": ran.peak,
+            "refused": ran.refusal is not None, "complaints": complaints, **dataclasses.asdict(ran.figures),
+        }  # fmt: skip
 
 
 def judge(known: Known, name: str, share: float) -> dict[str, Any]:
     """Run the program under one policy, with a budget between what it needs (0) and its plain peak (1)."""
     allowed = max(int(known.enough + share * (known.peak - known.enough)), 1)
     ran = _under(known.program, name, allowed)
-    complaints = known.complaints + _complaints(known, ran, allowed)
+    complaints = _complaints(known, ran, allowed)
     if ran.refusal is not None:
         complaints += _judge_refusal(known, name, ran, allowed)
-    return {
-        "policy": name, "allowed": allowed, "enough": known.enough, "plain_peak": known.peak, "peak": ran.peak,
-        "refused": ran.refusal is not None, "complaints": complaints, **dataclasses.asdict(ran.figures),
-    }  # fmt: skip
+    return known.row_of(name, ran, allowed, complaints)
 
 
 def _under(program: Program, name: str, allowed: int) -> Ran:
@@ -132,10 +142,11 @@ def _judge_refusal(known: Known, name: str, ran: Ran, allowed: int) -> list[str]
     return complaints
 
 
-def judge_all(seed: int) -> list[dict[str, Any]]:
-    """One program under every policy, each with a budget of its own; now and then it is shaken as well."""
+def judge_all(seed: int, policies: int = len(POLICIES)) -> list[dict[str, Any]]:
+    """One program, watched and under so many of the policies, each with a budget of its own."""
     known = Known(random_program(seed))
-    return [judge(known, name, share) for name, share in _shares(seed).items() if name != SHAKEN or seed % 3 == 0]
+    names = random.Random(f"policies of {seed}").sample(list(POLICIES), policies)
+    return [known.row, *(judge(known, name, _shares(seed)[name]) for name in names)]
 
 
 def _shares(seed: int) -> dict[str, float]:
@@ -150,25 +161,26 @@ def _shares(seed: int) -> dict[str, float]:
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    first, count = int(arguments[0]), int(arguments[1])
+    torch.set_warn_always(False)
+    first, count, policies = map(int, arguments[:3])
     if "--shrink" in arguments:
         print(*shrunk(first))
         return
     for seed in range(first, first + count):
         gc.collect()
-        gc.freeze()  # programs collect garbage, and what torch imports on the way is none
         try:
-            rows = judge_all(seed)
+            rows = judge_all(seed, policies)
         except Exception:
             rows = [{"policy": "", "complaints": [traceback.format_exc()]}]
         print(json.dumps({"seed": seed, "rows": rows}), flush=True)
 
 
-def many(first: int, count: int) -> Iterator[dict[str, Any]]:
+def many(first: int, count: int, policies: int = len(POLICIES)) -> Iterator[dict[str, Any]]:
     """The same in a process of its own, which may crash: then that is what is said of the program that ran."""
     end = first + count
     while first < end:
-        command = [sys.executable, "-X", "faulthandler", "-m", "tests.cpu.program_judge", str(first), str(end - first)]
+        numbers = [str(first), str(end - first), str(policies)]
+        command = [sys.executable, "-X", "faulthandler", "-m", "tests.cpu.program_judge", *numbers]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -186,7 +198,7 @@ def many(first: int, count: int) -> Iterator[dict[str, Any]]:
 def shrunk(seed: int) -> tuple[Any, ...]:
     """The shortest program found, the policy and the place of the budget with which it fails, and what is wrong."""
     program = random_program(seed)
-    for name, share in _shares(seed).items():
+    for name, share in ((WATCHED, 0.0), *_shares(seed).items()):
         found = _way_it_ends(program, name, share)
         if found:
             program = shortest(program, lambda p, n=name, s=share, f=found: _way_it_ends(p, n, s) == f)
@@ -196,7 +208,9 @@ def shrunk(seed: int) -> tuple[Any, ...]:
 
 def _complaints_of(program: Program, name: str, share: float) -> list[str]:
     try:
-        complaints: list[str] = judge(Known(program), name, share)["complaints"]
+        known = Known(program)
+        row = known.row if name == WATCHED else judge(known, name, share)
+        complaints: list[str] = row["complaints"]
     except Exception:
         complaints = [traceback.format_exc()]
     return complaints

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED
 from spillway.engines.records import AWAY, HERE, Storage
 from spillway.engines.tensors.calls import operands
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
@@ -135,7 +135,7 @@ class Needs(Counting):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         info = _info(func)
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
             needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
             self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
@@ -164,7 +164,7 @@ class Shake(Counting):
 
     def before(self, func: Any, args: Any, kwargs: Any) -> None:
         controller = self.engine.controller
-        with controller.lock, torch._C._DisableTorchDispatch():
+        with controller.lock, unwatched():
             for storage in list(self.engine.table.values()):
                 if storage.nbytes >= SMALLEST_MOVABLE and self.draw.random() < 0.15:
                     controller.grant((Drop if self.draw.random() < 0.7 else Move)(storage))
@@ -217,6 +217,8 @@ def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Calla
             if ran.refusal is not None or ran.wrong:
                 break
             world.run(part.outside)
+        if engine.controller.dropped:  # the end of the step failed, and nobody can read what was dropped
+            raise AssertionError("\n".join(ran.wrong))
         ran.state = world.state()
         _check_books(engine, ran)
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,25 @@ def test_every_depth_and_width_is_answered_and_drawn(tmp_path: Path, capsys: pyt
     drawn = page.read_text("utf-8")
     assert "hidden size" in drawn
     assert "layers" in drawn
+
+
+@pytest.mark.parametrize("how", [(), ("--verify",), ("--devices", "1,4", "--link", "1GB/s"), ("--json",)])
+def test_what_is_simulated_is_nowhere_called_measured(
+    how: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, table = tmp_path / "page.html", tmp_path / "table.csv"
+    code, out, err = advise(capsys, *ASKED, *how, "--output", page, "--write", table)
+    assert code == 0, err
+    assert "simulated" in out
+    if how == ("--json",):
+        document = json.loads(out)
+        assert document["figures"] == "simulated"
+        assert {"simulated_batch", "simulated_throughput"} <= document["rows"][0].keys()
+    drawn = re.sub("<svg.*?</svg>|<style.*?</style>", "", page.read_text("utf-8"), flags=re.DOTALL)
+    for text in (out, err, drawn):
+        assert "measure" not in text.lower()
+    code, again, err = advise(capsys, "--from", table)
+    assert (code, "easure" in again) == (0, False), "what is read back is known to be simulated"
 
 
 @pytest.mark.parametrize(

@@ -86,9 +86,6 @@ def test_steps_do_not_nest_and_the_outer_one_goes_on() -> None:
             with pytest.raises(SessionError) as error, memory.step():
                 raise AssertionError
             assert_one_sentence(error.value)
-            with pytest.raises(SessionError) as error:
-                memory.close()
-            assert_one_sentence(error.value)
             loss.backward()
             optimizer.step()
         assert len(memory.history) == 1

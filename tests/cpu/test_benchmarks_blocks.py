@@ -112,3 +112,11 @@ def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> No
     assert 0 < row["recomputed_share"] < 1
     assert all(check.met for check in result.checks)
     assert result.pictures["mimose_convergence.png"].startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["block_programs", "block_refusals"])
+def test_programs_and_refusals_of_the_block_engine_have_none_that_are_wrong(name: str) -> None:
+    result = quick(name)
+    assert [row["method"] for row in result.rows] == ["checkpoint", "mimose", "mimose-published"]
+    assert all(check.measured == 0 for check in result.checks)

@@ -248,6 +248,7 @@ def test_hidden_states_kept_in_a_list_have_their_values_after_the_step(way: type
     assert_trains_as_plainly(program)
 
 
+@pytest.mark.filterwarnings("ignore:Adam.step.* ran outside of the session's steps:UserWarning")
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_graph_that_is_kept_goes_backward_after_its_step(inside: bool) -> None:
     def program(model: nn.Module, optimizer: Optimizer, trainer: Trainer) -> list[Any]:

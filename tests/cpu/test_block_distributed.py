@@ -11,6 +11,7 @@ import pytest
 import torch.distributed
 
 from tests.cpu.block_processes import CASES
+from tests.shared import HANGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ def test_two_processes_train_as_they_do_without_the_engine(tmp_path: Path) -> No
         for rank in range(2)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        outputs = [process.communicate(timeout=HANGS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from spillway.methods.mimose import Options
 from spillway.session import BlockSession
 from spillway.units import KiB
 from spillway.workloads.stdlib_lm import LanguageModel
+from tests.cpu.block_cases import Chain, Residual
 
 LENGTHS = (24, 64, 40, 48, 56, 64, 24, 32, 60, 64)
 
@@ -177,17 +179,48 @@ def test_kept_blocks_are_revoked_when_room_gets_short(peaks: tuple[int, int], pl
 
 
 def test_a_budget_below_what_recomputing_everything_takes_is_refused_with_one_that_works() -> None:
-    training = Training((64,))
+    training = Training((64, 64, 64))
     with managed(training, "1GiB", "checkpoint", timeline=True) as memory:
         run(training, memory)
-    peak = memory.history[0].peak_bytes
-    training = Training((64,))
-    before = training.state()
-    with managed(training, peak - 64 * KiB, timeline=True) as memory, pytest.raises(BudgetInfeasible) as refused:
-        run(training, memory)
-    assert memory.history == []
-    assert refused.value.smallest_budget == peak
-    assert before[:-1] == training.state()[:-1]  # the optimizer had not begun
+    first, *_, last = (report.peak_bytes for report in memory.history)
+    assert first < last  # by the state that the optimizer has then
+    for budget in (first - 64 * KiB, first // 3):
+        training = Training((64, 64, 64))
+        before = training.state()
+        with managed(training, budget, timeline=True) as memory, pytest.raises(BudgetInfeasible) as refused:
+            run(training, memory)
+        assert memory.history == []
+        assert last <= refused.value.smallest_budget <= 1.1 * last
+        assert before[:-1] == training.state()[:-1]  # the optimizer had not begun
+        training = Training((64, 64, 64))
+        with managed(training, refused.value.smallest_budget, timeline=True) as memory:
+            run(training, memory)
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "mimose"])
+def test_what_an_optimizer_needs_for_itself_is_known_before_it_begins(method: str) -> None:
+    def trained(budget: int) -> list[int]:
+        torch.manual_seed(0)
+        model = Chain(*(Residual() for _ in range(3)))
+        optimizer, begun = torch.optim.Adam(model.parameters(), foreach=True), []
+        optimizer.register_step_post_hook(lambda *_: begun.append(True))
+        with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+            try:
+                for _ in range(3):
+                    with memory.step(torch.ones(64, 32)):
+                        model(torch.ones(64, 32)).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            except BudgetInfeasible as refused:
+                assert begun == []
+                return [refused.smallest_budget]
+            return [report.peak_bytes for report in memory.history]
+
+    highest = max(trained(1 << 30))
+    for share in (0.5, 0.9):
+        (named,) = trained(int(share * highest))
+        assert highest <= named <= 1.1 * highest
+        assert max(trained(named)) <= named
 
 
 def test_the_model_is_its_own_again_when_the_session_is_closed() -> None:
@@ -279,18 +312,13 @@ def test_finding_the_blocks_leaves_no_trace() -> None:
 
 def test_the_published_collector_runs_every_block_once_more() -> None:
     training = Training((24, 64, 40))
-    calls = 0
-
-    def count(*_: Any) -> None:
-        nonlocal calls
-        calls += 1
-
+    count = mock.Mock(return_value=None)  # what a hook of its own would count is put back with all the rest
     published = Mimose(Options.as_published(reserve=0))
     with managed(training, "1GiB", published, blocks=[f"blocks.{i}" for i in range(4)]) as memory:
         handle = training.model.blocks[0].norm_mlp.register_forward_hook(count)  # inside: the block itself is hooked
         run(training, memory)
         handle.remove()
-    assert calls == 3 * 3  # measured, run, and run again in the backward
+    assert count.call_count == 3 * 3  # measured, run, and run again in the backward
 
 
 @pytest.mark.parametrize("batches", [(2, 4, 6)])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +151,41 @@ class Wide(torch.nn.Module):
         return y
 
 
-def uneven_peaks(budget: Any, seconds: Callable[[int], float], monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of steps whose copies take so much longer, by the number of the step."""
+def uneven_peaks(budget: Any, monkeypatch: pytest.MonkeyPatch, *, late: bool) -> list[int]:
+    """Of steps whose copies are made at once, or, from the second step on, not before compute waits for one."""
     torch.manual_seed(0)
-    model, x, fill, number = Uneven(), torch.randn(4096, 64), DiskTier._fill, 0
-    monkeypatch.setattr(DiskTier, "_fill", lambda *args: (time.sleep(seconds(number)), fill(*args))[1])
+    model, x, here = Uneven(), torch.randn(4096, 64), threading.current_thread()
+    fill, start_write, wait = DiskTier._fill, DiskTier.start_write, threading.Condition.wait
+    gate = threading.Event()
+    gate.set()
+
+    def filling(*args: Any) -> None:
+        gate.wait()
+        fill(*args)
+
+    def starting(*args: Any) -> Any:
+        slot = start_write(*args)
+        if not late and slot.writing is not None:
+            slot.writing.result()
+        return slot
+
+    def opening(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is here:
+            gate.set()
+        return wait(condition, timeout)
+
+    monkeypatch.setattr(DiskTier, "_fill", filling)
+    monkeypatch.setattr(DiskTier, "start_write", starting)
+    monkeypatch.setattr(threading.Condition, "wait", opening)
     with spillway.manage(
         model, budget=budget, method=Checkpoint(Action.OFFLOAD), blocks=["blocks.0", "blocks.1"]
     ) as memory:
-        for number in range(3):  # noqa: B007 - read by the lambda
+        for number in range(3):
+            if late and number:
+                gate.clear()
             with memory.step(x):
                 model(x).square().mean().backward()
+            gate.set()
             model.zero_grad()
     assert all(report.peak_measured for report in memory.history)
     return [report.peak_bytes for report in memory.history]
@@ -170,12 +193,12 @@ def uneven_peaks(budget: Any, seconds: Callable[[int], float], monkeypatch: pyte
 
 def test_a_slower_disk_in_later_steps_is_seen_and_makes_no_step_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        freely = uneven_peaks("1GiB", lambda number: 0.02 * bool(number), patch)
+        freely = uneven_peaks("1GiB", patch, late=True)
     with monkeypatch.context() as patch:
-        at_once = uneven_peaks("1GiB", lambda number: 0.0, patch)
+        at_once = uneven_peaks("1GiB", patch, late=False)
     assert max(freely) >= max(at_once)
     budget = max(at_once) + 2 * MiB
-    assert max(uneven_peaks(budget, lambda number: 0.02 * bool(number), monkeypatch)) <= budget
+    assert max(uneven_peaks(budget, monkeypatch, late=True)) <= budget
 
 
 def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> None:

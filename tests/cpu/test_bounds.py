@@ -13,6 +13,7 @@ from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.mode import Completion, Seen
 from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.sizes import Sizes
 from spillway.methods import LRU
 
 aten = torch.ops.aten
@@ -158,3 +159,25 @@ def test_a_step_with_room_goes_the_short_way(monkeypatch: pytest.MonkeyPatch) ->
         engine.end_step()
         engine.close()
     assert long == []
+
+
+def _made_wider() -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    rows = [some(3, 64), some(40, 64)]
+    return {
+        "dequantize": (aten.dequantize.self, (torch.quantize_per_tensor(ROWS, 0.1, 0, torch.qint8),)),
+        "padded": (aten.to_padded_tensor.default, (torch.nested.nested_tensor(rows), 0.0)),
+        "padded jagged": (
+            aten.to_padded_tensor.default,
+            (torch.nested.nested_tensor(rows, layout=torch.jagged), 0.0),
+        ),
+        "tangent": (aten._new_zeros_with_same_feature_meta.default, (some(1, 64).expand(9, 64), ROWS[0, :1, :].t())),
+        "tangents": (aten._new_zeros_with_same_feature_meta.default, (some(64, 1), ROWS[:, :, 0].t()[0, :, None])),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["dequantize", "padded", "padded jagged", "tangent", "tangents"])
+def test_what_an_op_makes_of_narrow_short_or_partial_tensors_is_not_underestimated(name: str) -> None:
+    func, args = _made_wider()[name]
+    expected = Sizes().expected(OpInfo(func), args, {})[1]
+    assert expected >= func(*args).untyped_storage().nbytes()

@@ -25,6 +25,7 @@ from spillway.methods import METHODS
 from spillway.report import drawing
 from spillway.units import MiB
 from tests.pure.recorded import layers
+from tests.shared import HANGS
 
 KEYS = [
     "method", "budget_bytes", "status", "overhead", "seconds", "peak_bytes", "bytes_out", "bytes_in",
@@ -156,7 +157,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
     seen = [process.stderr.readline() for _ in range(3)]
     assert seen[0].startswith("1 of 600: "), seen
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: every process of the group hears it
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=HANGS)
     document: list[dict[str, Any]] = json.loads(out)
     assert process.returncode == 130
     assert 3 <= len(document) < 600
@@ -166,7 +167,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         f"spillway: interrupted. Incomplete: {len(document)} of 600 rows were worked out. What was done is kept."
     )
     assert f"Incomplete: {len(document)} of 600" in (tmp_path / "page.html").read_text("utf-8")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGS
     while _group_lives(process.pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import spillway
 from spillway.engines.records import Storage
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.ir.step import Phase
@@ -23,6 +24,7 @@ from spillway.methods import AbstractPolicy, Copy, Drop, Fetch, MemoryView, Move
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, copying_beside, is_moved, put_away
 from tests.pure.test_disk_tier import files_end_at
+from tests.shared import HANGS
 
 ITEMS = 64 << 10
 
@@ -37,20 +39,26 @@ class Gate:
 
         def held_up(tier: DiskTier, slot: Slot, address: int) -> Any:
             self.reached.set()
-            assert next(numbers) >= first or self.open.wait(timeout=60)
+            assert next(numbers) >= first or self.open.wait(timeout=HANGS)
             return plainly(tier, slot, address)
 
         monkeypatch.setattr(DiskTier, method, held_up)
 
     @contextmanager
-    def opened_soon(self) -> Iterator[None]:
-        """What happens inside begins while a worker waits, and can only end when it was let through."""
-        assert self.reached.wait(timeout=60)  # a copy that has not begun is given up without waiting
-        timer = threading.Timer(0.1, self.open.set)
-        timer.start()
-        yield
+    def opened_when_waited_for(self) -> Iterator[None]:
+        """What happens inside begins while a worker waits, which is let through when this thread waits for it."""
+        assert self.reached.wait(timeout=HANGS)  # a copy that has not begun is given up without waiting
+        here, wait = threading.current_thread(), threading.Condition.wait
+
+        def opening(condition: threading.Condition, timeout: float | None = None) -> bool:
+            if threading.current_thread() is here:
+                self.open.set()
+            return wait(condition, timeout)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(threading.Condition, "wait", opening)
+            yield
         assert self.open.is_set(), "it did not wait for the worker"
-        timer.join()
 
 
 @pytest.fixture
@@ -61,12 +69,12 @@ def memory() -> Iterator[Session]:
 
 def begin(memory: Session, tensor: Tensor, kind: type[Copy] | type[Fetch]) -> bool:
     engine = memory._engine
-    with engine.controller.lock, torch._C._DisableTorchDispatch():
+    with engine.controller.lock, unwatched():
         return engine.controller.grant(kind(storage_of(memory, tensor)))
 
 
 def propose(memory: Session, proposal: Proposal) -> bool:
-    with memory._engine.controller.lock, torch._C._DisableTorchDispatch():
+    with memory._engine.controller.lock, unwatched():
         return memory._engine.controller.grant(proposal)
 
 
@@ -127,7 +135,7 @@ def test_what_is_being_copied_leaves_when_the_copy_is_done(
     gate = Gate(monkeypatch, "_fill")
     tensor = torch.arange(ITEMS) * 3
     assert begin(memory, tensor, Copy)
-    with gate.opened_soon():
+    with gate.opened_when_waited_for():
         assert put_away(memory, tensor, way)
     assert torch.equal(tensor, torch.arange(ITEMS) * 3)
 
@@ -139,7 +147,7 @@ def test_what_is_being_copied_is_not_resized_before_the_copy_is_done(
     gate = Gate(monkeypatch, "_fill")
     tensor = torch.arange(ITEMS)
     assert begin(memory, tensor, Copy)
-    with gate.opened_soon():
+    with gate.opened_when_waited_for():
         if how == "op":
             tensor.resize_(3 * ITEMS)
         else:
@@ -163,7 +171,7 @@ def test_an_older_version_that_is_still_read_is_waited_for(memory: Session, monk
     assert begin(memory, tensor, Copy)
     tensor += 1
     assert begin(memory, tensor, Copy), "the new version has no copy"
-    with gate.opened_soon():
+    with gate.opened_when_waited_for():
         assert put_away(memory, tensor, Move)
     assert torch.equal(tensor, torch.ones(ITEMS))
 
@@ -216,7 +224,7 @@ def test_what_is_on_its_way_in_counts_and_is_waited_for(memory: Session, monkeyp
     assert not begin(memory, tensor, Fetch), "it is on its way"
     assert resident(memory) == before + 8 * ITEMS
     assert is_moved(memory, tensor)
-    with gate.opened_soon():
+    with gate.opened_when_waited_for():
         assert int((tensor * 2)[-1]) == 2 * ITEMS - 2
     assert resident(memory) == before + 8 * ITEMS
 
@@ -285,10 +293,10 @@ def test_a_process_that_is_forked_waits_for_no_worker_that_it_does_not_have(
     gate = Gate(monkeypatch, "read")
     assert begin(memory, damaged, Fetch)
     assert begin(memory, whole, Fetch)
-    with gate.opened_soon():
+    with gate.opened_when_waited_for():
         child = os.fork()
     if child == 0:
-        signal.alarm(30)  # a child that hangs ends with another status
+        signal.alarm(HANGS)  # a child that hangs ends with another status
         os._exit(42 if whole.tolist()[-1] == 2 * ITEMS - 2 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
     os.pwrite(file, right, place)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.tensors.cuda_machine import CudaMachine
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.methods import LRU, AbstractPolicy, Copy, Fetch, Move
 from spillway.methods.base import MemoryView, Proposal
@@ -40,7 +41,7 @@ def begin(memory: Session, tensor: Tensor, way: type[Copy | Fetch]) -> bool:
 def raw(tensor: Tensor) -> Tensor:
     """Its bytes as code finds them that asks nobody."""
     storage = torch._C.TensorBase.untyped_storage(tensor)
-    with torch._C._DisableTorchDispatch():
+    with unwatched():
         return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride()).clone()
 
 
@@ -252,7 +253,7 @@ def test_what_is_written_where_a_moved_storage_waits_comes_back(memory: Session,
         pytest.skip("it has no bytes while it is absent")
     tensor = torch.zeros(ITEMS)
     assert put_away(memory, tensor, Move)
-    with torch._C._DisableTorchDispatch():
+    with unwatched():
         tensor.fill_(7.0)
     assert is_moved(memory, tensor)
     assert torch.equal(tensor, torch.full((ITEMS,), 7.0))

@@ -36,7 +36,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[LateDriver]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs_are_identical_within_their_budget_or_rightly_refused(drivers: list[LateDriver]) -> None:
-    rows = [{"seed": seed, **row} for seed in range(PROGRAMS) for row in judge_all(seed)]
+    rows = [{"seed": seed, **row} for seed in range(PROGRAMS) for row in judge_all(seed, 5)]
     assert {(row["seed"], row["policy"]): row["complaints"] for row in rows if row["complaints"]} == {}
     assert sum(row["moves"] for row in rows) > 20 * len(rows)
     assert sum(driver.copies_in for driver in drivers) > 10 * len(rows)
@@ -51,7 +51,7 @@ def test_where_absent_storages_are_empty_programs_are_identical_or_end_too_large
         program_runs, "TensorEngine",
         lambda policy, allowed: late_engine(policy, allowed, LateDriver(behind=2), exchanges=False),
     )  # fmt: skip
-    rows = [{"seed": seed, **row} for seed in range(PROGRAMS // 2) for row in judge_all(seed)]
+    rows = [{"seed": seed, **row} for seed in range(PROGRAMS // 2) for row in judge_all(seed, 5)]
     complaints = [complaint for row in rows for complaint in row["complaints"]]
     assert [complaint for complaint in complaints if "(the end of the step)" not in complaint] == []
     assert sum(row["moves"] for row in rows) > 10 * len(rows)
@@ -90,7 +90,7 @@ def test_a_machine_that_is_wrong_is_found_out(
 
     def complains(seed: int) -> bool:
         try:
-            return any(row["complaints"] for row in judge_all(seed))
+            return any(row["complaints"] for row in judge_all(seed, 5))
         except AssertionError:
             return True
 

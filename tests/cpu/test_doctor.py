@@ -102,13 +102,6 @@ def test_threads_that_leave_no_processor_to_the_workers_are_told(monkeypatch: py
     assert problem.fix.startswith("OMP_NUM_THREADS=3 leaves them one")
 
 
-def test_probing_for_handlers_leaves_none_behind() -> None:
-    rules = on_torch.rules_of(torch.ops.aten.add.Tensor)
-    before = dict(rules)
-    assert on_torch.version().facts["dispatch_rules"] is True
-    assert dict(on_torch.rules_of(torch.ops.aten.add.Tensor)) == before
-
-
 def test_how_many_compiled_kernels_are_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert on_torch.kernels({}).facts == {"onednn_kept": 1024}
     fewer = on_torch.kernels({"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "DNNL_PRIMITIVE_CACHE_CAPACITY": "8"})

@@ -36,6 +36,7 @@ from tests.cpu.test_interruptions import (
     step_of,
     stopped_plainly,
 )
+from tests.shared import HANGS
 
 TIGHT = "280 KiB"
 """Under half of what the step asks for."""
@@ -190,7 +191,7 @@ def children() -> set[str]:
 
 def wait_for_children(but: set[str]) -> None:
     """A worker that was told to end does so by and by."""
-    for _ in range(1000):
+    for _ in range(100 * HANGS):
         if children() <= but:
             return
         time.sleep(0.01)
@@ -231,7 +232,7 @@ def test_a_loader_is_started_while_a_worker_copies(kind: type[Copy | Fetch], mon
             put_away(memory, rows, Move)
         gate = Gate(monkeypatch, "_fill" if kind is Copy else "read")
         assert begin(memory, rows, kind)
-        with gate.opened_soon():
+        with gate.opened_when_waited_for():
             loader = iter(DataLoader(Rows(rows), batch_size=64, num_workers=1))
         assert torch.equal(next(loader), expected)
         assert torch.equal(rows, expected)
@@ -266,14 +267,14 @@ def test_a_fork_while_another_thread_holds_the_books_does_not_hang_the_child() -
         def hold() -> None:
             with memory._engine.controller.lock:
                 held.set()
-                go.wait(60)
+                go.wait(HANGS)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        held.wait(60)
+        held.wait(HANGS)
         child = os.fork()
         if child == 0:
-            signal.alarm(30)
+            signal.alarm(HANGS)
             os._exit(42 if tensor.numpy()[-1] == 4999 else 1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         go.set()
@@ -391,8 +392,6 @@ def test_a_limit_of_the_system_ends_a_step_with_a_clear_error_or_not_at_all(
     assert [run for run in runs if run["differs"]] == []
     assert [run for run in runs if run["whole"] != (run["error"] is None)] == []
     assert any(run["error"] for run in runs) or not bites
-    for error in filter(None, (run["error"] for run in runs)):
-        assert "memory" in error or "Memory" in error
 
 
 @pytest.mark.parametrize("order", ORDERS)

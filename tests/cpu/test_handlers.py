@@ -1,68 +1,48 @@
-"""The functions that the dispatch mode makes for ops: where they stand, and what they leave out."""
+"""The functions that are made for ops: when ops come to them, and what they leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import threading
 
-import pytest
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.tensors import mode
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.private import rules_of, storage_address
+from spillway.engines.tensors.private import storage_address
 from spillway.methods import LRU, KeepAll
-from spillway.methods.base import AbstractPolicy
 
 BUDGET = 1 << 30
 
 
-def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Ops of every kind: views, one and several results, writes with and without history, a lazy bit, a random op."""
-    a = torch.addcmul(x.view(-1, 4) @ y.t(), x, y, value=0.5)
-    a.mul_(2.0).add_(x)
-    x.lerp_(y, 0.25)
-    top, _ = a.topk(2)
-    a = a + torch.dropout(a, 0.5, True) + top.sum()
-    c = torch.view_as_complex(torch.stack([a, a], -1)).conj() * 2
-    return a.sum() + (c.imag + c.real).sum() + x.sqrt().sum()
-
-
-def account(policy: AbstractPolicy, allowed: int) -> tuple[Any, ...]:
-    torch.manual_seed(0)
-    x, y = torch.rand(4, 4), torch.rand(4, 4)
-    engine = TensorEngine(policy, allowed)
-    try:
-        engine.begin_step([("x", x)])
-        results = [program(x, y).item() for _ in range(2)]
-        engine.end_step()
-        controller = engine.controller
-        return results, engine.ops, controller.created, controller.peak, controller.resident, engine.unmanaged
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("policy", [KeepAll, LRU])
-@pytest.mark.parametrize("allowed", [UNLIMITED, BUDGET])
-def test_the_account_is_the_same_where_torch_does_not_look_for_functions(
-    policy: Callable[[], AbstractPolicy], allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = account(policy(), allowed)
-    monkeypatch.setattr(mode, "rules_of", lambda func: {})
-    assert account(policy(), allowed) == found
-
-
-def test_functions_stand_where_torch_looks_only_while_a_step_is_watched() -> None:
-    rules = rules_of(torch.ops.aten.mul.Tensor)
-    before = dict(rules)
+def test_ops_arrive_only_while_a_step_is_watched() -> None:
     engine = TensorEngine(KeepAll(), UNLIMITED)
     for _ in range(2):
         engine.begin_step([])
         torch.rand(3) * torch.rand(3)
-        assert len(rules) == len(before) + 1
         engine.end_step()
-        assert rules == before
+        assert engine.ops == 3
+        torch.rand(3) * torch.rand(3)
+        assert engine.controller.clock - engine._first_op == 3
+    engine.close()
+
+
+def test_a_step_that_ended_in_another_thread_lets_ops_through() -> None:
+    engine = TensorEngine(KeepAll(), UNLIMITED)
+    engine.begin_step([])
+    other = threading.Thread(target=engine.end_step)
+    other.start()
+    other.join()
+    assert torch.ones(3).add(1).sum().item() == 6
+    assert engine.ops == 0
+    engine.close()
+
+
+def test_while_a_step_is_watched_torch_takes_no_tensor_for_a_subclass() -> None:
+    engine = TensorEngine(KeepAll(), UNLIMITED)
+    engine.begin_step([])
+    assert not torch._C._dispatch_isTensorSubclassLike(torch.ones(3))
+    assert isinstance(torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter)
+    engine.end_step()
     engine.close()
 
 

@@ -17,6 +17,7 @@ from spillway.engines.tensors import escapes
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS
 from tests.cpu.test_interruptions import Fault, RaisesBefore, fresh, ops_of_a_step, step_of
+from tests.shared import HANGS
 
 SESSIONS = 100
 METHODS: dict[str, Callable[[], Any]] = {**ORDERS, "delta": lambda: "delta", "lru": lambda: "lru"}
@@ -58,7 +59,7 @@ def await_threads() -> None:
     """Workers of a session that nobody closed end by themselves, soon after it is gone."""
     for thread in threading.enumerate():
         if thread.name.startswith("spillway-disk") and thread not in OTHERS:
-            thread.join(timeout=10)
+            thread.join(timeout=HANGS)
             if thread.is_alive():
                 OTHERS.add(thread)  # it counts as one that is left, and is not waited for again
 

@@ -112,7 +112,7 @@ def test_a_copy_that_ran_while_ops_did_is_hidden_and_one_that_an_op_waited_for_i
             memory._engine.await_copies()  # what a long op would do
             gate = Gate(monkeypatch, "_fill")
             assert begin(memory, waited, Copy)
-            with gate.opened_soon():
+            with gate.opened_when_waited_for():
                 assert put_away(memory, waited, Move)
         timeline, report = recorded(memory)
     first, second = of(timeline, Lane.COPY_OUT)
@@ -128,13 +128,13 @@ def test_a_wait_that_the_controller_does_not_see_is_a_stall_too(monkeypatch: pyt
             gate = Gate(monkeypatch, "_fill")
             tensor = torch.arange(ITEMS) * 3
             assert begin(memory, tensor, Copy)
-            with gate.opened_soon():
+            with gate.opened_when_waited_for():
                 if way == "drop":
                     assert put_away(memory, tensor, Drop)
                 else:
                     tensor += 1
                     memory._engine.controller.empty_graveyard()
-        assert memory.history[-1].stall_seconds > 0.05
+        assert memory.history[-1].stall_seconds > 0
 
 
 def test_a_fetch_that_an_op_waits_for_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_fetch_that_an_op_waits_for_stalls(monkeypatch: pytest.MonkeyPatch) ->
             put_away(memory, tensor, Move)
             gate = Gate(monkeypatch, "_read_file")
             assert begin(memory, tensor, Fetch)
-            with gate.opened_soon():
+            with gate.opened_when_waited_for():
                 tensor + 1
         timeline, report = recorded(memory)
     (back,) = of(timeline, Lane.COPY_IN)
@@ -154,14 +154,13 @@ def test_a_fetch_that_an_op_waits_for_stalls(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_where_no_timeline_is_kept_handlers_stand_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     around: list[bool] = []
-    push = Dispatch.push
+    pop = Dispatch.pop
 
-    def noting(dispatch: Dispatch, wrapped: Any = None) -> None:
-        push(dispatch, wrapped)
-        rules = [(known.handler, known.rules[dispatch._class]) for known in dispatch._handlers.values()]
-        around.extend(handler is not rule for handler, rule in rules)
+    def noting(dispatch: Dispatch) -> None:
+        around.extend(handler is not dispatch._known[key].handler for key, handler in dispatch._handlers.items())
+        pop(dispatch)
 
-    monkeypatch.setattr(Dispatch, "push", noting)
+    monkeypatch.setattr(Dispatch, "pop", noting)
     memory = steps(LRU(short_chain=0))
     assert memory.timeline is None
     assert len(around) > 10
@@ -176,7 +175,7 @@ def test_after_a_recorded_step_nothing_is_left_of_it() -> None:
         with memory.step():
             torch.ones(ITEMS) + 1
         dispatch = memory._engine._dispatch
-        assert all(dispatch._class not in known.rules for known in dispatch._handlers.values())
+        assert dispatch._handlers == {}
         assert (dispatch._around, memory._engine.history, memory._engine.controller.events) == (None, None, None)
 
 
@@ -184,7 +183,7 @@ def test_a_run_file_has_the_lanes_of_the_step_under_most_pressure(tmp_path: Any)
     memory = steps(copying_beside(), timeline=True, run_file=tmp_path / "run.jsonl")
     run = read_run(tmp_path / "run.jsonl")
     assert run.timelines == [memory.timeline]
-    assert [StepReport.from_json(step) for step in run.steps] == memory.history
+    assert run.steps == memory.history
 
 
 def test_two_sessions_in_two_threads_keep_lanes_of_their_own() -> None:

@@ -92,10 +92,25 @@ def quantised(model: nn.Module) -> list[Tensor]:
     return [*trained(model, torch.randn(256, 64)), back]
 
 
+def resized(model: nn.Module) -> list[Tensor]:
+    """Storages without bytes, and with bytes again, as FSDP has them; by a method of theirs, which is no op."""
+    whole, later = torch.randn(256, 64), torch.empty(0)
+    later.set_(torch.UntypedStorage(0), 0, (256, 64))
+    half = whole.sin()
+    first = trained(model, torch.randn(256, 64))
+    whole.untyped_storage().resize_(0)
+    later.untyped_storage().resize_(half.nbytes)
+    later.copy_(half)
+    second = trained(model, half)
+    whole.untyped_storage().resize_(half.nbytes)
+    whole.copy_(later * 2)
+    return [*first, *second, whole, later]
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("body", [sparse, wrapped, conjugated, quantised])
+@pytest.mark.parametrize("body", [sparse, wrapped, conjugated, quantised, resized])
 def test_a_step_on_odd_tensors_is_the_same_under_a_budget(body: Body, order: str, share: float) -> None:
     expected = plain(body)
     found, report = managed(body, order, share)

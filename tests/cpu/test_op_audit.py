@@ -19,13 +19,13 @@ from tests.cpu.op_audit import Audit
 from tests.cpu.op_samples import MORE, Case, cases, database
 
 FULL = os.environ.get("SPILLWAY_FULL_AUDIT") == "1"
-"""Four dtypes and three samples of each op, instead of two and one."""
+"""Six dtypes and four samples of each op, instead of two and one."""
 
 
 def everything() -> Iterator[Case]:
     yield from MORE
     for op in database():
-        yield from cases(op, dtypes=4 if FULL else 2, samples=3 if FULL else 1)
+        yield from cases(op, dtypes=6 if FULL else 2, samples=4 if FULL else 1)
 
 
 def audited(found: Iterable[Case]) -> Audit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch
 
 import spillway
 from spillway.cli import main
-from spillway.methods import AbstractPolicy
+from spillway.ir import read_step
+from spillway.ir.plan_files import read_plan
+from spillway.methods import AbstractPolicy, Planned
 from spillway.units import parse_bytes
 from spillway.workloads import get
 from tests.architecture.documents import blocks, commands, documents
@@ -96,3 +99,74 @@ def _losses(method: str | AbstractPolicy, budget: str | None) -> tuple[list[str]
                 optimizer.zero_grad()
                 losses.append(loss.item().hex())
     return losses, memory.history[-1]
+
+
+def test_the_example_of_the_readme_has_no_blocks_and_a_transformer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 'method="mimose"` recomputes blocks' in DOCUMENTS["README.md"]
+    (example,) = blocks(DOCUMENTS["README.md"], "python")
+    example = example.replace('budget="48MiB"', 'budget="48MiB", method="mimose"')
+    with pytest.raises(spillway.errors.NoBlocksError, match="no blocks"):
+        exec(example, {})
+    layers = "model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(512, 8, 512, batch_first=True), 4)"
+    for shown, instead in (
+        (example.splitlines()[3], layers),
+        ("range(5)", "range(2)"),
+        ("torch.randn(1024, 512)", "torch.randn(8, 32, 512)"),
+        ('"48MiB"', '"160MiB"'),
+        ('memory.report("run.html")', ""),
+    ):  # fmt: skip
+        assert shown in example
+        example = example.replace(shown, instead)
+    names: dict[str, Any] = {}
+    exec(example, names)
+    assert all(step.recomputed_blocks > 0 == step.ops for step in names["memory"].history)
+
+
+SMALLER = {
+    "resnet50": "WORKLOAD", "bert-base": "WORKLOAD", "1440": "4", "16": "4", "80GB": "80%", "STEP": "bert.jsonl.gz",
+}  # fmt: skip
+"""What is put in place of the words of a command, so that it takes no time."""
+
+
+def test_the_commands_of_the_readme_about_recorded_steps_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(SMALL, "utf-8")
+    ran = []
+    for words in commands(DOCUMENTS["README.md"]):
+        if words[1] not in ("record", "simulate", "compare", "plan") or len(words) < 4:
+            continue
+        given = [SMALLER.get(word, word).replace("WORKLOAD", "small.py:build") for word in words[1:]]
+        if words[1] == "compare":
+            given += ["--methods", "lru,delta", "--processes", "1", "--bound-seconds", "0.1"]
+        with pytest.raises(SystemExit) as end:
+            main(given)
+        assert end.value.code == 0, f"{given}: {capsys.readouterr().err}"
+        ran.append(words[1])
+    assert ran == ["record", "simulate", "record", "compare", "plan"]
+    wanted = ("resnet50.jsonl.gz", "resnet50.run.jsonl", "bert.jsonl.gz", "compare.html", "compare.png", "plan.jsonl")
+    assert [name for name in wanted if not (tmp_path / name).exists()] == []
+    with pytest.raises(SystemExit):
+        main(["report", "resnet50.run.jsonl", "--perfetto", "trace.json"])
+    assert "simulated" in (tmp_path / "resnet50.run.html").read_text("utf-8")
+    assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    recorded = read_step("bert.jsonl.gz").step
+    planned = Planned(read_plan("plan.jsonl", recorded).plan, recorded)
+    assert spillway.simulate(recorded, budget=0.6, method=planned).status == "ok"
+
+
+SMALL = """
+import torch
+from spillway.workloads import Workload, seed_everything
+
+def build(*, seed=0, batch=4, length=256):
+    seed_everything(seed)
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(12)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def batches(steps):
+        return ((torch.ones(length * batch, 64),) for _ in range(steps))
+    def loss(model, batch):
+        return model(batch[0]).square().mean()
+    return Workload(name="small", model=model, optimizers=(optimizer,), batches=batches, loss=loss, size=batch)
+"""

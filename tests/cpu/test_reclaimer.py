@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.places import CpuPlace
 from spillway.engines.tensors.system import Reclaimer
 from spillway.methods import LRU
 from spillway.units import GiB, KiB, MiB
@@ -215,20 +214,3 @@ def test_while_a_session_is_open_the_c_library_returns_nothing_by_itself() -> No
     left_alone = {**environment, "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
     held, *_ = map(int, subprocess.run(run, env=left_alone, check=True, capture_output=True).stdout.split())
     assert held > 20 * 6000, "what the environment says was changed"
-
-
-def test_before_a_step_that_nobody_watches_there_is_room_for_it_once() -> None:
-    place = CpuPlace(None)
-    resident = Resident(used=60 * MiB, freed=30 * MiB)
-    place.reclaimer = reclaimer(resident)
-    place.begin_aside(10 * MiB)
-    assert resident.trims == 0, "it fits beside what was freed"
-    place.begin_aside(20 * MiB)
-    assert resident.trims == 1
-    resident.freed = 30 * MiB
-    place.begin_aside(20 * MiB)
-    assert resident.trims == 1, "such steps reuse what such steps freed"
-    place.begin_step(LIMIT, base_rss=None, signature="")
-    place.begin_aside(20 * MiB)
-    assert resident.trims == 2, "a watched step left other pieces"
-    place.close()

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import spillway
@@ -28,6 +29,11 @@ SMALL: dict[str, Callable[[], Workload]] = {
     "resnet": partial(get, "resnet", width=4, blocks=(1, 1, 1, 1), batch=2),
     "stdlib-lm": partial(get, "stdlib-lm", width=32, layers=2, heads=2, batch=2, longest=32, grouped=1),
 }
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def state_of(workload: Workload) -> list[torch.Tensor]:
@@ -58,7 +64,11 @@ def test_the_peak_and_the_ops_are_those_that_the_engine_counts_when_it_keeps_all
 
 @pytest.mark.parametrize("name", SMALL)
 def test_fake_tensors_tell_the_very_same_step(name: str) -> None:
-    real, fake = record(SMALL[name]()), record(SMALL[name], fake=True)
+    """Real ones in a dispatch mode, where torch takes the same formulas as for fake ones: a mask of attention is added
+    into a new tensor."""
+    with Passing():
+        real = record(SMALL[name]())
+    fake = record(SMALL[name], fake=True)
     assert fake.step.digest() == real.step.digest()
     assert fake.step.saved == real.step.saved
     assert [op.flops for op in fake.step.ops] == [op.flops for op in real.step.ops]
@@ -332,3 +342,19 @@ def test_ops_on_lists_count_the_versions_of_what_they_write_as_plain_ones_do() -
         return [parameter._version for parameter in model.parameters()]
 
     assert versions(recorded=True) == versions(recorded=False)
+
+
+def test_a_step_of_a_session_is_not_recorded() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with spillway.manage(model, optimizer, budget=None, method="keep-all") as memory:
+
+        def step() -> None:
+            with memory.step(None):
+                model(torch.ones(2, 3))
+
+        with memory.step(None), pytest.raises(UsageError, match="outside of it"):
+            record_step(lambda: model(torch.ones(2, 3)))
+        with pytest.raises(UsageError, match="ran within"):
+            record_step(step)

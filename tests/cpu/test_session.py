@@ -111,7 +111,7 @@ def test_a_run_file_holds_what_the_history_holds(tmp_path: Path, timeline: bool)
                 memory.log(loss=train(model, optimizer, number))
         memory.report(tmp_path / "run.html")
     run = read_run(path)
-    assert [spillway.StepReport.from_json(step) for step in run.steps] == memory.history
+    assert run.steps == memory.history
     assert run.header["budget_bytes"] == 380 << 10
     assert run.header["method"] == "lru"
     assert "<html" in (tmp_path / "run.html").read_text("utf-8")
@@ -135,13 +135,13 @@ def test_the_run_file_of_a_run_that_died_can_be_read_up_to_there(tmp_path: Path)
         os._exit(1)
     """
     assert run_python(code, RUN_FILE=str(path)).returncode == 1
-    assert [step["step"] for step in read_run(path).steps] == [0, 1]
+    assert [step.step for step in read_run(path).steps] == [0, 1]
 
 
 # ---------------------------------------------------------------------- sizes known to fit
 
 
-def test_a_size_known_to_fit_runs_with_the_engine_stepped_aside() -> None:
+def test_a_size_known_to_fit_is_watched_without_recipes() -> None:
     def trained(memory: spillway.Session | None, model: nn.Module, optimizer: Optimizer) -> Any:
         torch.manual_seed(3)
         for number in range(6):
@@ -162,10 +162,10 @@ def test_a_size_known_to_fit_runs_with_the_engine_stepped_aside() -> None:
         assert difference(expected, trained(memory, model, optimizer)) is None
         # The first step makes the optimizer's state, the second is the first of its kind, 48 rows were not seen before.
         assert [report.managed for report in memory.history] == [True, True, False, False, True, False]
-        managed, aside = memory.history[1:3]
-        assert (aside.peak_bytes, aside.signature) == (managed.peak_bytes, managed.signature)
-        assert (aside.ops, aside.moves, aside.drops) == (0, 0, 0)
-        assert set(aside.logged) == {"loss"}
+        managed, known = memory.history[1:3]
+        for name in ("peak_bytes", "end_bytes", "signature", "ops", "moves", "drops"):
+            assert getattr(known, name) == getattr(managed, name)
+        assert set(known.logged) == {"loss"}
 
 
 def test_a_size_that_no_longer_fits_comes_back_under_management() -> None:
@@ -211,8 +211,7 @@ def test_a_step_that_also_updates_is_not_taken_for_one_that_only_accumulates() -
             assert report.peak_bytes <= budget
 
 
-def test_what_stepped_aside_left_behind_is_in_the_account_again() -> None:
-    """Gradients of a step that was not watched, and a batch that the engine has not seen, take room too."""
+def test_what_a_step_without_recipes_left_behind_takes_room() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     bytes_of_weights = 8 * 4 * WIDTH * WIDTH
@@ -233,7 +232,7 @@ def test_what_stepped_aside_left_behind_is_in_the_account_again() -> None:
     assert peak > bytes_of_weights * 3
     model.zero_grad()
     with spillway.manage(model, optimizer, budget=peak + 1000, method="keep-all") as memory:
-        assert [step(memory, 0) for _ in range(4)] == [True, True, False, False]
+        assert [step(memory, 0) for _ in range(4)] == [True, False, False, False]
         with memory.step(torch.ones(3)):
             memory.kept = [torch.ones(bytes_of_weights // 8)]  # type: ignore[attr-defined]
         assert step(memory, 0)

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 import spillway
 from spillway.methods import Drop, Move
 from spillway.session import Session
-from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way, image, is_moved, put_away
+from tests.cpu.bits import storage_of
+from tests.cpu.pressure import ORDERS, PLENTY, InputsLeave, Way, image, is_dropped, is_moved, put_away
 
 SIDE = 64
 
@@ -379,3 +380,55 @@ def test_a_moved_storage_can_be_given_another_size(memory: Session, rows: int) -
         x.fill_(3)
         assert put_away(memory, x, Move)
         assert bool((x == 3).all())
+
+
+@pytest.mark.parametrize("way", [Move, Drop])
+def test_a_storage_can_be_emptied_and_filled_again_as_sharded_training_does(memory: Session, way: Way) -> None:
+    controller = memory._engine.controller
+    with memory.step():
+        x = matrix()
+        doubled = x * 2
+        real = storage_of(x)
+        assert put_away(memory, doubled, way)
+        assert put_away(memory, x, Move)
+        real.resize_(0)
+        assert way is Move or not is_dropped(memory, doubled), "what would be recomputed from it came back first"
+        present = controller.resident
+        real.resize_(doubled.nbytes)
+        assert controller.resident == present + doubled.nbytes
+        x.fill_(3)
+        assert put_away(memory, x, Move)
+        assert bool((x == 3).all())
+        assert image(doubled) == image(matrix() * 2)
+
+
+def test_a_storage_does_not_grow_beyond_the_budget() -> None:
+    with spillway.manage(nn.Linear(SIDE, SIDE), budget=4 << 20) as memory, memory.step():
+        x = matrix() + 0
+        with pytest.raises(spillway.BudgetInfeasible, match="resize of a storage"):
+            x.untyped_storage().resize_(8 << 20)
+        assert image(x) == image(matrix())
+
+
+@pytest.mark.parametrize("rows", [SIDE // 4, 4 * SIDE])
+def test_a_replay_accounts_for_what_a_storage_was_before_it_got_another_size(memory: Session, rows: int) -> None:
+    controller = memory._engine.controller
+    with memory.step():
+        x = matrix() * 2
+        y = x.exp()
+        storage_of(x).resize_(rows * SIDE * 4)
+        assert put_away(memory, y, Drop)
+        controller.peak = present = controller.resident
+        y.neg_()
+        assert controller.peak == present + 2 * y.nbytes
+        assert image(y) == image((matrix() * 2).exp().neg())
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_what_an_op_made_larger_is_not_dropped(memory: Session) -> None:
+    with memory.step():
+        target = matrix() * 2
+        torch.cat([matrix(), matrix(1)], out=target)
+        assert not put_away(memory, target, Drop), "a replay would grow, and no room is made for that"
+        assert put_away(memory, target, Move)
+        assert image(target) == image(torch.cat([matrix(), matrix(1)]))

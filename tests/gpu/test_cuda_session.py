@@ -15,6 +15,7 @@ from torch import nn
 import spillway
 from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
 from spillway.engines.tensors.devices import engine_for
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.errors import SessionError, SpillFullError
 from spillway.ir import Lane, Span, Work
@@ -100,7 +101,7 @@ def test_a_moved_storage_is_read_in_place_by_kernels_that_do_not_ask(memory: Any
     tensor = torch.arange(ITEMS, device=DEVICE)
     assert put_away(memory, tensor, Move)
     assert memory._engine.machine.readable_in_place
-    with torch._C._DisableTorchDispatch():
+    with unwatched():
         doubled = tensor * 2
     assert is_moved(memory, tensor)
     assert torch.equal(doubled, torch.arange(ITEMS, device=DEVICE) * 2)
@@ -139,12 +140,12 @@ class Outside(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             return x * 2
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             return gradient * ctx.saved_tensors[0]
 
 
@@ -168,7 +169,7 @@ class Remembering(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             return gradient * ctx.x
 
 
@@ -188,7 +189,7 @@ class Filling(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         out = x.new_zeros(x.shape)
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             out += x
         return out
 

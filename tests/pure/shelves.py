@@ -35,6 +35,7 @@ class Shelves:
     allowed: Bytes = 0
     resident: Bytes = 0
     clock: int = 10
+    op_index: int = 9
     away: tuple[Shelf, ...] = ()
     """The ones that were moved, in the order in which they left; `due` has them the other way round."""
     arriving: int = 0

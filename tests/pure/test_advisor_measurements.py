@@ -241,7 +241,7 @@ def test_what_is_not_linear_few_or_far_is_told(read: Read) -> None:
     rows = by_method(advise(there, 2200 * MB))
     said = {name: " ".join(row.warnings) for name, row in rows.items()}
     assert "goes through 2 batch sizes alone" in said["ckpt"]
-    assert "A batch of 60 is 15.0 times the largest that was measured, 4." in said["ckpt"]
+    assert "A batch of 60 is 15.0 times the largest that ran, 4." in said["ckpt"]
     assert rows["ckpt"].sure is None
     assert "how sure cannot be told" in sentence(list(rows.values()))
     assert "The memory is not linear in the batch: R is" in said["dtr"]

@@ -120,8 +120,8 @@ def test_peaks_that_were_not_seen_to_grow_are_not_said_to_be_missing(tmp_path: P
     assert "because the peak of plain training was not seen to grow with the batch, up to batch 4" in sentence(rows)
     for row in rows:
         assert row.warnings == (
-            "Its peak was not seen to grow with the batch up to batch 4, so that no line is fitted: measure larger "
-            "batches.",
+            "Its peak was not seen to grow with the batch up to batch 4, so that no line is fitted: it takes "
+            "larger batches.",
         )
     assert campaign.unknown == {}, "how long a step may take decides nothing"
     peaks = {method: dict.fromkeys((1, 2, 4), 300 * MB) for method in campaign.methods}

@@ -15,6 +15,7 @@ from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillBusyError, SpillCorruptedError, SpillDirectoryError, SpillFullError, UsageError
 from spillway.units import KiB, MiB
 from tests.pure.test_disk_tier import content, damage, files_end_at, mapping, read, write
+from tests.shared import HANGS
 
 ANYWHERE = Path.cwd()
 """Where the tests run: a file system with direct I/O, more likely than among the temporary files."""
@@ -202,7 +203,7 @@ def test_the_queue_of_the_workers_is_bounded_in_copies_and_in_bytes(
     plainly = DiskTier._fill
 
     def held_up(tier: DiskTier, slot: Slot, address: int) -> None:
-        assert gate.wait(60)
+        assert gate.wait(HANGS)
         plainly(tier, slot, address)
 
     monkeypatch.setattr(DiskTier, "_fill", held_up)

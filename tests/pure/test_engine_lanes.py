@@ -6,6 +6,8 @@ import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import pytest
+
 from spillway.engines.lanes import Stall, Transfer, TransferLog, stalled_intervals, transfers_beside, unseen
 from spillway.ir import Lane
 
@@ -34,15 +36,19 @@ def test_a_wait_within_a_stall_is_no_other_stall() -> None:
     assert unseen([stall(1, 2), stall(3, 5), stall(6, 7)], [stall(0, 4)]) == [stall(3, 5), stall(6, 7)]
 
 
-def test_who_waits_for_a_worker_is_noted_and_who_need_not_is_not() -> None:
+def test_who_waits_for_a_worker_is_noted_and_who_need_not_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     log, done, busy = TransferLog(), Future[None](), Future[None]()
     done.set_result(None)
     log.wait([done])
     assert log.waits == []
-    timer = threading.Timer(0.02, lambda: busy.set_result(None))
-    timer.start()
-    log.wait([done, busy])
-    timer.join()
+
+    def until_it_is_done(condition: threading.Condition, timeout: float | None = None) -> bool:
+        busy.set_result(None)
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Condition, "wait", until_it_is_done)
+        log.wait([done, busy])
     (waited,) = log.waits
     assert waited.began < waited.ended
 

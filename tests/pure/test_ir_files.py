@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,16 @@ TIMELINE = Timeline(
     events=(Event(op=1, storage=0, change=Change.MOVE),),
 )
 HEADER = {"budget_bytes": 100, "method": "lru"}
-RECORDS: list[dict[str, Any]] = [
-    {"step": {"step": 0, "peak_bytes": 90, "logged": {"loss": 1.5}}},
-    {"step": {"step": 1, "peak_bytes": 95, "logged": {"loss": 1.25}}},
-    {"timeline": TIMELINE.to_json()},
-]
+
+
+def report(step: int, **figures: Any) -> StepReport:
+    counts = {field.name: 0 for field in fields(StepReport) if field.type in ("int", "Bytes", "Seconds")}
+    others = {"signature": "", "managed": True, "refusals": {}, "logged": {}}
+    return StepReport(**{**counts, **others, "step": step, **figures})
+
+
+REPORTS = [report(0, peak_bytes=90, logged={"loss": 1.5}), report(1, peak_bytes=95, logged={"loss": 1.25})]
+RECORDS: list[dict[str, Any]] = [*({"step": one.to_json()} for one in REPORTS), {"timeline": TIMELINE.to_json()}]
 FULL_HEADER = {"format": "spillway-run", "version": 2, "budget_bytes": 100, "method": "lru"}
 
 VERSION_1 = (
@@ -63,7 +69,7 @@ def refused(path: Path, content: bytes) -> FileFormatError:
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     written(tmp_path / "run.jsonl")
     assert read_run(tmp_path / "run.jsonl") == RunFile(
-        header=FULL_HEADER, steps=[RECORDS[0]["step"], RECORDS[1]["step"]], timelines=[TIMELINE], damaged_tail=0
+        header=FULL_HEADER, steps=REPORTS, timelines=[TIMELINE], damaged_tail=0
     )
 
 
@@ -75,16 +81,16 @@ def test_every_line_is_json_that_names_what_it_is(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "run.jsonl", {}) as run:
-        run.append({"step": {"loss": math.nan, "norm": math.inf}})
-    step = read_run(tmp_path / "run.jsonl").steps[0]
-    assert math.isnan(step["loss"])
-    assert step["norm"] == math.inf
+        run.append({"step": report(0, logged={"loss": math.nan, "norm": math.inf}).to_json()})
+    (step,) = read_run(tmp_path / "run.jsonl").steps
+    assert math.isnan(step.logged["loss"])
+    assert step.logged["norm"] == math.inf
 
 
 def test_a_record_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
         run.append(RECORDS[0])
-        assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"]]
+        assert read_run(tmp_path / "run.jsonl").steps == REPORTS[:1]
 
 
 def test_a_new_run_replaces_the_file(tmp_path: Path) -> None:
@@ -120,7 +126,7 @@ def test_a_record_that_json_cannot_hold_leaves_the_file_as_it_was(tmp_path: Path
         with pytest.raises(TypeError, match="not JSON serializable"):
             run.append({"step": {"loss": object()}})
         run.append(RECORDS[0])
-    assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"]]
+    assert read_run(tmp_path / "run.jsonl").steps == REPORTS[:1]
 
 
 @contextmanager
@@ -136,14 +142,14 @@ def largest_file(nbytes: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("room", [0, 1, 100_000])
 def test_a_record_that_met_a_full_disk_is_written_whole_before_the_next(tmp_path: Path, room: int) -> None:
-    large = {"step": {"name": "x" * 300_000}}
+    large = report(5, signature="x" * 300_000)
     with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
         begun = (tmp_path / "run.jsonl").stat().st_size
         with largest_file(begun + room), pytest.raises(OSError, match="File too large"):
-            run.append(large)
+            run.append({"step": large.to_json()})
         assert read_run(tmp_path / "run.jsonl").damaged_tail == (room > 0)
         run.append(RECORDS[0])
-    assert read_run(tmp_path / "run.jsonl").steps == [large["step"], RECORDS[0]["step"]]
+    assert read_run(tmp_path / "run.jsonl").steps == [large, REPORTS[0]]
 
 
 def test_a_record_whose_writing_was_interrupted_is_written_once(
@@ -161,7 +167,7 @@ def test_a_record_whose_writing_was_interrupted_is_written_once(
             run.append(RECORDS[0])
         monkeypatch.undo()
         run.append(RECORDS[1])
-    assert read_run(tmp_path / "run.jsonl").steps == [RECORDS[0]["step"], RECORDS[1]["step"]]
+    assert read_run(tmp_path / "run.jsonl").steps == REPORTS
 
 
 def test_a_file_is_closed_even_if_the_disk_stays_full(tmp_path: Path) -> None:
@@ -233,7 +239,7 @@ def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
     # Written by Spillway 0.1.0: neither spans nor seconds of transfers.
     (tmp_path / "run.jsonl").write_bytes(VERSION_1)
     run = read_run(tmp_path / "run.jsonl")
-    (step,), (timeline,) = map(StepReport.from_json, run.steps), run.timelines
+    (step,), (timeline,) = run.steps, run.timelines
     assert (run.header["version"], step.peak_bytes, timeline.peak(), timeline.spans) == (1, 90, 64, ())
     assert (step.transfer_seconds, step.hidden_share) == (0.0, 0.0)
 
@@ -241,21 +247,22 @@ def test_a_file_of_version_1_is_read(tmp_path: Path) -> None:
 def test_a_step_report_may_lack_what_has_a_default_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_bytes(VERSION_1)
     (old,) = read_run(tmp_path / "run.jsonl").steps
-    assert StepReport.from_json(StepReport.from_json(old).to_json()) == StepReport.from_json(old)
-    for changed in ({**old, "colour": 1}, {name: value for name, value in old.items() if name != "ops"}):
-        with pytest.raises(ValueError, match="a step report has the fields allowed, blocks, bytes_in, bytes_in_beside"):
-            StepReport.from_json(changed)
+    assert StepReport.from_json(old.to_json()) == old
+    with pytest.raises(ValueError, match="'colour' is no field of a step report, which has step, signature"):
+        StepReport.from_json({**old.to_json(), "colour": 1})
+    with pytest.raises(ValueError, match="the step report lacks ops"):
+        StepReport.from_json({name: value for name, value in old.to_json().items() if name != "ops"})
 
 
 def test_a_record_that_is_whole_but_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
         run.append({"timeline": {"step": 1}})
     error = refused(tmp_path / "run.jsonl", (tmp_path / "run.jsonl").read_bytes())
-    assert "line 2: a timeline has to have step, allowed, ops, storages and events" in str(error)
+    assert "line 2: the timeline lacks allowed, ops, storages, events" in str(error)
     with RunWriter(tmp_path / "run.jsonl", HEADER) as run:
         run.append({"step": 3})
     error = refused(tmp_path / "run.jsonl", (tmp_path / "run.jsonl").read_bytes())
-    assert "line 2: the line holds neither a step nor a timeline" in str(error)
+    assert "line 2: 3 is no step report" in str(error)
 
 
 def test_a_file_that_is_not_there_is_the_systems_error(tmp_path: Path) -> None:
@@ -287,23 +294,31 @@ def test_no_damage_is_read_as_something_else(tmp_path_factory: pytest.TempPathFa
         run = read_run(path)
     except FileFormatError:
         return
-    read = [{"step": step} for step in run.steps] + [{"timeline": timeline.to_json()} for timeline in run.timelines]
+    steps = [{"step": step.to_json()} for step in run.steps]
+    read = [*steps, *({"timeline": timeline.to_json()} for timeline in run.timelines)]
     assert run.header == FULL_HEADER
     assert read == RECORDS[: len(read)]
     # What is missing from a right reading is the end alone, and an end that was cut within a line is counted.
     assert run.damaged_tail == (not path.read_bytes().endswith(b"\n"))
 
 
-NUMBERS = st.integers() | st.floats(allow_nan=False)
-REPORTS = st.dictionaries(st.text(), NUMBERS | st.text() | st.dictionaries(st.text(), NUMBERS, max_size=3), max_size=4)
+FIGURES = st.fixed_dictionaries(
+    {"peak_bytes": st.integers(0, 2**63 - 1), "seconds": st.floats(0, 1e15), "managed": st.booleans()},
+    optional={
+        "logged": st.dictionaries(st.text("abé_ <>&", max_size=5), st.floats(allow_nan=False), max_size=3),
+        "refusals": st.dictionaries(st.text("abé_ <>&", max_size=5), st.integers(0, 99), max_size=3),
+        "input_size": st.lists(st.integers(0, 99), max_size=3),
+    },
+)
 
 
-@given(st.lists(REPORTS, max_size=4))
+@given(st.lists(FIGURES, max_size=4))
 def test_every_report_is_read_as_it_was_written(
-    tmp_path_factory: pytest.TempPathFactory, reports: list[dict[str, Any]]
+    tmp_path_factory: pytest.TempPathFactory, figures: list[dict[str, Any]]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "reports.jsonl"
+    reports = [report(number, **more) for number, more in enumerate(figures)]
     with RunWriter(path, HEADER) as run:
-        for report in reports:
-            run.append({"step": report})
+        for one in reports:
+            run.append({"step": one.to_json()})
     assert read_run(path).steps == reports

@@ -125,17 +125,32 @@ def test_a_storage_cannot_have_less_than_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        ({"step": "7"}, "has to have step, allowed, ops, storages and events"),
-        ({"events": None}, "has to have step, allowed, ops, storages and events"),
-        ({"storages": [[0, "parameter", 10]]}, "is not a storage, its kind, its bytes"),
-        ({"storages": [[0, "parameters", 10, True]]}, "'parameters' is not a valid Kind"),
-        ({"events": [[0, 1]]}, "is not an op, a storage and what happened to it"),
-        ({"events": [[0, 1, "melt"]]}, "'melt' is not a valid Change"),
-        ({"events": [0]}, "is not an op, a storage and what happened to it"),
-        ({"spans": None}, "has to have step, allowed, ops, storages and events"),
-        ({"spans": [["compute", "op", 0.0, 1.0, 0, "mm", None, 0]]}, "is not a lane, its work, when it began"),
-        ({"spans": [["compute", "op", "0", 1.0, 0, "mm", None, 0, 0]]}, "is not a lane, its work, when it began"),
-        ({"spans": [["road", "op", 0.0, 1.0, 0, "mm", None, 0, 0]]}, "'road' is not a valid Lane"),
+        ({"step": "7"}, "step of the timeline is '7', not a whole number"),
+        ({"events": None}, "events of the timeline is None, not a list"),
+        (
+            {"storages": [[0, "parameter", 10]]},
+            r"\[0, 'parameter', 10\] is no storage line: storage",
+        ),
+        (
+            {"storages": [[0, "parameters", 10, True]]},
+            "kind of the storage line is 'parameters'",
+        ),
+        ({"events": [[0, 1]]}, r"\[0, 1\] is no event: op, storage, change"),
+        ({"events": [[0, 1, "melt"]]}, "change of the event is 'melt', none of create, die"),
+        ({"events": [0]}, "0 is no event"),
+        ({"spans": None}, "spans of the timeline is None, not a list"),
+        ({"ops": 1_000_001}, "ops of the timeline is 1000001, not a whole number from 0 to 1e\\+06"),
+        ({"allowed": -1}, "allowed of the timeline is -1, not a whole number from 0"),
+        ({"allowed": True}, "allowed of the timeline is True, not a whole number"),
+        ({"spans": [["compute", "op", 0.0, 1.0, 0, "mm", None, 0]]}, "is no span: lane, work, began"),
+        (
+            {"spans": [["compute", "op", "0", 1.0, 0, "mm", None, 0, 0]]},
+            "began of the span is '0', not a number",
+        ),
+        (
+            {"spans": [["road", "op", 0.0, 1.0, 0, "mm", None, 0, 0]]},
+            "lane of the span is 'road', none of",
+        ),
         ({"spans": [["compute", "op", 2.0, 1.0, 0, "mm", None, 0, 0]]}, "op on compute from 2.0 to 1.0"),
         ({"spans": [["compute", "op", 0.0, 1.0, 9, "mm", None, 0, 0]]}, "a span of op 9 in a timeline of 4 ops"),
         (
@@ -170,6 +185,9 @@ def timelines(draw: st.DrawFn) -> Timeline:
     return Timeline(step=step, allowed=allowed, ops=ops, storages=tuple(storages), events=tuple(events), spans=spans)
 
 
+PRINTABLE = st.characters(categories=("L", "M", "N", "P", "S"))
+
+
 @st.composite
 def spans_of(draw: st.DrawFn, ops: int) -> Span:
     """Any span of a step of so many ops."""
@@ -178,7 +196,8 @@ def spans_of(draw: st.DrawFn, ops: int) -> Span:
     began = draw(st.floats(0, 1e4))
     ended = began + draw(st.floats(0, 10))
     return Span(
-        lane=lane, work=work, began=began, ended=ended, op=draw(st.integers(0, ops)), name=draw(st.text(max_size=3)),
+        lane=lane, work=work, began=began, ended=ended, op=draw(st.integers(0, ops)),
+        name=draw(st.text(PRINTABLE, max_size=3)),
         storage=draw(st.none() | st.integers(0, 99)), nbytes=draw(st.integers(0, 2**40)),
         stalled=draw(st.floats(0, 1)) * (ended - began),
     )  # fmt: skip

@@ -163,13 +163,13 @@ def test_every_timeline_is_drawn() -> None:
     assert "Memory over the ops of step 9" in text
 
 
-def test_a_peak_that_was_not_measured_is_called_projected() -> None:
-    aside = dataclasses.replace(STEP, step=1, managed=False, ops=0, peak_bytes=40 * MiB)
-    read = page(steps=(STEP, aside))
-    assert "40.00 MiB projected" in read.text
-    assert "except peaks marked “projected”: 1 step was known to fit" in read.text
+def test_a_peak_that_was_not_measured_is_called_expected() -> None:
+    guessed = dataclasses.replace(STEP, step=1, peak_measured=False, peak_bytes=40 * MiB)
+    read = page(steps=(STEP, guessed))
+    assert "40.00 MiB expected" in read.text
     assert "39.00 MiB measured, by our account" in read.text
-    assert "projected" not in page().text
+    assert "40.00 MiB expected, by our account" in page(steps=(guessed,)).text
+    assert "expected" not in page().text
 
 
 def test_a_run_without_a_budget_has_no_budget_line() -> None:
@@ -179,6 +179,20 @@ def test_a_run_without_a_budget_has_no_budget_line() -> None:
     assert "A run under no budget" in text
     assert 'class="budget"' not in text
     assert "of the budget" not in text
+
+
+def test_a_run_on_paper_is_said_to_be_simulated_and_nowhere_measured() -> None:
+    header = {"budget_bytes": 40 * MiB, "workload": "bert", "simulated": {"device": "a100"}}
+    text = re.sub("<[^>]*>", " ", render(header, [dataclasses.replace(STEP, peak_rss_bytes=0)], [TIMELINE]))
+    assert "bert, simulated, under a budget of" in text
+    assert "All figures are simulated" in text
+    assert "easured" not in text
+    assert "imulated" not in page().text
+
+
+def test_a_budget_of_nothing_is_no_reason_to_divide_by_it() -> None:
+    step = dataclasses.replace(STEP, allowed=0)
+    assert "0 B" in render({"budget_bytes": 0}, [step], [dataclasses.replace(TIMELINE, allowed=0)])
 
 
 def test_a_run_without_steps_says_so() -> None:

@@ -13,7 +13,7 @@ from spillway.cli import main
 from spillway.costs.device import DEVICES
 from spillway.costs.roofline import timed
 from spillway.errors import BudgetError, UnknownMethodError, UsageError
-from spillway.ir import Change, Recorded, StepReport, read_run, write_step
+from spillway.ir import Change, Recorded, read_run, write_step
 from spillway.methods import LRU
 from tests.pure.recorded import layers
 
@@ -68,7 +68,7 @@ def test_the_verb_prints_its_figures_and_writes_a_run_file_that_can_be_drawn(
     written = read_run(run)
     assert written.timelines == [ran.timeline]
     assert any(event.change is Change.MOVE for event in written.timelines[0].events)
-    report = StepReport.from_json(written.steps[0])
+    report = written.steps[0]
     assert (report.peak_bytes, report.bytes_out, report.seconds) == (ran.peak_bytes, ran.bytes_out, ran.seconds)
     with pytest.raises(SystemExit) as ended:
         main(["report", str(run), "--perfetto", str(tmp_path / "trace.json")])
@@ -89,4 +89,4 @@ def test_the_verb_prints_text(file: Path, capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit):
         main(["simulate", str(file), "--budget", "2MiB", "--method", "lru"])
     out = capsys.readouterr().out
-    assert out.startswith("layers under lru on a100: oom. Op 1 (aten.layer.default) needs 3.00 MiB")
+    assert out.startswith("layers under lru on a100, simulated: oom. Op 1 (aten.layer.default) needs 3.00 MiB")

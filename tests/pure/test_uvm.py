@@ -33,7 +33,11 @@ def test_a_step_of_more_than_twice_the_budget_is_refused_with_the_half_of_it() -
     assert list(UVM().relieve(view, 50)) == [Move(view.storages[0])]
     with pytest.raises(BudgetInfeasible) as caught:
         list(UVM().relieve(view, 51))
-    assert caught.value.smallest_budget == 101
+    assert (caught.value.needed, caught.value.allowed, caught.value.smallest_budget) == (101, 100, 101)
+    assert str(caught.value) == (
+        "Op 9 (paging 201 B on demand, at most 2 times the budget) needs 101 B in memory at once and 100 B are "
+        "allowed: it takes 101 bytes (101 B) or more."
+    )
 
 
 def test_a_fault_is_paid_for_with_every_block_that_comes_in() -> None:

@@ -112,3 +112,35 @@ def training_step(seed: int, layers: int = 6, scale: int = 8192) -> Step:
         recorder.op("adam_", Phase.OPTIMIZER, [weights[layer], of_weight, states[layer]], [],
                     writes=(weights[layer], states[layer]))  # fmt: skip
     return recorder.step()
+
+
+def any_step(seed: int, ops: int = 40, largest: int = 1 << 20) -> Step:
+    """Ops that read, make and write whatever there is; storages that die anywhere, at either end of the step too, and
+    some that are read by no op."""
+    random = Random(seed)
+    recorder, living = Recorder(), list[int]()
+
+    def size() -> int:
+        return random.choice((0, 64, random.randint(4096, largest), largest))
+
+    for _ in range(random.randint(1, 5)):
+        living.append(recorder.source(size(), random.choice(list(Kind))))
+    sources, ends = len(living), {number: 0 for number in living if random.random() < 0.15}
+    living = [number for number in living if number not in ends]
+    for number in range(ops):
+        reads = random.sample(living, min(len(living), random.randrange(4)))
+        writes = tuple(random.sample(living, 1)) if living and random.random() < 0.2 else ()
+        phase = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)[min(number * 5 // (2 * ops), 2)]
+        living += recorder.op(
+            "any", phase, reads, [size() for _ in range(random.choice((0, 1, 1, 2)))], writes=writes,
+            seconds=random.choice((0.0, 1e-5, 1e-3)), replayable=random.random() < 0.8,
+        )  # fmt: skip
+        for dead in random.sample(living, min(len(living), random.choice((0, 0, 1, 1, 2)))):
+            living.remove(dead)
+            ends[dead] = number + 1
+    storages = tuple(
+        replace(storage, alive_until=ends.get(storage.id, ops), present_at_start=storage.id < sources,
+                present_at_end=storage.id not in ends and random.random() < 0.7)
+        for storage in recorder.storages
+    )  # fmt: skip
+    return Step(storages=storages, values=tuple(recorder.values), ops=tuple(recorder.ops))

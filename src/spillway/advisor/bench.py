@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from spillway.ir.reading import read_fields
 from spillway.units import Bytes, Seconds
 
 KINDS: Final = ("parameters", "gradients", "optimizer state", "activations", "input", "other")
@@ -52,14 +53,10 @@ class Trial:
     @classmethod
     def from_json(cls, data: Any) -> Trial:
         """Read what `to_json` gave. Raises ValueError for anything else."""
-        match data:
-            case {
-                "method": str(method), "size": int(size), "peak": int() | None as peak,
-                "seconds": int() | float() | None as seconds, "by_kind": dict(by_kind),
-                "before_update": int() | None as before,
-            } if size > 0 and (peak is None) == (seconds is None):  # fmt: skip
-                return cls(method=method, size=size, peak=peak, seconds=seconds, by_kind=by_kind, before_update=before)
-        raise ValueError(f"{data!r} is no trial")
+        trial = read_fields(cls, data, "trial")
+        if trial.size < 1 or trial.seconds == 0 or (trial.peak is None) != (trial.seconds is None):
+            raise ValueError(f"{trial} is no trial")
+        return trial
 
 
 class AbstractBench(ABC):

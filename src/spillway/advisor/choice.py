@@ -1,5 +1,5 @@
 """What follows from rows of an answer: which one is recommended, whether accumulating gradients gains the same, and how
-predictions compare with what was measured afterwards.
+predictions compare with what was seen afterwards.
 
 NOTE [Accumulating]. A step of k micro-batches of x samples takes t = k (gamma x + d) + u: d is the fixed part of a
 forward and backward, u the update, and delta = d + u. Two coefficients of a line do not tell d from u, so the
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from spillway.advisor.bench import Trial
+from spillway.advisor.measurements import Seen
 from spillway.advisor.model import whole
 from spillway.advisor.verdict import Best, Fitted, Row
 from spillway.units import Bytes, Seconds, format_bytes
@@ -52,8 +53,10 @@ class Accumulation:
     """Samples per second if nothing of the fixed time is shared."""
     most: float
     """Samples per second if all of it is."""
+    seen: Seen
+    """Whether such a step is measured or simulated."""
     measured: float | None = None
-    """Samples per second of such a step; None where it was not measured."""
+    """Samples per second of such a step; None where it was not tried."""
 
     @property
     def size(self) -> int:
@@ -66,12 +69,12 @@ class Accumulation:
         if self.measured is not None:
             share = self.measured / gains
             reached = (
-                f"plain training with {step} was measured at {self.measured:.4g} samples/s, {share:.2f} times that"
+                f"plain training with {step} was {self.seen} at {self.measured:.4g} samples/s, {share:.2f} times that"
             )
             return f"{self._why()}; {reached}: {self._verdict(share)}."
         low, high = self.least / gains, self.most / gains
         reached = f"plain training with {step} reaches {low:.2f} to {high:.2f} times that, depending on what is shared"
-        same = {low >= SAME: self._verdict(1.0), high < SAME: self._verdict(0.0)}.get(True, "measure such a step")
+        same = {low >= SAME: self._verdict(1.0), high < SAME: self._verdict(0.0)}.get(True, "try such a step")
         return f"{self._why()}; {reached}: {same}."
 
     def _why(self) -> str:
@@ -86,7 +89,7 @@ class Accumulation:
         """As JSON can hold it."""
         return {
             "method": self.method, "micro_batch": self.micro, "micro_batches": self.count,
-            "least_throughput": self.least, "most_throughput": self.most, "measured_throughput": self.measured,
+            "least_throughput": self.least, "most_throughput": self.most, f"{self.seen}_throughput": self.measured,
             "sentence": self.sentence(),
         }  # fmt: skip
 
@@ -115,14 +118,14 @@ def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation 
     shared = count * (cost.seconds(size) - cost.delta) + cost.delta
     return Accumulation(
         method=best.method, best=best.predicted, plain=plain.predicted, micro=size, count=count,
-        least=cost.throughput(size), most=count * size / shared,
+        least=cost.throughput(size), most=count * size / shared, seen=best.experiment.seen,
     )  # fmt: skip
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """A prediction beside what was measured afterwards."""
+    """A prediction beside what was measured, or simulated, afterwards."""
 
     method: str
     size: int
@@ -131,20 +134,21 @@ class Verified:
     measured_seconds: Seconds | None
     """None where memory ran out."""
     measured_peak: Bytes | None
+    seen: Seen
     fitted: bool
     """Whether the lines go through a trial at this batch, so that the prediction is none of something new."""
 
     @classmethod
-    def of(cls, method: str, fitted: Fitted, trial: Trial) -> Verified:
+    def of(cls, method: str, fitted: Fitted, trial: Trial, seen: Seen) -> Verified:
         """From a method's lines and a trial."""
         size, cost = trial.size, fitted.cost
         return cls(
             method=method, size=size, predicted_seconds=cost.seconds(size), predicted_peak=cost.nbytes(size),
-            measured_seconds=trial.seconds, measured_peak=trial.peak, fitted=size in fitted.sizes,
+            measured_seconds=trial.seconds, measured_peak=trial.peak, fitted=size in fitted.sizes, seen=seen,
         )  # fmt: skip
 
     def sentence(self, limit: Bytes) -> str:
-        """Predicted beside measured."""
+        """Predicted beside seen."""
         speed, peak = self.size / self.predicted_seconds, format_bytes(round(self.predicted_peak))
         among = ", from trials of this batch among others" if self.fitted else ""
         predicted = f"{self.method} at batch {self.size}: predicted {speed:.4g} samples/s in {peak}{among}"
@@ -152,13 +156,14 @@ class Verified:
             return f"{predicted}; it took more than {format_bytes(limit)}."
         measured = self.size / self.measured_seconds
         off, more = measured / speed - 1, self.measured_peak / self.predicted_peak - 1
-        return f"{predicted}; measured {measured:.4g} ({off:+.1%}) in {format_bytes(self.measured_peak)} ({more:+.1%})."
+        there = format_bytes(self.measured_peak)
+        return f"{predicted}; {self.seen} {measured:.4g} ({off:+.1%}) in {there} ({more:+.1%})."
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it: samples per second, and bytes."""
         measured = None if self.measured_seconds is None else self.size / self.measured_seconds
         return {
             "method": self.method, "batch": self.size, "fitted": self.fitted,
-            "predicted_throughput": self.size / self.predicted_seconds, "measured_throughput": measured,
-            "predicted_peak_bytes": round(self.predicted_peak), "measured_peak_bytes": self.measured_peak,
+            "predicted_throughput": self.size / self.predicted_seconds, f"{self.seen}_throughput": measured,
+            "predicted_peak_bytes": round(self.predicted_peak), f"{self.seen}_peak_bytes": self.measured_peak,
         }  # fmt: skip

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from io import StringIO
 from math import inf, isfinite
 from pathlib import Path, PurePosixPath
-from typing import Final, TypeAlias, final
+from typing import Final, Literal, TypeAlias, final
 
 from spillway.errors import FileFormatError
-from spillway.units import Bytes, Seconds
+from spillway.ir.reading import content_of, fault_in, read_value, shown
+from spillway.units import Bytes, MiB, Seconds
 
 MB: Final = 10**6
 """Bytes; what the file counts in."""
@@ -30,10 +31,22 @@ MOST: Final = 10**15
 """Numbers beyond these are mistakes: products of them would be no numbers any more."""
 SHAPE: Final = ("layer_num", "hidden_size", "fp16")
 """Columns that tell networks of one name apart."""
+MOST_BYTES: Final[Bytes] = 64 * MiB
+"""What is read of a file; PAPAYA's largest takes 40 KiB."""
 _KINDS: Final = ("mem_", "speed_")
 """Files that begin so and go on alike hold memory and speed of the same runs."""
 
 _Shape: TypeAlias = tuple[str, ...]
+SIMULATED: Final = ", simulated"
+"""Ends what hardware is called whose figures were not measured."""
+
+Seen: TypeAlias = Literal["measured", "simulated"]
+"""How figures were come by; every sentence and every name in JSON about them says which."""
+
+
+def seen_on(hardware: str) -> Seen:
+    """How figures of that hardware were come by."""
+    return "simulated" if hardware.endswith(SIMULATED) else "measured"
 
 
 @final
@@ -93,6 +106,11 @@ class Experiment:
     source: str
     """Where the runs are from; empty where the file does not say."""
     methods: Mapping[str, Samples]
+
+    @property
+    def seen(self) -> Seen:
+        """Whether its figures were measured or simulated."""
+        return seen_on(self.hardware)
 
     @property
     def title(self) -> str:
@@ -181,7 +199,7 @@ def _may_be(partly: _Shape, shape: _Shape) -> bool:
 
 
 def _rows(path: Path) -> Iterator[Row]:
-    content = path.read_bytes()
+    content = content_of(path, MOST_BYTES)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -218,6 +236,9 @@ def _row(path: Path, line: int, cells: Mapping[str, str | None]) -> Row | None:
     if "" in cells or None in cells.values():
         raise FileFormatError("it has not as many cells as the header has", path=path, line=line)
     text = {name: (value or "").strip() for name, value in cells.items()}
+    with fault_in(path, line):
+        for name in ("hardware", "network", "algorithm", "source", *SHAPE):
+            read_value(str, text.get(name, ""), name)
     for name in ("hardware", "network", "algorithm"):
         if not text[name]:
             raise FileFormatError(f"{name} is empty", path=path, line=line)
@@ -253,7 +274,7 @@ def _number(path: Path, line: int, name: str, text: str) -> float | None:
     except ValueError:
         value = float("nan")
     if not isfinite(value):
-        raise FileFormatError(f"{name} is {text!r}, not a number", path=path, line=line)
+        raise FileFormatError(f"{name} is {shown(text)}, not a number", path=path, line=line)
     return value
 
 
@@ -265,7 +286,7 @@ def _family(source: str) -> str:
     name = path.stem
     for kind in _KINDS:
         name = name.removeprefix(kind)
-    return str(path.with_name(name))
+    return str(path.parent / name)
 
 
 def write_measurements(

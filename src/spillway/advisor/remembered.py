@@ -11,10 +11,14 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
 from spillway.advisor.bench import AbstractBench, Trial
+from spillway.errors import FileFormatError
+from spillway.ir.reading import document, lines_of, opened, read_fields
+from spillway.units import Bytes
 
 
 def cache_file(key: Mapping[str, Any]) -> Path:
@@ -23,6 +27,16 @@ def cache_file(key: Mapping[str, Any]) -> Path:
     folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder / "spillway" / f"advise-{digest}.jsonl"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What is known of a workload on the CPU; on a device what is free changes, and is asked anew."""
+
+    hardware: str
+    gradient_bytes: Bytes
+    device_bytes: None
 
 
 @final
@@ -90,30 +104,27 @@ class RememberedBench(AbstractBench):
         if next(lines, None) != {"key": json.loads(json.dumps(key))}:
             return False
         for line in lines:
-            match line:
-                case {
-                    "facts": {"hardware": str(), "device_bytes": None} as facts
-                }:  # of a device it changes what is free
-                    self._facts = facts
-                case {"trial": trial}:
-                    with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):
+                match line:
+                    case {"facts": facts}:
+                        self._facts = asdict(read_fields(_Facts, facts, "workload"))
+                    case {"trial": trial}:
                         one = Trial.from_json(trial)
                         self._trials[one.method, one.size] = one
         return True
 
     def _lines(self) -> Iterator[Any]:
         try:
-            content = self._path.read_bytes()
-        except OSError:
+            for _, line in lines_of(self._path):
+                try:
+                    yield document(line)
+                except ValueError:
+                    yield None
+        except (OSError, FileFormatError):
             return
-        for line in content.splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:  # text that is not UTF-8 is one as well
-                yield None
 
     def _append(self, record: Mapping[str, Any], mode: str = "a") -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FileFormatError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # A line of its own, whatever stands at the end of the file.
             begin = b"" if mode == "w" or self._ends_whole() else b"\n"
@@ -121,4 +132,7 @@ class RememberedBench(AbstractBench):
                 file.write(begin + json.dumps(record).encode() + b"\n")
 
     def _ends_whole(self) -> bool:
-        return not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
+        if not self._path.exists():
+            return True
+        with opened(self._path) as file:
+            return not file.seek(0, os.SEEK_END) or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"

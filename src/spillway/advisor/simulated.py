@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Final, final
 
 from spillway.advisor.bench import AbstractBench, Trial
+from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
 from spillway.costs.growth import Growth, fit_growth
@@ -91,7 +92,7 @@ class SimulatedBench(AbstractBench):
 
     def __init__(self, name: str, steps: Steps, device: Device, *, bits: int = 4) -> None:
         self.name = name
-        self.hardware = f"{device.name}, simulated"
+        self.hardware = f"{device.name}{SIMULATED}"
         self.device = device
         self._steps, self._bits = steps, bits
         self._timed: dict[int, Step] = {}

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf, isfinite
 from typing import Final, Literal, TypeAlias, final
 
-from spillway.advisor.measurements import Experiment
+from spillway.advisor.measurements import Experiment, Seen
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.verdict import Best, Fitted, Row, judge, plain_name
 from spillway.units import Bytes, Seconds
@@ -82,6 +82,11 @@ class Sweep:
         """Every method but the plain one, in the order in which they first appear."""
         return list(dict.fromkeys(method for point in self.points for method in point.methods))
 
+    @property
+    def seen(self) -> Seen:
+        """Whether the figures of its points were measured or simulated."""
+        return next((row.experiment.seen for point in self.points for row in point.rows), "measured")
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,7 @@ def crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
 
 
 def measured_crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
-    """The same of the gain that was measured."""
+    """The same of the gain that was measured, or simulated."""
     return crossing(gains(sweep, method, SweepPoint.measured))
 
 
@@ -121,7 +126,7 @@ def best_crossover(sweep: Sweep) -> Crossover | None:
 def crossover_sentence(sweep: Sweep, method: str | None = None) -> str:
     """From where on a method pays, predicted and measured; the best of all at each point for None."""
     said = []
-    for how, gain in (("predicted", SweepPoint.predicted), ("measured", SweepPoint.measured)):
+    for how, gain in (("predicted", SweepPoint.predicted), (sweep.seen, SweepPoint.measured)):
         pairs = gains(sweep, method, gain)
         if len(pairs) >= FEWEST_POINTS:
             said.append(f"{how}: {_told(sweep, crossing(pairs), pairs)}")

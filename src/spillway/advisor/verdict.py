@@ -12,7 +12,7 @@ from math import inf, isfinite, sqrt
 from typing import Any, Final, Literal, TypeAlias, final
 
 from spillway.advisor.fits import FEWEST, LEVEL, Line, fit_knee, fit_line
-from spillway.advisor.measurements import Experiment, Samples
+from spillway.advisor.measurements import Experiment, Samples, Seen
 from spillway.advisor.model import Cost, pays, pays_by_score, pays_with_fragments, point, score, whole
 from spillway.advisor.student import below
 
@@ -87,7 +87,7 @@ class Row:
     """None if there are fewer than two batch sizes with a peak, or with a time."""
     predicted: Best | None
     measured: Best | None
-    """The fastest of all that ran."""
+    """The fastest of all that ran, be it on paper: `Experiment.seen`."""
     smaller: Best | None = None
     """The fastest of what ran at smaller batches than is predicted."""
     score: float | None = None
@@ -126,8 +126,8 @@ class Row:
             "predicted_throughput": self.predicted and self.predicted.throughput,
             "taken_batch": self.taken and self.taken.size,
             "taken_throughput": self.taken and self.taken.throughput,
-            "measured_batch": self.measured and self.measured.size,
-            "measured_throughput": self.measured and self.measured.throughput,
+            f"{there.seen}_batch": self.measured and self.measured.size,
+            f"{there.seen}_throughput": self.measured and self.measured.throughput,
             "by_score": self.by_score, "by_ratio": self.by_ratio, "by_fragments": self.by_fragments,
             "sure": self.sure, "verdict": self.verdict, "warnings": list(self.warnings),
         }  # fmt: skip
@@ -232,7 +232,7 @@ def _row(
 ) -> Row:  # fmt: skip
     best = None if fitted is None else fitted.best(fitted.cost)
     smaller = None if best is None else _best(samples.fastest_below(best.size))
-    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(samples, fitted, smaller, limit))
+    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(experiment, samples, fitted, smaller, limit))
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
         "measured": _best(samples.fastest), "smaller": smaller, "warnings": warnings,
@@ -293,7 +293,9 @@ def _slowness(fitted: Fitted) -> tuple[float, float]:
     return cost.seconds(size) / size, (time.error_at(size) / size) ** 2 + (falls * off) ** 2
 
 
-def _warnings(samples: Samples, fitted: Fitted | None, smaller: Best | None, limit: float) -> Iterator[str]:
+def _warnings(
+    experiment: Experiment, samples: Samples, fitted: Fitted | None, smaller: Best | None, limit: float
+) -> Iterator[str]:
     if samples.spread > APART:
         yield (
             f"Peaks of the same batch size differ by up to {samples.spread:.2f} times: something besides the batch "
@@ -319,16 +321,16 @@ def _warnings(samples: Samples, fitted: Fitted | None, smaller: Best | None, lim
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
-    yield from _slower(smaller, fitted.best(fitted.cost))
+    yield from _slower(experiment.seen, smaller, fitted.best(fitted.cost))
     yield from _beyond(fitted, limit)
 
 
-def _slower(smaller: Best | None, best: Best | None) -> Iterator[str]:
+def _slower(seen: Seen, smaller: Best | None, best: Best | None) -> Iterator[str]:
     """That a smaller batch was faster than the largest is foretold to be."""
     if smaller is not None and best is not None and _goes_against(smaller, best):
         times = smaller.throughput / best.throughput
         yield (
-            f"At batch {smaller.size} {smaller.throughput:.4g} samples/s were measured, {times:.2f} times what is "
+            f"At batch {smaller.size} {smaller.throughput:.4g} samples/s were {seen}, {times:.2f} times what is "
             f"foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that "
             f"one."
         )
@@ -346,7 +348,7 @@ def _is_flat(samples: Samples) -> bool:
 def _flat(samples: Samples) -> str:
     return (
         f"Its peak was not seen to grow with the batch up to batch {max(samples.off_line)}, so that no line is fitted: "
-        f"measure larger batches."
+        f"it takes larger batches."
     )
 
 
@@ -361,8 +363,8 @@ def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
         )
     elif fitted.largest > FAR * fitted.most:
         yield (
-            f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that was "
-            f"measured, {fitted.most}."
+            f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that ran, "
+            f"{fitted.most}."
         )
 
 
@@ -409,7 +411,7 @@ def _answer(plain: Row, best: Row) -> str:
     ratio, pays = best.reaches / plain.reaches, best.reaches >= plain.reaches
     sure = "how sure cannot be told" if best.sure is None else f"{_percent(best.sure)} sure"
     if plain.taken is not plain.predicted or best.taken is not best.predicted:
-        sure = "by what was measured" + ", and against the model" * (pays != (best.verdict == "pays"))
+        sure = f"by what was {best.experiment.seen}" + ", and against the model" * (pays != (best.verdict == "pays"))
     if remarked := [row.method for row in (plain, best) if row.warnings]:
         sure += f" (see the remarks on {' and '.join(remarked)})"
     if pays:
@@ -421,13 +423,14 @@ def _answer(plain: Row, best: Row) -> str:
 
 
 def _speed(row: Row) -> str:
-    """At which batch a method is how fast, as foretold and as measured; of methods of which something is foretold."""
+    """At which batch a method is how fast, as foretold and as seen; of methods of which something is foretold."""
     if row.taken is None or row.predicted is None:
         raise ValueError(f"nothing is foretold of {row.method}")
     there = f"{row.taken.throughput:.4g} samples/s at batch {row.taken.size}"
     if row.taken is row.predicted:
         return f"{there}{_measured(row)}"
-    return f"{there}, as measured (foretold of its largest, {row.predicted.size}: {row.predicted.throughput:.4g})"
+    largest = f"{row.predicted.size}: {row.predicted.throughput:.4g}"
+    return f"{there}, as {row.experiment.seen} (foretold of its largest, {largest})"
 
 
 def _percent(share: float) -> str:
@@ -436,12 +439,13 @@ def _percent(share: float) -> str:
 
 def _measured(row: Row) -> str:
     best = row.measured
-    return "" if best is None else f" (measured: {best.throughput:.4g} at {best.size})"
+    return "" if best is None else f" ({row.experiment.seen}: {best.throughput:.4g} at {best.size})"
 
 
 def _lack(plain: Row | None, rows: Sequence[Row]) -> str:
     if plain is None:
-        return f"because plain training ({', '.join(PLAIN_NAMES[:-1])} or {PLAIN_NAMES[-1]}) was not measured"
+        names = f"{', '.join(PLAIN_NAMES[:-1])} or {PLAIN_NAMES[-1]}"
+        return f"because plain training ({names}) was not {rows[0].experiment.seen}"
     samples = plain.experiment.methods[plain.method]
     if not samples.ran:
         return f"because plain training ran out of memory wherever it was tried, from batch {min(samples.failed)} on"
@@ -453,7 +457,7 @@ def _lack(plain: Row | None, rows: Sequence[Row]) -> str:
     if plain.fitted is None:
         return "because plain training has no peaks and times at two batch sizes each"
     if len(rows) == 1:
-        return "because no method was measured"
+        return f"because no method was {plain.experiment.seen}"
     if all(_is_flat(row.experiment.methods[row.method]) for row in rows if row is not plain):
         return "because no method's peak was seen to grow with the batch"
     return "because no method has peaks and times at two batch sizes each that let it fit"
@@ -464,4 +468,4 @@ def _fastest(rows: Sequence[Row]) -> str:
     if len(measured) < 2:
         return ""
     best = max(measured, key=lambda row: row.measured.throughput if row.measured else 0.0)
-    return f" Fastest as measured: {best.method}{_measured(best)}."
+    return f" Fastest as {best.experiment.seen}: {best.method}{_measured(best)}."

@@ -16,7 +16,7 @@ import typer
 
 import spillway
 from spillway.cli import advise, compare, demo, doctor, plan, record, report, simulate, train
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, on_one_line
 
 app = typer.Typer(
     name="spillway",
@@ -57,5 +57,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         app(arguments)
     except SpillwayError as error:
-        print(f"spillway: {error}", file=sys.stderr)
+        print(on_one_line(f"spillway: {error}"), file=sys.stderr)
         sys.exit(1)

@@ -28,7 +28,7 @@ HEADS = (
     "batch",
     "samples/s",
     "x plain",
-    "measured",
+    "{seen}",
     "sure",
 )
 
@@ -69,7 +69,7 @@ def _table(rows: Sequence[Row], lossy: Collection[str] = ()) -> Table:
     table = Table(title=f"steps may take {format_bytes(round(rows[0].limit))}", title_justify="left", title_style="")
     table.add_column("method")
     for head in HEADS:
-        table.add_column(head, justify="right")
+        table.add_column(head.format(seen=rows[0].experiment.seen), justify="right")
     table.add_column("verdict", no_wrap=True)
     times = ratios(rows)
     for row in rows:

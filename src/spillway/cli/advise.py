@@ -54,7 +54,8 @@ from spillway.report.advice_figures import Kinds
 from spillway.units import Bytes, Seconds, parse_bytes
 
 Workload = Annotated[
-    str | None, typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured.")
+    str | None,
+    typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured, or simulated."),
 ]
 Measurements = Annotated[
     Path | None,
@@ -74,9 +75,7 @@ Simulate = Annotated[
     str | None,
     typer.Option(help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."),
 ]
-Batches = Annotated[
-    str | None, typer.Option(help="Batch sizes to measure, as 2,4,8.", show_default="chosen while measuring")
-]
+Batches = Annotated[str | None, typer.Option(help="Batch sizes to try, as 2,4,8.", show_default="chosen on the way")]
 TrialSeconds = Annotated[
     float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
 ]
@@ -102,7 +101,9 @@ Verify = Annotated[
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
-Write = Annotated[Path | None, typer.Option(help="Where to write what was measured, as a CSV file that --from reads.")]
+Write = Annotated[
+    Path | None, typer.Option(help="Where to write what was measured or simulated, as a CSV file that --from reads.")
+]
 SmallBatches = Annotated[
     bool,
     typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
@@ -268,7 +269,8 @@ def _tell(every: Sequence[_Answer], wanted: _Wanted, write: Path | None, console
         print_json(documents[0] if len(documents) == 1 else {"networks": documents})
     _page(every, wanted, swept)
     if not every[-1].found.whole:
-        say(console, "spillway: interrupted. What was measured is answered from, and kept.")
+        kept = ", and kept" if every[-1].found.experiment.seen == "measured" else ""
+        say(console, f"spillway: interrupted. What was {every[-1].found.experiment.seen} is answered from{kept}.")
         raise typer.Exit(INTERRUPTED)
 
 

@@ -15,7 +15,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.choice import Accumulation, Verified, accumulation_of, plain_row, recommended
-from spillway.advisor.measurements import Experiment, write_measurements
+from spillway.advisor.measurements import Experiment, seen_on, write_measurements
 from spillway.advisor.verdict import Row, advise, sentence
 from spillway.advisor.ways import accumulated, way_of
 from spillway.cli.common import naming, say
@@ -84,9 +84,9 @@ class Found:
     def remarks(self) -> Iterator[str]:
         """What could not be measured, and how predictions came out."""
         for method, fault in self.campaign.faults.items():
-            yield f"{method} was not measured: {fault}"
+            yield f"{method} was not {self.experiment.seen}: {fault}"
         for method, sizes in self.campaign.left_out.items():
-            yield f"{method} was not measured at batch {', '.join(map(str, sizes))}, which would not fit."
+            yield f"{method} was not {self.experiment.seen} at batch {', '.join(map(str, sizes))}, which would not fit."
         for method, size in self.campaign.unknown.items():
             yield (
                 f"{method}: up to batch {size} its peak was not seen to grow with the batch, so that no larger one can "
@@ -109,12 +109,13 @@ class Found:
 
     def to_json(self) -> dict[str, Any]:
         """The one document of the verb."""
+        seen = self.experiment.seen
         return {
-            "answer": list(self.sentences()), "limit_bytes": self.campaign.limit, "whole": self.whole,
+            "figures": seen, "answer": list(self.sentences()), "limit_bytes": self.campaign.limit, "whole": self.whole,
             "rows": [row.to_json() | {"lossy": row.method in self.lossy} for row in self.rows],
             "accumulation": self.accumulation and self.accumulation.to_json(),
             "verified": [one.to_json() for one in self.verified],
-            "not_measured": dict(self.campaign.faults), "trials": [trial.to_json() for trial in self.trials()],
+            f"not_{seen}": dict(self.campaign.faults), "trials": [trial.to_json() for trial in self.trials()],
         }  # fmt: skip
 
 
@@ -126,7 +127,7 @@ def find_out(bench: AbstractBench, asked: Asked, console: Console) -> Found:
     campaign = Campaign(bench, asked.methods, asked.limit, batches=asked.batches, longest=asked.longest)
     whole = _collect(campaign, console)
     if not any(campaign.trials.values()):
-        say(console, "spillway: interrupted before anything was measured.")
+        say(console, f"spillway: interrupted before anything was {seen_on(bench.hardware)}.")
         raise typer.Exit(INTERRUPTED)
     experiment = replace(campaign.experiment(layers=asked.layers, hidden=asked.hidden), network=asked.network)
     rows = advise(experiment, asked.limit, small_batches=asked.small_batches)
@@ -180,7 +181,7 @@ def _follow_up(found: Found, asked: Asked, console: Console) -> None:
         for size in sorted({one.taken.size, one.predicted.size}):
             measured = _one(found, one.method, size, console, again=True)
             if measured is not None:
-                found.verified.append(Verified.of(one.method, one.fitted, measured))
+                found.verified.append(Verified.of(one.method, one.fitted, measured, found.experiment.seen))
 
 
 def _one(found: Found, method: str, size: int, console: Console, *, again: bool = False) -> Trial | None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from spillway.errors import FileFormatError, SpillwayError
+from spillway.errors import SpillwayError
 from spillway.ir import RunFile, StepReport, read_run
 from spillway.report.html import write_report
 from spillway.report.perfetto import write_trace
@@ -72,37 +72,30 @@ def check_writable(path: Path | None) -> None:
         raise SpillwayError(f"{path} cannot be written: permission denied.")
 
 
-def read_steps(path: Path) -> tuple[RunFile, list[StepReport]]:
+def read_figures(path: Path) -> RunFile:
     """Read a run file. Raises FileFormatError for what is none, SpillwayError if the system refuses."""
     with naming(path):
-        run = read_run(path)
-    steps = []
-    for number, step in enumerate(run.steps, start=2):
-        try:
-            steps.append(StepReport.from_json(step))
-        except ValueError as error:
-            raise FileFormatError(str(error), path=path, line=number) from error
-    return run, steps
+        return read_run(path)
 
 
-def write_page(path: Path, run_file: Path, facts: Mapping[str, Any]) -> list[StepReport]:
-    """Write a page about the run in `run_file`, and return its steps. Raises what `read_steps` raises.
+def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFile | None = None) -> list[StepReport]:
+    """Write a page about the run in `run_file`, and return its steps. Raises what `read_figures` raises.
 
     Arguments:
         facts: What the page says at its top besides the header of the run file.
+        run: What that file holds, if it was read.
     """
-    run, steps = read_steps(run_file)
+    run = run or read_figures(run_file)
     with naming(path):
-        write_report(path, {**run.header, **facts}, steps, run.timelines)
+        write_report(path, {**run.header, **facts}, run.steps, run.timelines)
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
-    return steps
+    return run.steps
 
 
-def write_perfetto(path: Path, run_file: Path) -> int:
-    """Write a trace of the run in `run_file`, and return its number of events. Raises what `read_steps` raises, and
-    SpillwayError if nobody looked at the clock in that run."""
-    run, _ = read_steps(run_file)
+def write_perfetto(path: Path, run_file: Path, run: RunFile) -> int:
+    """Write a trace of the run that `run_file` holds, and return its number of events. Raises SpillwayError if nobody
+    looked at the clock in that run."""
     if not any(timeline.spans for timeline in run.timelines):
         raise SpillwayError(
             f"{run_file} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "

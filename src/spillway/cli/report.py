@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.common import Json, check_writable, print_json, write_page, write_perfetto
+from spillway.cli.common import Json, check_writable, print_json, read_figures, write_page, write_perfetto
 from spillway.errors import SpillwayError
 from spillway.report.figures import hidden_share, highest_peak
 
@@ -31,13 +31,20 @@ def report(
         check_writable(path)
     if perfetto is not None and perfetto.resolve() == page.resolve():
         raise SpillwayError(f"The trace would replace the page {page}; choose another place with --output.")
-    events = None if perfetto is None else write_perfetto(perfetto, run)
-    steps = write_page(page, run, {})
+    found = read_figures(run)
+    events = None if perfetto is None else write_perfetto(perfetto, run, found)
+    write_page(page, run, {}, found)
+    steps, simulated = found.steps, "simulated" in found.header
     if json:
         trace = None if perfetto is None else str(perfetto)
-        figures = {"steps": len(steps), "peak_bytes": highest_peak(steps), "hidden_share": hidden_share(steps)}
+        figures = {
+            "steps": len(steps),
+            "peak_bytes": highest_peak(steps),
+            "hidden_share": hidden_share(steps),
+            "simulated": simulated,
+        }
         print_json({"report": str(page), "perfetto": trace, **figures})
     else:
-        print(f"{len(steps)} steps: {page}")
+        print(f"{len(steps)} {'simulated ' * simulated}step{'s' * (len(steps) != 1)}: {page}")
         if perfetto is not None:
             print(f"{events} events for ui.perfetto.dev: {perfetto}")

@@ -51,9 +51,9 @@ def simulate(
         told = {"method": method, "device": device, "allocator": allocator, "tier": tier, "step": step}
         _write(run_file, ran, {"workload": recorded.workload, "simulated": told})
     if json:
-        print_json({"method": method, "device": device, **_figures(ran)})
+        print_json({"simulated": True, "method": method, "device": device, **_figures(ran)})
     else:
-        _print(ran, f"{recorded.workload} under {method} on {device}")
+        _print(ran, f"{recorded.workload} under {method} on {device}, simulated")
         if run_file is not None:
             print(f"run file: {run_file}")
 

@@ -5,7 +5,6 @@ A spec sheet's numbers are what nobody reaches. `costs.roofline` says what share
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,11 +13,17 @@ from typing import Final, final
 from spillway.errors import UsageError
 from spillway.units import Bytes, GiB, Seconds
 
+LOWEST: Final = 1e-3
+HIGHEST: Final = 1e24
+"""Of a rate, a second."""
+LONGEST: Final[Seconds] = 1e6
+"""Of a time."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What costs are made of. Raises UsageError when built if a rate is not above 0."""
+    """What costs are made of. Raises UsageError when built if a rate or a time is none."""
 
     name: str
     """The name on the command line."""
@@ -64,8 +69,12 @@ class Device:
             self.op_seconds, self.copy_seconds, self.watch_seconds, self.watch_root, self.handling_seconds,
             self.question_seconds,
         )  # fmt: skip
-        if not all(0 < rate < math.inf for rate in rates) or min(times) < 0:
-            raise UsageError(f"Device {self.name!r} needs rates above 0 and times of 0 or more; got {self!r}.")
+        # No rate is so low or so high that the time of a copy is no number any more.
+        if not all(LOWEST <= rate <= HIGHEST for rate in rates) or not all(0 <= time <= LONGEST for time in times):
+            raise UsageError(
+                f"Device {self.name!r} needs rates from {LOWEST} to {HIGHEST} and times from 0 to {LONGEST:.0f}; got "
+                f"{self!r}."
+            )
 
     def out_seconds(self, nbytes: Bytes) -> Seconds:
         """Seconds to copy `nbytes` out to host memory."""

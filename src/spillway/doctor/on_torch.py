@@ -16,7 +16,7 @@ from spillway.doctor.on_spill import rate
 from spillway.doctor.on_system import processors
 from spillway.engines.tensors.cuda_facts import NATIVE, CudaFacts, cuda_facts
 from spillway.engines.tensors.devices import pinned_bytes
-from spillway.engines.tensors.private import CAN_SWAP, rules_of
+from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
@@ -30,7 +30,6 @@ _KERNELS_KEPT: Final = 1024
 
 def version() -> Finding:
     """The version, and the features that Spillway stands on."""
-    finds_handlers = _keeps_rules()
     problems = []
     if not CAN_SWAP:
         problems.append(
@@ -41,30 +40,18 @@ def version() -> Finding:
                 fatal=not torch.cuda.is_available(),
             )
         )
-    handlers = "finds an op's handler by itself" if finds_handlers else "asks Python for handlers, which is slower"
     swap = "exchanges a storage's bytes in place, so that anything may leave memory" if CAN_SWAP else "is too old"
     return Finding(
         topic="torch",
-        sentence=f"torch {torch.__version__} {swap}; it {handlers}.",
+        sentence=f"torch {torch.__version__} {swap}.",
         facts={
             "version": str(torch.__version__),
             "_swap_data_ptr_": CAN_SWAP,
-            "dispatch_rules": finds_handlers,
             "saved_tensors": hasattr(torch._C._autograd, "_make_saved_tensor"),
             "onednn": bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
         },
         problems=problems,
     )
-
-
-def _keeps_rules() -> bool:
-    """Whether what is put among an op's rules is found again."""
-    func, kind = torch.ops.aten.add.Tensor, type("Probe", (), {})
-    rules_of(func)[kind] = print
-    try:
-        return kind in rules_of(func)
-    finally:
-        rules_of(func).pop(kind, None)
 
 
 def threads() -> Finding:

@@ -27,7 +27,7 @@ class AbstractAllocator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: Bytes) -> Any:
-        """A token for so many bytes. Raises DeviceFullError if they do not fit; then nothing has changed."""
+        """A token for so many bytes, never None. Raises DeviceFullError if they do not fit, with nothing changed."""
 
     @abstractmethod
     def free(self, token: Any) -> None:
@@ -189,10 +189,10 @@ class CachingAllocator(AbstractAllocator):
         self.retries = 0
         """How often idle segments were given back."""
 
-    def allocate(self, nbytes: Bytes) -> Block | None:
-        """The token is a block; None for no bytes, which take none."""
+    def allocate(self, nbytes: Bytes) -> Block | Bytes:
+        """The token is a block; 0 for no bytes, which take none."""
         if not nbytes:
-            return None
+            return 0
         rounded = rounded_up(nbytes, ROUNDING)
         pool = self._small if rounded <= SMALL else self._large
         block = pool.take(rounded)
@@ -205,9 +205,9 @@ class CachingAllocator(AbstractAllocator):
         self.allocated += nbytes
         return block
 
-    def free(self, token: Block | None) -> None:
+    def free(self, token: Block | Bytes) -> None:
         """The block stays reserved."""
-        if token is not None:
+        if isinstance(token, Block):
             self.allocated -= token.asked
             token.pool.give(token)
 

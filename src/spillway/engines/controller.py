@@ -1,7 +1,7 @@
 """The state machine that keeps the budget: torch-free, one for every machine.
 
-NOTE [Safety rules]. They live here, in `engines.replay`, `engines.recall`, `engines.copies` and `engines.lending` (its
-other parts) and nowhere else; code points back at them.
+NOTE [Safety rules]. They live here, in `engines.replay`, `engines.recall`, `engines.copies`, `engines.lending` and
+`engines.flights` (its other parts) and nowhere else; code points back at them.
 
  1. An op never runs with an absent input.
  2. A value is dropped only with a cut: the values its recipe ends in, held alive by the drop and registered with each.
@@ -30,6 +30,7 @@ from functools import partial
 from typing import Any, final
 
 from spillway.engines.copies import Copies
+from spillway.engines.flights import Flights
 from spillway.engines.lending import Lending
 from spillway.engines.machine import Machine
 from spillway.engines.recall import bring_back, recall, restore_early, way_back
@@ -62,7 +63,7 @@ class Controller:
 
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
-        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "lending",
+        "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "flights", "lending",
         "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "reserved", "resident", "tier_full",
         "view", "young",
     )  # fmt: skip
@@ -88,7 +89,7 @@ class Controller:
         self._next_number, self._next_temporary = 0, FIRST_TEMPORARY
         self._drops_allowed = True
         self.phase = Phase.FORWARD
-        self.copies, self.lending = Copies(self), Lending(self)
+        self.copies, self.lending, self.flights = Copies(self), Lending(self), Flights(self)
         self.view = View(self)
 
     # ------------------------------------------------------------------ storages come and go
@@ -146,6 +147,8 @@ class Controller:
         if storage.nbytes < SMALLEST_MOVABLE <= nbytes:
             self.young.append(storage)  # only now it may leave
         storage.nbytes = nbytes
+        if storage.value is not None:
+            storage.value.nbytes = nbytes
 
     def empty_graveyard(self) -> None:
         graveyard = self._graveyard
@@ -251,6 +254,8 @@ class Controller:
         if self.resident + needed > self.allowed:
             self.copies.land(wait=True)
             use_last_resort(self, needed)
+            if self.resident + needed > self.allowed and self.flights.land(wait=True):
+                use_last_resort(self, needed)
         self.machine.settle()
         if self.resident + needed > self.allowed:
             raise refusal(self, needed, name)
@@ -283,8 +288,8 @@ class Controller:
             self._unhold(storage)
 
     def may_leave(self, storage: Storage) -> bool:
-        """Whether a present storage is free to leave: not locked (rule 3), not escaped (rule 10)."""
-        if storage.locks or storage.escaped:
+        """Whether a present storage is free to leave: not locked (rule 3), not escaped (rule 10), and not empty."""
+        if storage.locks or storage.escaped or not storage.nbytes:
             return False
         if self.machine.escaped(storage):
             storage.escaped = True

@@ -84,13 +84,15 @@ class Value:
     `absent` says where its bytes are, `home` the place of a copy in a slower tier, `leaves` the cut of a dropped
     value and `chain` the ops that recomputing it takes; `dependents` are the dropped values whose cut it is in,
     `wanted` counts the pending replays and ops that need it. `recorded` says that a recipe may read it: a write then
-    has to begin another value, or a replay would take the new content for the old one.
+    has to begin another value, or a replay would take the new content for the old one. `nbytes` is the storage's size
+    at this version: a later one may have another.
     """
 
-    __slots__ = ("absent", "chain", "dependents", "home", "leaves", "recipe", "recorded", "storage", "wanted")
+    __slots__ = ("absent", "chain", "dependents", "home", "leaves", "nbytes", "recipe", "recorded", "storage", "wanted")
 
     def __init__(self, storage: Storage, recipe: Recipe | None) -> None:
         self.storage = storage
+        self.nbytes = storage.nbytes
         self.recipe = recipe
         self.absent = HERE
         self.home: Any = None

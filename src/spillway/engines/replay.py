@@ -196,7 +196,7 @@ class Replay:
             made = f"{len(handles)} storages when replayed and {len(recipe.creates)} before"
             raise EngineError(f"{recipe!r} created {made}.")
         for value, handle in zip(recipe.creates, handles, strict=True):
-            self._temporaries[value] = self._controller.adopt(TEMPORARY, value.storage.nbytes, handle, temporary=True)
+            self._temporaries[value] = self._controller.adopt(TEMPORARY, value.nbytes, handle, temporary=True)
         for position, value in recipe.writes:
             temporary = bindings[position]
             if recipe.reads[position] not in self._temporaries:

@@ -85,6 +85,6 @@ def refusal(controller: Controller, needed: Bytes, name: str) -> BudgetInfeasibl
         return SpillFullError(controller.tier_full)
     smallest = max(controller.resident + needed, controller.counters.floor_bytes)
     return BudgetInfeasible(
-        needed=smallest, allowed=controller.allowed, op=name,
-        op_index=max(controller.clock - controller.first_op - 1, 0), smallest_budget=smallest, exact=False,
+        needed=smallest, allowed=controller.allowed, op=name, op_index=controller.view.op_index,
+        smallest_budget=smallest, exact=False,
     )  # fmt: skip

@@ -144,7 +144,7 @@ def simulate(
         most_recomputing=thrash * plain,
         overlaps=device.overlaps if overlaps is None else overlaps,
     )
-    watched = policy.follows or step.plain_peak() > allowed  # else the engine steps aside
+    watched = policy.follows or step.plain_peak() > allowed  # else it costs half as much, which is not on paper
     controller = Controller(machine, policy, allowed, chain_cap)
     run = _Run(step, machine, controller, frozenset(escaped), Attention.of(device) if watched else Attention())
     for number in range(steps):
@@ -243,6 +243,7 @@ class _Run:
         self._python: Seconds = 0.0
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
+        self._counted: dict[Storage, None] = {}  # these, and what lives on for a copy of it that is under way
         self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
         self._following = Following(controller) if controller.policy.follows else None
         self._look_ahead = False
@@ -280,18 +281,18 @@ class _Run:
         machine.begin_step()
         self._handled = self._python = 0.0
         self._began = machine.now()
-        self._chronicle = Chronicle(controller, self._storages.values())
+        self._chronicle = Chronicle(controller, self._counted)
         self._renew_sources()
         if controller.policy.foresees:
             machine.measure_link()
         controller.begin_step("simulated")
         if self._following is not None:
             self._following.begin_step(self._storages[number] for number in sorted(self._storages))
-        self._chronicle = Chronicle(controller, self._storages.values())
+        self._chronicle = Chronicle(controller, self._counted)
         controller.make_room(0, "begin step")
         controller.peak = controller.resident
         machine.allocator.reset_peak()
-        self._chronicle = Chronicle(controller, self._storages.values())
+        self._chronicle = Chronicle(controller, self._counted)
         for storage in self._step.storages:
             if storage.alive_until == 0 and not storage.present_at_end:
                 self._let_go(storage.id)
@@ -418,6 +419,7 @@ class _Run:
         info = self._step.storages[number]
         handle = self._machine.create(info.nbytes) if sheet is None else sheet
         self._storages[number] = storage = self._controller.adopt(number, info.nbytes, handle)
+        self._counted[storage] = None
         storage.kind = info.kind.value
         storage.handle.pinned = number in self._escaped
         if info.nbytes >= LARGE and sheet is not None:
@@ -435,6 +437,7 @@ class _Run:
 
     def _bury(self, storage: Storage) -> None:
         storage.handle = None
+        self._counted.pop(storage, None)  # a replay's temporary is not among them
         self._controller.bury(storage)
 
 

@@ -48,6 +48,11 @@ class View:
         """The number of the op that is about to run."""
         return self._controller.clock
 
+    @property
+    def op_index(self) -> int:
+        """Its number within the step; 0 before the first."""
+        return max(self._controller.clock - self._controller.first_op - 1, 0)
+
     def candidates(self) -> Iterator[Storage]:
         """Storages that may leave now, least recently used first."""
         heap = self._heap

@@ -18,18 +18,25 @@ with its simulator. A line is a JSON object whose `INSTRUCTION` is one of
 
 from __future__ import annotations
 
-import json
+import lzma
+import re
+import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
-from typing import Any, Final, TypeAlias, final
+from typing import Annotated, Any, BinaryIO, Final, TypeAlias, cast, final
 from zipfile import BadZipFile, ZipFile
 
 from spillway.errors import FileFormatError
+from spillway.ir.reading import WHOLE, at_most, content_of, document, opened, read_value, shown
 from spillway.ir.step import Op, Phase, Step, StorageInfo, Value, ValueId
 from spillway.ir.timeline import Kind
-from spillway.units import Bytes
+from spillway.units import Bytes, Within
+
+_NUMBER: Final = re.compile("-?[0-9]{1,20}")
+_NO_ZIP: Final = (BadZipFile, RuntimeError, EOFError, ValueError, zlib.error, lzma.LZMAError, struct.error)
+"""What Python raises for a zip file that is damaged, encrypted, or packed in a way that it does not know."""
 
 
 @final
@@ -160,16 +167,17 @@ def dtr_log_bytes(source: str | PathLike[str]) -> bytes:
     """The bytes of a log by its path, or by the path of a zip file, a colon, and the name of a log within it."""
     path, colon, name = str(source).rpartition(":")
     if not colon or not path.endswith(".zip"):
-        return Path(source).read_bytes()
+        return content_of(source)
     try:
-        with ZipFile(path) as archive:
+        with opened(path) as file, ZipFile(file) as archive:
             members = archive.namelist()
             found = next((member for member in (name, f"{name}.log") if member in members), None)
             if found is None:
-                known = ", ".join(member.removesuffix(".log") for member in members)
-                raise FileFormatError(f"there is no log {name!r} in it; there are {known}", path=path, line=1)
-            return archive.read(found)
-    except BadZipFile as error:
+                known = shown(", ".join(member.removesuffix(".log") for member in members))
+                raise FileFormatError(f"there is no log {shown(name)} in it; there are {known}", path=path, line=1)
+            with archive.open(found) as member:
+                return at_most(cast(BinaryIO, member), path)
+    except _NO_ZIP as error:
         raise FileFormatError(f"this is no zip file that can be read ({error})", path=path, line=1) from None
 
 
@@ -213,8 +221,8 @@ def _follow(path: str, lines: Iterator[tuple[int, dict[str, Any]]], line: int, f
 def _records(path: str, text: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = document(line)
+        except ValueError:
             record = None
         if not isinstance(record, dict) or not isinstance(record.get("INSTRUCTION"), str):
             raise FileFormatError("this is no line of an operator log of DTR", path=path, line=number)
@@ -228,11 +236,11 @@ def _instruction(line: int, record: dict[str, Any]) -> Instruction:
             return Constant(line=line, name=name)
         case {"INSTRUCTION": "CALL", "NAME": str(operator), "ARGS": list(args), "RESULT": list(names)}:
             results = tuple(Result(name=name, nbytes=0, alias=None) for name in _names(names))
-            time = _number(record, "TIME", 0)
+            time, operator = _number(record, "TIME", 0), read_value(str, operator, "NAME")
             return Call(line=line, operator=operator, args=_names(args), results=results, nanoseconds=time)
         case {"INSTRUCTION": "MUTATE", "NAME": str(operator), "ARGS": list(args), "MUTATE": list(places)}:
             mutated = tuple(_place(place, len(args)) for place in places)
-            time = _number(record, "TIME", 0)
+            time, operator = _number(record, "TIME", 0), read_value(str, operator, "NAME")
             return Mutate(line=line, operator=operator, args=_names(args), mutated=mutated, nanoseconds=time)
         case {"INSTRUCTION": "COPY", "SRC": str(source), "DST": str(destination)}:
             return Copy(line=line, source=source, destination=destination)
@@ -242,28 +250,27 @@ def _instruction(line: int, record: dict[str, Any]) -> Instruction:
             return Release(line=line, name=name)
         case {"INSTRUCTION": "ANNOTATE", "ANNOTATION": str(text)}:
             return Annotate(line=line, text=text)
-    raise ValueError(f"{record['INSTRUCTION']} has no place here, or lacks what belongs to it")
+    raise ValueError(f"{shown(record['INSTRUCTION'])} has no place here, or lacks what belongs to it")
 
 
 def _names(given: list[Any]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in given):
-        raise ValueError(f"{given!r:.80} are not names of tensors")
+        raise ValueError(f"{shown(given)} are not names of tensors")
     return tuple(given)
 
 
 def _place(given: object, args: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < args:
-        raise ValueError(f"{given!r:.80} is no place of one of {args} arguments")
+        raise ValueError(f"{shown(given)} is no place of one of {args} arguments")
     return given
 
 
 def _number(record: dict[str, Any], field: str, least: int) -> int:
     """A number that is written as text."""
     given = record.get(field)
-    number = int(given) if isinstance(given, str) and given.removeprefix("-").isdecimal() else None
-    if number is None or number < least:
-        raise ValueError(f"{field} is {given!r:.80}, not a whole number from {least} on")
-    return number
+    if not isinstance(given, str) or not _NUMBER.fullmatch(given):
+        raise ValueError(f"{field} is {shown(given)}, not a whole number from {least} on")
+    return int(read_value(Annotated[int, Within(least, WHOLE.most)], int(given), field))
 
 
 # ---------------------------------------------------------------------- as a step

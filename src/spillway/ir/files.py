@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import FileIO
 from os import PathLike
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from spillway.ir.sealed import RESERVED, encoded, fault_in, read_header, seal, unsealed
+from spillway.ir.reading import fault_in, lines_of, read_value
+from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
+from spillway.ir.step_report import StepReport
 from spillway.ir.timeline import Timeline
 
 FORMAT: Final = "spillway-run"
@@ -91,8 +92,8 @@ class RunFile:
 
     header: dict[str, Any]
     """The first line: format, version, and what the run wrote there."""
-    steps: list[dict[str, Any]]
-    """The report of every step, in order."""
+    steps: list[StepReport]
+    """What every step did, in order."""
     timelines: list[Timeline]
     """The timelines that the run kept, in order."""
     damaged_tail: int
@@ -105,27 +106,24 @@ def read_run(path: str | PathLike[str]) -> RunFile:
     Raises FileFormatError with the path and the line at fault for a foreign, newer or damaged file, and OSError where
     the system does.
     """
-    steps: list[dict[str, Any]] = []
+    steps: list[StepReport] = []
     timelines: list[Timeline] = []
     damaged_tail = 0
-    with Path(path).open("rb") as file:
-        with fault_in(path, 1):
-            header, checksum = read_header(file.readline(), name=FORMAT, version=VERSION, what="a run file")
-        for number, line in enumerate(file, start=2):
-            if not line.endswith(b"\n"):
-                damaged_tail = 1
-                break
-            with fault_in(path, number):
-                record, checksum = unsealed(line, checksum)
-                _sort_in(record, steps, timelines)
+    lines = lines_of(path)
+    with fault_in(path, 1):
+        header, checksum = read_header(next(lines, (1, b""))[1], name=FORMAT, version=VERSION, what="a run file")
+        header = read_value(dict[str, Any], header, "the first line")
+    for number, line in lines:
+        if not line.endswith(b"\n"):
+            damaged_tail = 1
+            break
+        with fault_in(path, number):
+            record, checksum = unsealed(line, checksum)
+            match record:
+                case {"step": step}:
+                    steps.append(StepReport.from_json(step))
+                case {"timeline": timeline}:
+                    timelines.append(Timeline.from_json(timeline))
+                case _:
+                    raise ValueError("the line holds neither a step nor a timeline")
     return RunFile(header=header, steps=steps, timelines=timelines, damaged_tail=damaged_tail)
-
-
-def _sort_in(record: dict[str, Any], steps: list[dict[str, Any]], timelines: list[Timeline]) -> None:
-    match record:
-        case {"step": dict(step)}:
-            steps.append(step)
-        case {"timeline": timeline}:
-            timelines.append(Timeline.from_json(timeline))
-        case _:
-            raise ValueError("the line holds neither a step nor a timeline")

@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 
 from spillway.ir.dtr_log import read_dtr_log, step_of_log
+from spillway.ir.reading import opened
 from spillway.ir.step_files import Recorded, read_step
 
 
@@ -26,5 +27,5 @@ def load_step(path: str | PathLike[str]) -> Recorded:
 
 def _is_log(path: Path) -> bool:
     """Whether the first line is one of a log; what is none of both is left to the reader of step files to complain."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         return b'"INSTRUCTION"' in file.readline(4096)

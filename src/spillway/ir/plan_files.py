@@ -13,21 +13,32 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, final
 
 from spillway.errors import FileFormatError
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
-from spillway.ir.sealed import encoded, fault_in, read_header, seal, unsealed
+from spillway.ir.reading import fault_in, lines_of, read_fields, read_value
+from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
 from spillway.ir.step import Step
 from spillway.ir.verify import verify
+from spillway.units import Bytes
 
 FORMAT: Final = "spillway-plan"
 """What the first line of every plan file names."""
 VERSION: Final = 1
 """The version that this code writes, and the newest that it reads."""
+
+
+_HOMES: Final[Mapping[str, type[Home]]] = MappingProxyType(
+    {"host": Host, "disk": Disk, "packed": Packed, "recompute": Recompute}
+)
+"""By what a file calls them."""
+_FIELDS: Final[Mapping[str, str]] = MappingProxyType({"bytes": "nbytes"})
+"""What the fields of a home are called here, where a file says otherwise."""
 
 
 @final
@@ -39,6 +50,18 @@ class PlanFile:
     """The plan."""
     facts: dict[str, Any]
     """Where it is from: the method, the device, what the planner said of it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What the first line says besides format and version."""
+
+    step: str
+    allowed: Bytes
+    projected: Bytes
+    gaps: int
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def write_plan(path: str | PathLike[str], plan: Plan, facts: Mapping[str, Any]) -> None:
@@ -70,12 +93,11 @@ def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
     plan of another step; PlanRejected for a plan that could not run; OSError where the system does.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        lines = file.read().splitlines(keepends=True)
+    lines = lines_of(path)
     with fault_in(path, 1):
-        header, checksum = read_header(lines[0] if lines else b"", name=FORMAT, version=VERSION, what="a plan")
+        header, checksum = read_header(next(lines, (1, b""))[1], name=FORMAT, version=VERSION, what="a plan")
     gaps = []
-    for number, line in enumerate(lines[1:], start=2):
+    for number, line in lines:
         with fault_in(path, number):
             record, checksum = unsealed(line, checksum)
             gaps.append(_gap(record))
@@ -90,14 +112,11 @@ def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
 
 
 def _plan_file(header: dict[str, Any], gaps: tuple[Gap, ...]) -> PlanFile:
-    match header:
-        case {"step": str(step), "allowed": int(allowed), "projected": int(projected), "gaps": int(count)}:
-            if count != len(gaps):
-                raise ValueError(f"{len(gaps)} gaps follow of the {count} that the first line announces")
-            facts = header.get("facts")
-            plan = Plan(step=step, allowed=allowed, projected=projected, gaps=gaps)
-            return PlanFile(plan=plan, facts=dict(facts) if isinstance(facts, dict) else {})
-    raise ValueError("the first line does not say which step the plan is for, what it needs and how many gaps follow")
+    first = read_fields(_Header, {name: value for name, value in header.items() if name not in RESERVED}, "plan")
+    if first.gaps != len(gaps):
+        raise ValueError(f"{len(gaps)} gaps follow of the {first.gaps} that the first line announces")
+    plan = Plan(step=first.step, allowed=first.allowed, projected=first.projected, gaps=gaps)
+    return PlanFile(plan=plan, facts=first.facts)
 
 
 def _gap_record(gap: Gap) -> dict[str, Any]:
@@ -115,25 +134,9 @@ def _home_record(home: Home) -> dict[str, Any]:
 
 def _gap(record: dict[str, Any]) -> Gap:
     match record:
-        case {"value": int(value), "gone": [int(start), int(end)], "home": str(name)}:
-            return Gap(value=value, start=start, end=end, home=_home(name, record))
+        case {"value": value, "gone": [start, end], "home": str(name), **rest} if name in _HOMES:
+            given = {_FIELDS.get(name, name): found for name, found in rest.items()}
+            home = read_fields(_HOMES[name], given, "gap")
+            whole = [read_value(int, number, "a number of the gap") for number in (value, start, end)]
+            return Gap(value=whole[0], start=whole[1], end=whole[2], home=home)
     raise ValueError("the line is no gap: it does not say which value is gone when, and where it waits")
-
-
-def _home(name: str, record: dict[str, Any]) -> Home:
-    match name, record:
-        case "host", _:
-            return Host()
-        case "disk", _:
-            return Disk()
-        case "packed", {"bytes": int(nbytes), "lossy": bool(lossy)}:
-            return Packed(nbytes=nbytes, lossy=lossy)
-        case "recompute", {"ops": list(ops), "temporaries": int(temporaries)}:
-            return Recompute(ops=_numbers(ops), held=_numbers(record.get("held", [])), temporaries=temporaries)
-    raise ValueError(f"the line is no gap: {name!r} is no home, or it lacks what belongs to it")
-
-
-def _numbers(found: list[Any]) -> tuple[int, ...]:
-    if not all(type(number) is int for number in found):
-        raise ValueError("the line is no gap: an op or a value is not a number")
-    return tuple(found)

@@ -9,13 +9,10 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from os import PathLike
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Final
 
-from spillway.errors import FileFormatError
+from spillway.ir.reading import document
 
 RESERVED: Final = frozenset({"format", "version", "crc32"})
 """What every header says by itself."""
@@ -45,7 +42,7 @@ def unsealed(line: bytes, checksum: int) -> tuple[dict[str, Any], int]:
     checksum = zlib.crc32(match["body"], checksum)
     if int(match["checksum"], 16) != checksum:
         raise ValueError("the line is damaged, or lines before it are missing: its checksum does not fit")
-    record: dict[str, Any] = json.loads(match["body"] + b"}")
+    record: dict[str, Any] = document(match["body"] + b"}")
     return record, checksum
 
 
@@ -55,8 +52,8 @@ def read_header(line: bytes, *, name: str, version: int, what: str) -> tuple[dic
     That the file is ours is checked before its checksum, which a newer version may have moved elsewhere.
     """
     try:
-        header = json.loads(line)
-    except (ValueError, RecursionError):
+        header = document(line)
+    except ValueError:
         header = None
     match header:
         case {"format": str(found), "version": int(newer)} if found == name and newer > version:
@@ -64,12 +61,3 @@ def read_header(line: bytes, *, name: str, version: int, what: str) -> tuple[dic
         case {"format": str(found), "version": int()} if found == name:
             return unsealed(line, 0)
     raise ValueError(f"this is not the first line of {what}: the file is foreign, empty or damaged")
-
-
-@contextmanager
-def fault_in(path: str | PathLike[str], line: int) -> Iterator[None]:
-    """Turn a ValueError within into a FileFormatError that names the path and the line."""
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(str(error), path=Path(path), line=line) from None

@@ -17,27 +17,23 @@ from __future__ import annotations
 
 import gzip
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from io import BytesIO
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
 from spillway.errors import FileFormatError
-from spillway.ir.sealed import encoded, fault_in, read_header, seal, unsealed
-from spillway.ir.step import Op, Phase, Saving, Step, StorageInfo, Value, ValueId
-from spillway.ir.timeline import Kind
+from spillway.ir.reading import fault_in, lines_of, read_fields, read_row, shown
+from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
+from spillway.ir.step import Op, Saving, Step, StorageInfo, Value, ValueId
+from spillway.units import Bytes
 
 FORMAT: Final = "spillway-step"
 """What the first line of every step file names."""
 VERSION: Final = 1
 """The version that this code writes, and the newest that it reads."""
-
-_GZIP: Final = b"\x1f\x8b"
-"""The first bytes of what is compressed."""
 
 
 @final
@@ -62,7 +58,7 @@ def write_step(path: str | PathLike[str], recorded: Recorded) -> None:
     """
     path = Path(path)
     content = b"".join(_lines(recorded))
-    again = _read(path, BytesIO(content))
+    again = _read(path, enumerate(content.splitlines(keepends=True), start=1))
     if again != Recorded(
         step=recorded.step, workload=recorded.workload, size=recorded.size, facts=dict(recorded.facts)
     ):
@@ -78,10 +74,7 @@ def read_step(path: str | PathLike[str]) -> Recorded:
     Raises FileFormatError with the path and the line at fault for a foreign, newer, cut or damaged file, and OSError
     where the system does.
     """
-    with Path(path).open("rb") as file:
-        compressed = file.read(2) == _GZIP
-    with gzip.open(path, "rb") if compressed else Path(path).open("rb") as content:
-        return _read(path, content)
+    return _read(path, lines_of(path))
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -154,70 +147,64 @@ def _named(ids: Iterable[ValueId], names: list[str]) -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def _read(path: str | PathLike[str], content: Iterable[bytes]) -> Recorded:
-    lines = _whole_lines(path, content)
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Header:
+    """What the first line says besides format and version."""
+
+    workload: str
+    facts: dict[str, Any]
+    storages: int
+    ops: int
+    plain_peak_bytes: Bytes
+    digest: str
+    size: int | None = None
+
+
+def _read(path: str | PathLike[str], lines: Iterator[tuple[int, bytes]]) -> Recorded:
     number, line = next(lines, (1, b""))
     with fault_in(path, number):
         header, checksum = read_header(line, name=FORMAT, version=VERSION, what="a recorded step")
-        counts = _counts(header)
+        first = read_fields(_Header, {name: one for name, one in header.items() if name not in RESERVED}, "first line")
     records: list[dict[str, Any]] = []
     for number, line in lines:
         with fault_in(path, number):
             record, checksum = unsealed(line, checksum)
         records.append(record)
-    expected = sum(counts) + 1
+    expected = first.storages + first.ops + 1
     if len(records) != expected:
         reason = f"the file ends after {len(records)} of the {expected} lines that should follow the first"
         if len(records) > expected:
             reason = f"more lines follow than the {expected} that the first line announces"
         raise FileFormatError(reason, path=Path(path), line=number)
-    step = _step(path, records, counts)
-    with fault_in(path, 1):
-        if (step.plain_peak(), step.digest()) != (header.get("plain_peak_bytes"), header.get("digest")):
-            raise ValueError("the step that follows is not the one that the first line announces")
-        return _recorded(header, step)
+    step = _step(path, records, first.storages)
+    if (step.plain_peak(), step.digest()) != (first.plain_peak_bytes, first.digest):
+        reason = "the step that follows is not the one that the first line announces"
+        raise FileFormatError(reason, path=path, line=1)
+    return Recorded(step=step, workload=first.workload, size=first.size, facts=first.facts)
 
 
-def _whole_lines(path: str | PathLike[str], content: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Number lines from 1; a compressed file that breaks off or does not unpack is told by the line it broke at."""
-    number = 0
-    try:
-        for number, line in enumerate(content, start=1):
-            yield number, line
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FileFormatError(
-            f"the compressed file is cut or damaged ({error})", path=Path(path), line=number + 1
-        ) from None
-
-
-def _counts(header: dict[str, Any]) -> tuple[int, int]:
-    match header:
-        case {"storages": int(storages), "ops": int(ops)} if storages >= 0 and ops >= 0:
-            return storages, ops
-    raise ValueError("the first line does not say how many storages and ops follow")
-
-
-def _recorded(header: dict[str, Any], step: Step) -> Recorded:
-    match header:
-        case {"workload": str(workload), "facts": dict(facts)}:
-            size = header.get("size")
-            if size is None or isinstance(size, int):
-                return Recorded(step=step, workload=workload, size=size, facts=facts)
-    raise ValueError("the first line does not say which workload was recorded, its size and its facts")
-
-
-def _step(path: str | PathLike[str], records: list[dict[str, Any]], counts: tuple[int, int]) -> Step:
-    storages, ops = counts
+def _step(path: str | PathLike[str], records: list[dict[str, Any]], storages: int) -> Step:
     last = len(records) + 1
     with fault_in(path, last):
-        values = _values(records[-1])
+        end = read_fields(_LastLine, records[-1], "last line")
+        values = tuple(_values(end.values))
         ids = {str(value): value.id for value in values}
-        saved = _ids(records[-1].get("saved", ""), ids)
-        savings = tuple(_saving(row, ids) for row in records[-1].get("savings", []))
+        saved, savings = _ids(end.saved, ids), tuple(_saving(row, ids) for row in end.savings)
     made = [_at(path, place + 2, _storage, records[place]) for place in range(storages)]
-    run = [_at(path, place + 2, _op, records[place], ids) for place in range(storages, storages + ops)]
+    run = [_at(path, place + 2, _op, records[place], ids) for place in range(storages, len(records) - 1)]
     with fault_in(path, last):
         return Step(storages=tuple(made), values=values, ops=tuple(run), saved=saved, savings=savings)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LastLine:
+    """Of every value its storage; what autograd keeps, and how it came to."""
+
+    values: list[int]
+    saved: str = ""
+    savings: list[Any] = field(default_factory=list)
 
 
 def _at(path: str | PathLike[str], line: int, read: Any, *given: Any) -> Any:
@@ -225,59 +212,41 @@ def _at(path: str | PathLike[str], line: int, read: Any, *given: Any) -> Any:
         return read(*given)
 
 
-def _values(record: dict[str, Any]) -> tuple[Value, ...]:
-    match record:
-        case {"values": list(storages)} if all(type(storage) is int for storage in storages):
-            versions: dict[int, int] = {}
-            values = []
-            for number, storage in enumerate(storages):
-                versions[storage] = version = versions.get(storage, -1) + 1
-                values.append(Value(id=number, storage=storage, version=version))
-            return tuple(values)
-    raise ValueError("the last line does not list the values and what is saved of them")
+def _values(storages: list[int]) -> Iterator[Value]:
+    versions: dict[int, int] = {}
+    for number, storage in enumerate(storages):
+        versions[storage] = version = versions.get(storage, -1) + 1
+        yield Value(id=number, storage=storage, version=version)
 
 
-def _ids(named: object, ids: dict[str, ValueId]) -> tuple[ValueId, ...]:
-    if not isinstance(named, str):
-        raise ValueError(f"{named!r:.80} are not values")
+def _ids(named: str, ids: dict[str, ValueId]) -> tuple[ValueId, ...]:
     try:
         return tuple(ids[name] for name in named.split())
     except KeyError as unknown:
-        raise ValueError(f"{unknown.args[0]:.80} is no value of this step") from None
+        raise ValueError(f"{shown(unknown.args[0])} is no value of this step") from None
 
 
-def _saving(row: object, ids: dict[str, ValueId]) -> Saving:
+def _saving(row: Any, ids: dict[str, ValueId]) -> Saving:
     match row:
-        case [str(name), int(after), str(module), str(dtype), bool(differentiable)] if name in ids:
-            return Saving(
-                value=ids[name], after=after, module=module, dtype=dtype, differentiable=differentiable
-            )  # fmt: skip
-    raise ValueError(f"{row!r:.80} does not say what autograd saved, when, where and how")
+        case [str(value), *rest] if value in ids:
+            return read_row(Saving, [ids[value], *rest], "saving")
+    raise ValueError(f"{shown(row)} does not say when and where a value was saved")
 
 
 def _storage(record: dict[str, Any]) -> StorageInfo:
-    match record:
-        case {"storage": int(number), "kind": str(kind), "bytes": int(nbytes), "alive": [int(begin), int(end)]}:
-            present, name, dtype = (record.get(key, "") for key in ("present", "name", "dtype"))
-            if present in ("", "start", "end", "start end") and isinstance(name, str) and isinstance(dtype, str):
-                return StorageInfo(
-                    id=number, nbytes=nbytes, kind=Kind(kind), alive_from=begin, alive_until=end, name=name,
-                    dtype=dtype, present_at_start=present.startswith("start"), present_at_end=present.endswith("end"),
-                )  # fmt: skip
+    match {"present": "", **record}:
+        case {"storage": number, "bytes": nbytes, "alive": [begin, end], "present": str(present), **rest}:
+            ends = present.split()
+            if set(ends) <= {"start", "end"}:
+                told = {"id": number, "nbytes": nbytes, "alive_from": begin, "alive_until": end,
+                        "present_at_start": "start" in ends, "present_at_end": "end" in ends}  # fmt: skip
+                return read_fields(StorageInfo, {**rest, **told}, "storage")
     raise ValueError("the line does not hold a storage: its number, kind, bytes and when it is alive")
 
 
 def _op(record: dict[str, Any], ids: dict[str, ValueId]) -> Op:
-    defaults = {"module": "", "seconds": None, "flops": 0, "traffic": 0, "seeded": False, "replayable": True}
-    match defaults | record:
-        case {
-            "op": int(number), "name": str(name), "phase": str(phase), "module": str(module),
-            "seconds": int() | float() | None as seconds, "flops": int(flops), "traffic": int(traffic),
-            "seeded": bool(seeded), "replayable": bool(replayable),
-        }:  # fmt: skip
-            return Op(
-                number=number, name=name, phase=Phase(phase), module=module, seconds=seconds, flops=flops,
-                traffic=traffic, seeded=seeded, replayable=replayable, reads=_ids(record.get("reads", ""), ids),
-                creates=_ids(record.get("creates", ""), ids),
-            )  # fmt: skip
+    match {"reads": "", "creates": "", **record}:
+        case {"op": number, "reads": str(reads), "creates": str(creates), **rest}:
+            told = {"number": number, "reads": [*_ids(reads, ids)], "creates": [*_ids(creates, ids)]}
+            return read_fields(Op, {**rest, **told}, "op")
     raise ValueError("the line does not hold an op: its number, name, phase, what it reads and what it creates")

@@ -6,26 +6,27 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, final
 
+from spillway.ir.reading import read_fields
 from spillway.units import Bytes, Seconds
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """The figures of one step, as measured."""
+    """The figures of one step, as measured; of one that ran on paper, as simulated."""
 
     step: int
     """Number of the step within its session, from 0."""
     signature: str
     """Shapes and dtypes of the step's inputs; empty if the step was entered without a batch."""
     managed: bool
-    """False if the step was known to fit and the engine stepped aside; most counts are then 0."""
+    """False if the step was known to fit: its ops were seen, and nothing was prepared for dropping what they make."""
     allowed: Bytes
     """The budget."""
     start_bytes: Bytes
     """Resident bytes when the step began, by our account."""
     peak_bytes: Bytes
-    """Most bytes of live storages resident at once, by our account. Expected, not measured, if `managed` is False."""
+    """Most bytes of live storages resident at once, by our account. `peak_measured` says whether all of it was seen."""
     end_bytes: Bytes
     """Resident bytes when the step ended."""
     peak_rss_bytes: Bytes
@@ -96,14 +97,10 @@ class StepReport:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepReport:
+    def from_json(cls, data: object) -> StepReport:
         """Read what `to_json` gave, now or before there were figures that have a default. Raises ValueError for
         anything else."""
-        fields = dataclasses.fields(cls)
-        needed = {field.name for field in fields if field.default is dataclasses.MISSING}
-        if not needed <= set(data) <= {field.name for field in fields}:
-            raise ValueError(f"a step report has the fields {', '.join(sorted(field.name for field in fields))}")
-        return cls(**data)
+        return read_fields(cls, data, "step report")
 
     @property
     def hidden_share(self) -> float:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, final
+from typing import Annotated, Any, Final, final
 
-from spillway.ir.lanes import Lane, Span, Transfers, Work, transfers_of
-from spillway.units import Bytes, Seconds
+from spillway.ir.lanes import Span, Transfers, transfers_of
+from spillway.ir.reading import read_fields
+from spillway.units import Bytes, Seconds, Within
 
 
 @final
@@ -27,6 +28,9 @@ class Change(StrEnum):
     RECOMPUTE = "recompute"
     PAGE_IN = "page-in"
 
+
+MOST_OPS: Final = 1_000_000
+"""Ops of a timeline that is read from a file: its picture takes room for each of them, whatever happened there."""
 
 ARRIVALS = frozenset({Change.CREATE, Change.RECOMPUTE, Change.PAGE_IN})
 """The changes that add a storage's bytes to what is resident; the others take them away."""
@@ -90,7 +94,7 @@ class Timeline:
     """Number of the step within its run."""
     allowed: Bytes
     """The budget."""
-    ops: int
+    ops: Annotated[int, Within(0, MOST_OPS)]
     """How many ops the step has."""
     storages: tuple[StorageLine, ...]
     """Every storage that was resident at any moment."""
@@ -148,24 +152,7 @@ class Timeline:
     @classmethod
     def from_json(cls, data: object) -> Timeline:
         """Read what `to_json` gave. Raises ValueError for anything else."""
-        spans = data.get("spans", []) if isinstance(data, dict) else None  # version 1 has none
-        match data:
-            case {
-                "step": int(step),
-                "allowed": int(allowed),
-                "ops": int(ops),
-                "storages": list(storages),
-                "events": list(events),
-            } if isinstance(spans, list):
-                return cls(
-                    step=step,
-                    allowed=allowed,
-                    ops=ops,
-                    storages=tuple(map(_storage_line, storages)),
-                    events=tuple(map(_event, events)),
-                    spans=tuple(map(_span, spans)),
-                )
-        raise ValueError("a timeline has to have step, allowed, ops, storages and events")
+        return read_fields(cls, data, "timeline")  # version 1 has no spans
 
     def _changes(self) -> Iterator[tuple[int, Kind, Bytes]]:
         """Yield op, kind and signed bytes of every event."""
@@ -227,33 +214,6 @@ def _apply(event: Event, nbytes: Bytes, present: set[int]) -> Bytes:
     return -nbytes if was_present else 0
 
 
-def _storage_line(row: object) -> StorageLine:
-    match row:
-        case [int(storage), str(kind), int(nbytes), bool(present)]:
-            return StorageLine(storage=storage, kind=Kind(kind), nbytes=nbytes, present_at_start=present)
-    raise ValueError(f"{row!r:.80} is not a storage, its kind, its bytes and whether it is present at the start")
-
-
-def _event(row: object) -> Event:
-    match row:
-        case [int(op), int(storage), str(change)]:
-            return Event(op=op, storage=storage, change=Change(change))
-    raise ValueError(f"{row!r:.80} is not an op, a storage and what happened to it")
-
-
 def _span_row(span: Span) -> list[Any]:
     row = [span.lane.value, span.work.value, span.began, span.ended, span.op]
     return [*row, span.name, span.storage, span.nbytes, span.stalled]
-
-
-def _span(row: object) -> Span:
-    match row:
-        case [
-            str(lane), str(work), int() | float() as began, int() | float() as ended, int(op), str(name),
-            int() | None as storage, int(nbytes), int() | float() as stalled,
-        ]:  # fmt: skip
-            return Span(
-                lane=Lane(lane), work=Work(work), began=began, ended=ended, op=op, name=name, storage=storage,
-                nbytes=nbytes, stalled=stalled,
-            )  # fmt: skip
-    raise ValueError(f"{row!r:.80} is not a lane, its work, when it began and ended, op, name, storage, bytes, stall")

@@ -114,6 +114,10 @@ class MemoryView(Protocol):
     def clock(self) -> int:
         """The number of the op that is about to run."""
 
+    @property
+    def op_index(self) -> int:
+        """Its number within the step, from 0."""
+
     def candidates(self) -> Iterator[Candidate]:
         """Storages that may leave now, least recently used first."""
 

@@ -24,7 +24,7 @@ from typing import Final, final
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.methods.base import AbstractPolicy, Candidate, MemoryView, Move, Proposal
-from spillway.units import Bytes, MiB, Seconds
+from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 PAGE: Final[Bytes] = 2 * MiB
 """The block in which the driver keeps, moves and evicts device memory."""
@@ -70,9 +70,10 @@ class UVM(AbstractPolicy):
         # `needed` is what is missing when the whole budget is in use.
         living = view.allowed + needed + sum(storage.nbytes for storage in view.moved())
         if living > self.most * view.allowed:
+            smallest = ceil(living / self.most)
             raise BudgetInfeasible(
-                needed=living, allowed=int(self.most * view.allowed), op="paging on demand", op_index=view.clock,
-                smallest_budget=ceil(living / self.most), exact=False,
+                needed=smallest, allowed=view.allowed, op_index=view.op_index, smallest_budget=smallest, exact=False,
+                op=f"paging {format_bytes(living)} on demand, at most {self.most:g} times the budget",
             )  # fmt: skip
         for block in sorted(self._blocks(view.candidates()), key=lambda block: max(s.touched for s in block)):
             for storage in block:

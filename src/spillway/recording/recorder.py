@@ -1,4 +1,8 @@
-"""One step, watched: a dispatch mode of its own that writes down every op and changes nothing.
+"""One step, watched: every op is written down as it comes, and nothing is changed.
+
+Ops come as they come to the tensor engine, under its dispatch key: in a dispatch mode torch would compute by other
+formulas than the step has anywhere else (NOTE [Unseen] in `engines/tensors/dispatch_key.py`). Fake tensors are a mode
+themselves, which keeps what it sees to itself, so that among them, and only there, a second mode watches.
 
 Ops are numbered as the tensor engine numbers them: views pass by and are no ops. What an op reads and writes is read
 off its schema and the tables of `engines/tensors/ops.py`, so that a recorded step and the engine know the same about an
@@ -8,6 +12,7 @@ op. A storage that comes from nowhere, as from NumPy, is created by an op `spill
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.records import NEVER
 from spillway.engines.tensors.calls import operands
+from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
+from spillway.engines.tensors.dispatch_key import Handler, Watcher, watcher_here
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unheard
+from spillway.errors import UsageError
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
+from spillway.recording.fake import tensors_are_fake
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.ledger import Entry, Ledger
 from spillway.recording.modules import Modules
@@ -38,8 +47,45 @@ Named = Callable[[], Iterable[tuple[Kind, str, torch.Tensor]]]
 """The tensors that are known by name at this moment: what each is for, its name, and itself."""
 
 
+@contextmanager
+def _arriving(handle: Handler) -> Iterator[None]:
+    """Within, every op of this thread comes to `handle`."""
+    if tensors_are_fake():
+        with _AmongFakes(handle):
+            yield
+        return
+    if watcher_here() is not None:
+        raise UsageError("A step of spillway.manage() is running in this thread: record a step outside of it.")
+    watcher, thread = Watcher({}, lambda func: handle), threading.get_ident()
+    begin_eagerly(lambda: None)
+    try:
+        watcher.begin()
+        yield
+        if watcher_here() is not watcher:
+            raise UsageError("A step of spillway.manage() ran within what was to be recorded: record a plain step.")
+    finally:
+        watcher.end()
+        end_eagerly(thread)
+
+
 @final
-class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+class _AmongFakes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    def __init__(self, handle: Handler) -> None:
+        super().__init__()
+        self._handle = handle
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":  # a question about a fake tensor, such as its device
+            return func(*args, **(kwargs or {}))
+        return self._handle(self, func, types, args, kwargs or {})
+
+
+@final
+class Recorder:
     """Watches the steps of one model: first those that are not written down, which show what exists, then one that is.
 
     Arguments:
@@ -48,7 +94,6 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
     """
 
     def __init__(self, models: Sequence[torch.nn.Module], named: Named) -> None:
-        super().__init__()
         self._ledger = Ledger()
         self._modules = Modules(models)
         self._named = named
@@ -65,7 +110,7 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
     def watching(self) -> Iterator[None]:
         """Within, a step runs that is not written down."""
         self._ledger.label(self._named())
-        with self:
+        with _arriving(self._handle):
             yield
 
     @contextmanager
@@ -84,7 +129,7 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
                 stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
                 stack.enter_context(self._modules.watched())
                 stack.enter_context(saved_tensors_hooks(self._note_saved, _as_it_is))
-                stack.enter_context(self)
+                stack.enter_context(_arriving(self._handle))
                 yield
             self._ledger.label(self._named())
         finally:
@@ -96,7 +141,7 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
     def timing(self) -> Iterator[list[tuple[str, Seconds]]]:
         """Within, a step runs whose ops are timed: their names and seconds, in order."""
         clock = self._clock = []
-        with self:
+        with _arriving(self._handle):
             yield clock
 
     def finish(self) -> Step:
@@ -107,24 +152,17 @@ class Recorder(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's c
             saved=tuple(self._saved), savings=tuple(self._savings),
         )  # fmt: skip
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
     # ------------------------------------------------------------------ ops
 
     @unheard
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":  # a question about a fake tensor, such as its device
-            return func(*args, **kwargs)
+    def _handle(self, _: Any, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = OpInfo(func)
         if info.view:
             return func(*args, **kwargs)
         out = self._write_down(info, args, kwargs) if self._writing else self._look(info, args, kwargs)
-        if info.uncounted:
+        if info.uncounted and tensors_are_fake():
             torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
         return out
 

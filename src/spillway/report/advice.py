@@ -1,4 +1,4 @@
-"""The page of `spillway advise`: the answer, every method, and the figures of PAPAYA's paper for what was measured."""
+"""The page of `spillway advise`: the answer, every method, and the figures of PAPAYA's paper for what was tried."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEADS: Final = (
     ("batch", "the largest that fits, predicted"),
     ("samples/s", "predicted at that batch"),
     ("x plain", "of predicted throughputs"),
-    ("measured", "highest throughput, and its batch; taken where it is the one to train at"),
+    ("{seen}", "highest throughput, and its batch; taken where it is the one to train at"),
     ("sure", "of the verdict, as far as scatter goes"),
     ("score/point", "1 or more: pays, if beta and delta were plain's"),
     ("alpha", "bytes per sample"),
@@ -32,7 +32,7 @@ HEADS: Final = (
     ("delta", "time without a sample"),
     ("R", "of the line of time"),
 )
-"""Columns behind the method, and what they say."""
+"""Columns behind the method, and what they say; of one the name is how its figures were come by."""
 
 
 @final
@@ -50,6 +50,8 @@ class Swept:
     """A sweep on the page."""
 
     name: str
+    seen: str
+    """Measured or simulated."""
     pictures: Sequence[Picture]
     sentences: Sequence[str]
     """Where each method begins to pay."""
@@ -67,6 +69,8 @@ class Section:
     title: str
     answer: str
     limit: str
+    heads: Sequence[tuple[str, str]]
+    """Of the table: columns behind the method, and what they say."""
     rows: Sequence[tuple[str, Sequence[Cell]]]
     warnings: Sequence[tuple[str, str]]
     pictures: Sequence[Picture]
@@ -104,7 +108,7 @@ def advice_page(
         for number, (rows, own) in enumerate(zip(answered, of_each, strict=True), start=1)
     ]
     return template("advice.html.jinja").render(
-        title=title, facts=facts, sections=sections, heads=HEADS,
+        title=title, facts=facts, sections=sections,
         unanswered=[sentence(rows) for rows in answers if rows and rows not in answered],
         sweeps=[_swept(sweep, styles, f"s{number}") for number, sweep in enumerate(rest, start=1)],
         colours=[(colour.variable, *colour) for colour in COLOURS],
@@ -129,6 +133,7 @@ def _section(
     return Section(
         title=f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
         answer=sentence(rows), limit=format_bytes(round(rows[0].limit)),
+        heads=[(head.format(seen=there.seen), told) for head, told in HEADS],
         rows=[(row.method, _cells(row, times.get(row.method))) for row in rows],
         warnings=[(row.method, warning) for row in rows for warning in row.warnings],
         pictures=[picture for picture in drawn if picture is not None],
@@ -178,7 +183,7 @@ def _r(r: float | None) -> str:
 def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Swept:
     picture = figures.gain(sweep, styles, name)
     return Swept(
-        name=sweep.name, pictures=[] if picture is None else [picture],
+        name=sweep.name, seen=sweep.seen, pictures=[] if picture is None else [picture],
         sentences=[crossover_sentence(sweep, method) for method in sweep.methods],
         heads=[sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
         table=[(method, [_gain(point, method) for point in sweep.points]) for method in sweep.methods],

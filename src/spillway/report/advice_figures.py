@@ -1,4 +1,4 @@
-"""The figures of PAPAYA's paper, of any network that was measured: memory, throughput, fits, scores, gains.
+"""The figures of PAPAYA's paper, of any network that was tried: memory, throughput, fits, scores, gains.
 
 Every figure says in words what it shows, for who cannot see it. A figure that would be empty is None.
 """
@@ -211,7 +211,7 @@ def _memory_told(bars: Kinds, *, measured: bool) -> str:
 
 
 def throughput(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> Picture | None:
-    """Samples per second against the batch: points as measured, curves by the fits up to the limit (Fig. 4, 5)."""
+    """Samples per second against the batch: points as seen, curves by the fits up to the limit (Fig. 4, 5)."""
     drawn = [row for row in rows if _samples(row).seconds]
     if not drawn:
         return None
@@ -219,7 +219,8 @@ def throughput(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> P
     return Picture(
         title="Throughput against batch",
         svg=_svg(lambda: _draw_throughput(drawn, styles), f"{name}throughput", "Throughput against batch."),
-        told=f"Points are measured, curves are by the fits and end at the largest batch that fits: {'; '.join(said)}.",
+        told=f"Points are {rows[0].experiment.seen}, curves are by the fits and end at the largest batch that fits: "
+        f"{'; '.join(said)}.",
     )  # fmt: skip
 
 
@@ -302,14 +303,14 @@ def scores(rows: Sequence[Row], styles: Mapping[str, Style], name: str) -> Pictu
     if not placed:
         return None
     said = [
-        f"{row.method} has {at:.3g} times the point and {_both(predicted, measured)}"
+        f"{row.method} has {at:.3g} times the point and {_both(predicted, measured, row.experiment.seen)}"
         for row, at, predicted, measured in placed
     ]  # fmt: skip
     return Picture(
         title="Score against point",
         svg=_svg(lambda: _draw_scores(placed, styles), f"{name}scores", "Score against point."),
         told=f"Throughput as a multiple of the plain one against the score as a multiple of the point; filled where "
-        f"measured, hollow where predicted: {'; '.join(said)}.",
+        f"{rows[0].experiment.seen}, hollow where predicted: {'; '.join(said)}.",
     )  # fmt: skip
 
 
@@ -363,7 +364,7 @@ def gain(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Picture | None
         title=f"Gain by {'number of devices' if sweep.over == 'devices' else sweep.over}",
         svg=_svg(lambda: _draw_gain(sweep, lines, styles), f"{name}gain", f"Gain by {sweep.over}."),
         told="The highest throughput of each method as a multiple of the plain one; lines are predicted, marks "
-        "measured. A dotted line is where the best method begins to pay.",
+        f"{sweep.seen}. A dotted line is where the best method begins to pay.",
     )  # fmt: skip
 
 
@@ -486,14 +487,14 @@ def _r(r: float | None) -> str:
 def _best_told(row: Row) -> str:
     parts = [
         f"{best.throughput:.4g} samples/s {how} at batch {best.size}"
-        for best, how in ((row.predicted, "predicted"), (row.measured, "measured")) if best is not None
+        for best, how in ((row.predicted, "predicted"), (row.measured, row.experiment.seen)) if best is not None
     ]  # fmt: skip
     return " and ".join(parts) or "is not known"
 
 
-def _both(predicted: float | None, measured: float | None) -> str:
+def _both(predicted: float | None, measured: float | None, seen: str) -> str:
     parts = [
         f"{gain:.3f} times plain's throughput {how}"
-        for gain, how in ((predicted, "predicted"), (measured, "measured")) if gain is not None
+        for gain, how in ((predicted, "predicted"), (measured, seen)) if gain is not None
     ]  # fmt: skip
     return " and ".join(parts)

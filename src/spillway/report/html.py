@@ -52,6 +52,7 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
     shown, left_out = _shown(steps)
     return _template().render(
         workload=header.get("workload", "A run"),
+        how="simulated" if "simulated" in header else "measured",
         facts={name: _fact(value) for name, value in header.items() if name not in _NOT_SHOWN},
         budget=_budget(header, steps),
         figures=_figures(steps),
@@ -96,22 +97,22 @@ def _budget(header: Mapping[str, Any], steps: Sequence[StepReport]) -> Bytes | N
 
 
 def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
-    measured = [step for step in steps if step.managed]
+    measured = [step for step in steps if step.peak_measured]
     return {
-        "peak": highest_peak(measured),
+        "peak": highest_peak(measured or steps),
+        "peak_measured": bool(measured),
         "peak_rss": max((step.peak_rss_bytes for step in steps), default=0),
         "seconds": seconds_per_step([step.seconds for step in steps]),
         "stall_seconds": sum(step.stall_seconds for step in steps),
         "recomputed_share": recomputed_share(steps),
         "recomputed_ops": sum(step.recomputed_ops for step in steps),
         "recomputed_blocks": sum(step.recomputed_blocks for step in steps),
-        "expected_steps": sum(step.managed and not step.peak_measured for step in steps),
+        "expected_steps": sum(not step.peak_measured for step in steps),
         "bytes_out": sum(step.bytes_out for step in steps),
         "bytes_in": sum(step.bytes_in for step in steps),
         "transfer_seconds": sum(step.transfer_seconds for step in steps),
         "hidden_share": hidden_share(steps),
         "dropped_bytes": sum(step.dropped_bytes for step in steps),
-        "projected_steps": len(steps) - len(measured),
     }
 
 

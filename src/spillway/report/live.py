@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from typing import final
 
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
-
 from spillway.ir import StepReport
 from spillway.report.figures import NO_BUDGET, format_share, recomputed_share
 from spillway.units import Bytes, Seconds, format_bytes
+
+_stream = random.getstate()
+try:  # rich draws from it when it is imported
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+finally:
+    random.setstate(_stream)
 
 REFRESH: Seconds = 0.1
 """Drawing costs about a millisecond, so fast steps are not all drawn."""
@@ -79,7 +84,7 @@ def line(report: StepReport, allowed: Bytes) -> str:
 
 
 def _memory(report: StepReport, allowed: Bytes) -> str:
-    peak = f"peak {format_bytes(report.peak_bytes)}"
+    peak = f"{'peak' if report.peak_measured else 'expected peak'} {format_bytes(report.peak_bytes)}"
     return peak if allowed >= NO_BUDGET else f"{_bar(report, allowed)} {peak} of {format_bytes(allowed)}"
 
 

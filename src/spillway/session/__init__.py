@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,11 +15,13 @@ from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
 from spillway.methods import BLOCK_METHODS, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.report.live import LiveLine
 from spillway.session.base import Session, header
 from spillway.session.blocks import BlockSession
-from spillway.session.inputs import Models, Optimizers, check_models, several
+from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
 from spillway.session.tensors import TensorSession, tensor_header
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
 
 
 def manage(
@@ -79,7 +81,7 @@ def manage(
         SpillDirectoryError: The spill directory cannot be used.
     """
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
-    optimizers: list[torch.optim.Optimizer] = several(optimizer, torch.optim.Optimizer)
+    optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
     check_models(models, optimizers)
     decides = resolve(method)
     if isinstance(decides, AbstractBlockMethod):
@@ -131,7 +133,11 @@ def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *,
 
 
 def _live(allowed: int, wanted: bool) -> LiveLine | None:
-    return LiveLine(allowed) if wanted else None
+    if not wanted:
+        return None
+    from spillway.report.live import LiveLine  # and a terminal's library, which nobody else needs
+
+    return LiveLine(allowed)
 
 
 __all__ = ["BlockSession", "Session", "TensorSession", "manage"]

@@ -1,24 +1,44 @@
-"""What every session is to its user."""
+"""What every session is to its user.
+
+NOTE [Entering and leaving]. A Ctrl-C, or any other exception, at whatever line of entering a step, of leaving it and of
+closing, loses nothing and locks nobody out:
+
+ 1. Signals wait before anything is taken, and are told to the user when the books are closed.
+ 2. What a step took is given back by functions that may be called again: what an interruption left half-way is done by
+    the second call.
+ 3. A step that nobody can leave any more, because its `with` statement, its session or its thread is gone, is lost.
+    Whoever comes next ends it first (`AbstractStep.lost`, `engines.tensors.turns`).
+ 4. Leaving and closing never hide what the user's own code raised: what goes wrong besides is a note on that.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import sys
+import threading
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import torch
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.memory import machine_memory
-from spillway.errors import SessionError
+from spillway.engines.tensors.interrupts import WATCHED, DeferredInterrupts, deliver
+from spillway.engines.tensors.turns import end_lost_steps, may_end
+from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.report.html import write_report
-from spillway.report.live import LiveLine
-from spillway.session.inputs import leaves, storages
+from spillway.session.inputs import check_not_sharded, in_process_group, leaves, storages
+from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -36,15 +56,90 @@ def header(allowed: Bytes, method: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-class Step(Protocol):
+class AbstractStep(ABC):
     """A step that is running."""
 
-    logged: dict[str, float]
-    """What the user attached to it."""
+    def __init__(self, session: Session, batch: Any, owner: weakref.ref[Any]) -> None:
+        self.logged: dict[str, float] = {}
+        """What the user attached to it."""
+        self.thread = threading.current_thread()
+        self.within = sys.exception()
+        """What was being handled when it began."""
+        self.deferred = DeferredInterrupts(session._pending, session._uninterrupted)
+        self._session = session
+        self._batch = batch
+        self._owner = owner
+        """Who is to leave it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take what it needs. Where this raises, `end` gives back what was taken until then."""
+
+    @abstractmethod
+    def end(self) -> SpillwayError | None:
+        """Give that back; what the user can reach is right afterwards. Called again, it does what was not done.
+
+        Returns why it did not end under its budget, if it did not.
+        """
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Learn from it, and report it."""
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        """A refusal with the budget to ask for, where more is known of that now."""
+        return refusal
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can leave it any more, so that the running thread may."""
+        gone = self._owner() is None or self.thread is not threading.current_thread()
+        return gone and may_end(self.thread)
+
+    def release(self) -> None:
+        """End it, whatever becomes of that: what goes wrong has been told already, or comes before something else."""
+        try:
+            with contextlib.suppress(Exception):
+                self.end()
+        finally:
+            if self._session._running is self:
+                self._session._running = None
+                self._session._updates.step_ended()
+
+    def give_back(self) -> None:
+        """The same, and signals wait no longer."""
+        try:
+            self.release()
+            self.deferred.shut()
+        except BaseException:
+            self.release()
+            self.deferred.shut()
+            raise
+
+
+@final
+class _Within:
+    """The step of a `with` statement, which holds this as long as it can leave the step."""
+
+    def __init__(self, session: Session, batch: Any) -> None:
+        self._session = session
+        self._batch = batch
+        self._step: AbstractStep | None = None
+
+    def __enter__(self) -> Session:
+        self._step = self._session._enter(self._batch, weakref.ref(self))
+        return self._session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._step is not None and self._session._running is self._step:  # else the session was closed inside
+            self._session._leave(self._step, error)
 
 
 class Session(ABC):
     """Training under one budget. Made by `manage`; a context manager that gives everything back at its end."""
+
+    _uninterrupted: tuple[str, ...] = WATCHED
+    """Modules in which signals wait while a step runs, by how their names begin."""
 
     def __init__(
         self,
@@ -61,15 +156,21 @@ class Session(ABC):
         self._optimizers = optimizers
         self._writer = writer
         self._live = live
-        self._running: Step | None = None
+        self._running: AbstractStep | None = None
+        self._pending: list[Callable[[], None]] = []
+        """Signals that wait."""
         self._closed = False
+        """Whether no step may begin any more."""
+        self._given_up = False
+        """Whether closing is done."""
+        self._closes_with_step = False
+        self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
     @abstractmethod
     def allowed(self) -> Bytes:
         """The budget in bytes."""
 
-    @abstractmethod
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
 
@@ -78,10 +179,70 @@ class Session(ABC):
             BudgetInfeasible: The step cannot run under the budget. Model and optimizer are as plain PyTorch leaves them
                 when an op raises.
         """
+        return _Within(self, batch)
+
+    def begin(self, batch: Any = None) -> None:
+        """Begin a step where no `with` statement can stand around it, as in callbacks; `end` is to end it.
+
+        Raises:
+            SessionError: As for `step`.
+            BudgetInfeasible: As for `step`.
+        """
+        self._enter(batch, weakref.ref(self))
+
+    def end(self) -> None:
+        """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the
+        step counts as failed, and that exception is the one that is seen. Closing ends a running step too.
+
+        Raises:
+            SessionError: No step is running, or it began in another thread.
+            BudgetInfeasible: As for `step`.
+        """
+        step, handled = self._running, sys.exception()
+        if step is not None:
+            self._leave(step, handled if handled is not step.within else None)
+        elif handled is None and not self._closed:
+            raise SessionError("No step is running that could be ended; memory.begin(batch) begins one.")
+
+    def close(self) -> None:
+        """Bring every byte back, give everything back to the system. A step that is running is ended first, and has no
+        report. Closing twice is fine, and what was interrupted can be called again.
+
+        Raises:
+            SessionError: Another thread is in a step; the session closes when that thread leaves it.
+        """
+        if self._given_up:
+            return
+        step = self._running
+        if step is not None and not may_end(step.thread):
+            self._closes_with_step = True
+            raise SessionError(
+                f"Another thread, {step.thread.name!r}, is in a step of this session, and only that thread can leave "
+                f"it; the session closes when it does."
+            )
+        deferred = step.deferred if step is not None else DeferredInterrupts(self._pending, self._uninterrupted)
+        try:
+            deferred.open()
+            if step is not None:
+                step.release()
+            self._closed = True
+            self._updates.close()
+            self._give_up()
+            deferred.shut()
+            self._given_up = True
+        except BaseException as error:
+            deferred.shut()
+            self._given_up = isinstance(error, Exception)  # all that can be given back has been
+            raise
+        self._deliver()
 
     @abstractmethod
-    def close(self) -> None:
-        """Bring every byte back, give everything back to the system. Closing twice is fine."""
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        """A step that has taken nothing yet."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Everything that the session took. Called again, it does what was not done."""
 
     @abstractmethod
     def _header(self) -> dict[str, Any]:
@@ -104,20 +265,71 @@ class Session(ABC):
             raise SessionError("This session is closed; call spillway.manage() again.")
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as fault:
+            if error is None:
+                raise
+            _add_note(error, "Closing the session", fault)
+
+    def _deliver(self) -> None:
+        """Raise what waited, now that the books are closed."""
+        deliver(self._pending)
 
     # ------------------------------------------------------------------ for steps
 
-    def _check_may_begin(self) -> None:
+    def _enter(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
-        if self._running is not None:
-            raise SessionError("A step is running already; steps do not nest. Leave it before the next begins.")
+        if in_process_group():
+            check_not_sharded(self._models, self._optimizers)  # since the session was opened
+        running = self._running
+        if running is not None:
+            if not running.lost:
+                raise SessionError(
+                    "A step is running already; steps do not nest. Leave it before the next begins: where no `with` "
+                    "statement does that, by memory.end()."
+                )
+            running.give_back()
+        end_lost_steps()
+        step = self._make_step(batch, owner)
+        try:
+            step.deferred.open()
+            self._running = step
+            step.begin()
+            self._updates.step_begins()
+            self._deliver()
+        except BaseException as error:
+            step.give_back()
+            if isinstance(error, BudgetInfeasible) and (told := step.told(error)) is not error:
+                raise told from None
+            raise
+        return step
 
-    def _check_may_close(self) -> None:
-        if self._running is not None:
-            raise SessionError("The session cannot be closed inside a step; leave the step first.")
+    def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        """`error` is what the user's own code raised in it."""
+        if not may_end(step.thread):
+            raise SessionError("This step began in another thread, and has to be left by that thread.")
+        late: SpillwayError | None = None
+        try:
+            late = step.end()
+            if error is None and late is None:
+                step.conclude()
+        except Exception as fault:
+            if error is None:
+                raise
+            _add_note(error, "Ending the step", fault)
+        finally:
+            step.give_back()
+        if self._closes_with_step:
+            self.__exit__(None, error, None)
+        self._deliver()
+        refusal = error or late
+        told = step.told(refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        if told is not error and told is not None:
+            raise told from None
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
@@ -149,3 +361,8 @@ class Session(ABC):
             self._writer.append({"step": report.to_json()})
         if self._live is not None:
             self._live.update(report)
+
+
+def _add_note(error: BaseException, what: str, fault: Exception) -> None:
+    """What the user's own code raised is what has to be seen."""
+    error.add_note(f"{what} failed as well: {type(fault).__name__}: {fault}")

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from spillway.engines.blocks.engine import BlockEngine, check_runs_once, environment_of
+from spillway.engines.blocks.engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.finding import find_blocks
 from spillway.engines.blocks.hook import Hook
@@ -22,10 +23,11 @@ from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
+from spillway.engines.tensors.interrupts import deliver
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import BudgetInfeasible, ModelError
+from spillway.errors import ModelError, NoBlocksError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.methods.by_block import (
     AbstractBlockMethod,
@@ -37,12 +39,15 @@ from spillway.methods.by_block import (
     Phase,
     StepSample,
 )
-from spillway.report.live import LiveLine
-from spillway.session.base import Session, header
+from spillway.session.base import AbstractStep, Session, header
 from spillway.session.inputs import leaves, signature_of, storages
+from spillway.session.needs import NOTHING, Needs, needs_of, recomputing
 from spillway.session.sizes import Shape, SizeOf, SizeReader
 from spillway.session.watch import StepWatch
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes, Seconds, format_bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -57,8 +62,8 @@ class _Family:
     reader: SizeReader
     method: AbstractBlockMethod
     learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
-    traced: set[tuple[Shape, bool]] = field(default_factory=set)
-    """Inputs that were measured, in a step that was planned or in one that was not."""
+    traced: set[tuple[Shape, bool, Bytes]] = field(default_factory=set)
+    """Inputs that were measured, in a step that was planned or in one that was not, and what was there before it."""
 
     def size(self, dimensions: Shape) -> InputSize:
         """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
@@ -103,6 +108,8 @@ class BlockSession(Session):
         ModelError: More than one model, or one that a block engine cannot have.
     """
 
+    _uninterrupted = ("spillway.session.base",)  # the model's own code runs inside of all others
+
     def __init__(
         self,
         models: Sequence[torch.nn.Module],
@@ -140,7 +147,8 @@ class BlockSession(Session):
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
-        self._told_unseen = False
+        self._told_unseen = self._told_above = False
+        self._needs: dict[tuple[int, int], Needs] = {}
         self._largest: Bytes = 0
         self._resources = ExitStack()
         self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
@@ -169,14 +177,10 @@ class BlockSession(Session):
         """Told of every storage that a thread of the engine's frees, by that thread; nobody before the first step."""
         return [] if self._engine is None else self._engine.when_freed
 
-    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
-        return _Step(self, batch)
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        return _Step(self, batch, owner)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._check_may_close()
-        self._closed = True
+    def _give_up(self) -> None:
         with self._resources as stack:
             stack.callback(self._meter.close)
             if self._writer is not None:
@@ -206,7 +210,7 @@ class BlockSession(Session):
 
     # ------------------------------------------------------------------ blocks
 
-    def _open(self, names: Sequence[str]) -> None:
+    def _open(self, names: Sequence[str]) -> BlockEngine:
         self._engine = BlockEngine(
             self._model, names, generators=self._generators, spill_directory=self._spill_directory,
             spill_io=self._spill_io,
@@ -214,29 +218,69 @@ class BlockSession(Session):
             read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
         )  # fmt: skip
         self._engine.asleep = True
+        return self._engine
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of the model's forward, until the first one inside a step."""
+        """In place of the model's forward, until the first one inside a step; and for good if somebody, as Accelerate
+        does, has put something in front of it that calls it."""
         assert self._finder is not None
-        forward = self._finder.original
-        running = self._running
-        if not isinstance(running, _Step) or not torch.is_grad_enabled():
+        forward, running = self._finder.original, self._running
+        if (
+            self._engine is not None
+            or self._closed
+            or not isinstance(running, _Step)
+            or not torch.is_grad_enabled()
+            or hooks_are_off()
+        ):
             return forward(*args, **kwargs)
-        names = find_blocks(self._model, forward, args, kwargs, environment_of(self._model, self._generators))
-        finder, self._finder = self._finder, None
-        finder.remove()
+        check_runs_once(self._model)
         try:
-            self._open(names)
+            names = find_blocks(self._model, forward, args, kwargs, environment_of(self._model, self._generators))
+        except SpillwayError:
+            raise
+        except Exception as error:
+            forward(*args, **kwargs)  # fails in the same way, with all that it has changed by then
+            raise NoBlocksError(
+                f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
+                f"ended in {type(error).__name__} ({error}); name them with blocks=[...].",
+                reason="the forward in which they are looked for failed",
+            ) from error
+        try:
+            self._finder.remove()
+            engine = self._open(names)
         except BaseException:
-            self._finder = finder
-            finder.install()
+            self._finder.install()
             raise
         running.watch()
-        return self._model.forward(*args, **kwargs)
+        engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
+        return forward(*args, **kwargs)
 
-    def _optimizer_begins(self, *_: Any) -> None:
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(self._running, _Step):
-            self._running.optimizer_begins()
+            self._running.optimizer_begins(self._needs_of(optimizer))
+
+    def _needs_of(self, optimizer: torch.optim.Optimizer) -> Needs:
+        """Told anew when it has got state for more parameters."""
+        if self._allowed >= UNLIMITED:
+            return NOTHING
+        key = id(optimizer), len(optimizer.state)
+        if key not in self._needs:
+            self._needs[key] = needs_of([optimizer])
+        return self._needs[key]
+
+    def _recomputing(self) -> Bytes | None:
+        """What a step needs in which every block is recomputed, above what is there when its forward begins."""
+        engine = self._engine
+        if engine is None or engine.called is None:
+            return None
+        parameters = dict(self._model.named_parameters())
+        held = {name: one.grad for name, one in parameters.items()}
+        missing = [name for name, gradient in held.items() if gradient is None]
+        rise = recomputing(self._model, engine.blocks, engine.called, missing)
+        if rise is None:
+            return None
+        needs = needs_of(self._optimizers)
+        return rise + needs.state
 
     # ------------------------------------------------------------------ for _Step
 
@@ -253,51 +297,44 @@ class BlockSession(Session):
 
 
 @final
-class _Step:
-    """The context of one step."""
+class _Step(AbstractStep):
+    """One step, whose blocks are watched once they are known."""
 
-    def __init__(self, session: BlockSession, batch: Any) -> None:
-        self._session = session
-        self._batch = batch
-        self.logged: dict[str, float] = {}
+    _session: BlockSession
 
-    def __enter__(self) -> Session:
+    def __init__(self, session: BlockSession, batch: Any, owner: weakref.ref[Any]) -> None:
+        super().__init__(session, batch, owner)
+        self._planning: Seconds = 0.0
+        self._watch: StepWatch | None = None
+        self._trace: AbstractTrace | None = None
+        self._optimized = False
+
+    def begin(self) -> None:
         session = self._session
-        session._check_may_begin()
         self._family = session._family(self._batch)
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
-        self._planning: Seconds = 0.0
-        self._watch: StepWatch | None = None
-        self._trace: AbstractTrace | None = None
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
         if session._device.type == "cuda":
             self._start = session._meter.read()
         self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
-        self._optimized = False
         self._before = session._transfers()
         reset_peak()
-        session._running = self
         self._began = time.perf_counter()
-        try:
-            sheltered = self._family.method.sheltered
-            self._key = self._dimensions, sheltered
-            # How long copies take is not the same in every step.
-            wanted = session._traces or sheltered or session._method.action.moves
-            wanted = wanted or self._key not in self._family.traced
-            self._base = session._meter.begin(self._start)
-            self._trace = trace_for(session._device, self._known) if wanted else None
-            if self._trace is not None:
-                self._trace.mark()
-            if session._engine is not None:
-                self.watch()
-        except BaseException:
-            self._leave()
-            raise
-        return session
+        sheltered = self._family.method.sheltered
+        self._key = self._dimensions, sheltered, self._start
+        # How long copies take is not the same in every step.
+        wanted = session._traces or sheltered or session._method.action.moves
+        wanted = wanted or self._key not in self._family.traced
+        self._base = session._meter.begin(self._start)
+        self._trace = trace_for(session._device, self._known) if wanted else None
+        if self._trace is not None:
+            self._trace.mark()
+        if session._engine is not None:
+            self.watch()
 
     def watch(self) -> None:
         """From here on the engine's blocks are told what to do, and measured."""
@@ -312,6 +349,7 @@ class _Step:
             gradients=self._gradients,
             allowed=session._allowed,
             known=partial(session._named_bytes, self._batch),
+            recomputing=session._recomputing,
             decide=self._decide,
             action=session._method.action,
             waits=session._method.waits,
@@ -322,6 +360,7 @@ class _Step:
         session._engine.observer = self._watch
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        deliver(self._session._pending)  # a signal at the last line of entering
         engine = self._session._engine
         assert engine is not None
         if self._session._allowed >= UNLIMITED:  # nothing is in want of room
@@ -336,15 +375,14 @@ class _Step:
         fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.recomputed
         return decision, forecast, self._size, fits and self._key in self._family.traced
 
-    def optimizer_begins(self) -> None:
+    def optimizer_begins(self, needs: Needs) -> None:
         """An optimizer is about to change something."""
         self._optimized = True
         if self._watch is not None:
-            self._watch.optimizer_begins()
+            self._watch.optimizer_begins(needs)
 
-    def _leave(self) -> None:
+    def end(self) -> SpillwayError | None:
         session = self._session
-        session._running = None
         if session._engine is not None:
             session._engine.observer = None
             session._engine.asleep = True
@@ -354,14 +392,13 @@ class _Step:
             session._largest = max(session._largest, self._watch.largest)
         elif self._trace is not None:
             self._trace.stop()
+        return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._leave()
-        if error is None:
-            seconds = time.perf_counter() - self._began
-            self._say_if_unseen()
-            self._learn()
-            self._conclude(seconds)
+    def conclude(self) -> None:
+        seconds = time.perf_counter() - self._began
+        self._say_if_unseen()
+        self._learn()
+        self._report(seconds)
 
     def _say_if_unseen(self) -> None:
         if self._optimized and not (self._watch is not None and self._watch.passes) and not self._session._told_unseen:
@@ -369,7 +406,7 @@ class _Step:
             warnings.warn(
                 f"This step updated {type(self._session._model).__name__} without calling it: only what its forward "
                 f"runs is kept under the budget. Give manage() the module that the steps call.",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _learn(self) -> None:
@@ -386,7 +423,7 @@ class _Step:
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
                 self._family.traced.add(self._key)
 
-    def _conclude(self, seconds: Seconds) -> None:
+    def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch
         passes = watch.passes if watch is not None else []
         calls = [call for one in passes for call in one.calls]
@@ -409,11 +446,13 @@ class _Step:
             planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
-        if report.peak_measured and peak > session.allowed:
-            raise BudgetInfeasible(
-                needed=peak, allowed=session.allowed, op="the step", op_index=len(calls), smallest_budget=peak,
-                exact=len(again) == len(calls),
-            )  # fmt: skip
+        if report.peak_measured and peak > session.allowed and not session._told_above:
+            session._told_above = True  # it has updated the model: the next one is refused before its optimizer begins
+            warnings.warn(
+                f"This step took {format_bytes(peak)} where {format_bytes(session.allowed)} are allowed, in what its "
+                f"optimizer needs for itself, which could not be told beforehand.",
+                stacklevel=4,
+            )
 
 
 def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -11,6 +11,7 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.tensors.devices import device_of
+from spillway.engines.tensors.private import is_distributed
 from spillway.errors import ModelError
 from spillway.ir import Kind
 
@@ -29,9 +30,18 @@ def signature_of(batch: Any) -> str:
     if not any(isinstance(leaf, torch.Tensor) for leaf in found):
         return ""
     return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(shape_of(leaf))}"
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
         for leaf in found
     )
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of a nested tensor how many tensors it has, and how many elements they have together."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    return tensor.size(0), (tensor.values() if tensor.layout is torch.jagged else tensor).numel()
 
 
 def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
@@ -65,6 +75,12 @@ def several(given: Any, kind: type[Any]) -> list[Any]:
         return [given]
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside a wrapper that holds one, such as Accelerate's: it has hooks, and the state's tensors."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else optimizer
+
+
 def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Raises ModelError for what one session cannot manage."""
     for given, kind, what in ((models, torch.nn.Module, "model"), (optimizers, torch.optim.Optimizer, "optimizer")):
@@ -73,8 +89,28 @@ def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.o
                 raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
     if not models:
         raise ModelError("manage() needs at least one model.")
+    check_not_sharded(models, optimizers)
     device_of(models)
     if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
         raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
     if not any(p.requires_grad for m in models for p in m.parameters()):
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
+
+
+def check_not_sharded(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raises ModelError for what FSDP or `distribute_tensor` has in its hands: it frees, resizes and exchanges storages
+    of parameters, which a session does as well.
+    """
+    given = [parameter for model in models for parameter in model.parameters()]
+    given += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    if any(getattr(parameter, "_fsdp_flattened", False) or is_distributed(parameter) for parameter in given):
+        raise ModelError(
+            "The parameters of this model are sharded over several processes (by FSDP, fully_shard or "
+            "distribute_tensor), which no session manages yet: train it without manage(), or replicate it with "
+            "DistributedDataParallel, which sessions manage."
+        )
+
+
+def in_process_group() -> bool:
+    """Whether this process trains together with others."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -11,7 +11,7 @@ import torch
 
 from spillway.errors import UsageError
 from spillway.methods.by_block import InputSize
-from spillway.session.inputs import leaves
+from spillway.session.inputs import leaves, shape_of
 
 Shape: TypeAlias = tuple[int, ...]
 SizeOf: TypeAlias = Callable[[Any], int | Sequence[int]]
@@ -74,7 +74,7 @@ class SizeReader:
         """
         if self._size_of is not None:
             return _checked(self._size_of(batch))
-        shapes = [tuple(leaf.shape) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+        shapes = [shape_of(leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
         if not any(shapes):
             raise UsageError(
                 "A method of the block engine plans by the size of the input, and no tensor was found to tell it: "

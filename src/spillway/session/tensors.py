@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import operator
 import time
+import warnings
+import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
+from spillway.engines.tensors.compiled import check_not_compiling
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
@@ -19,13 +22,15 @@ from spillway.engines.tensors.places import CpuPlace
 from spillway.engines.tensors.private import unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
-from spillway.engines.tensors.turns import check_thread, end_turn, take_turn
-from spillway.errors import BudgetInfeasible, SpillFullError
-from spillway.ir import Kind, RunWriter, StepReport, Timeline
-from spillway.report.live import LiveLine
-from spillway.session.base import NAMED, Session, header
-from spillway.session.inputs import leaves, signature_of
+from spillway.engines.tensors.turns import end_turn, take_turn
+from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
+from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.session.base import AbstractStep, Session, header
+from spillway.session.inputs import in_process_group, signature_of
 from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
 
 _TRAINING: Final = operator.attrgetter("training")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
@@ -49,10 +54,14 @@ class TensorSession(Session):
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._engine = engine
+        self._pending = engine.interrupts
         self._keep_timeline = keep_timeline
         self._return_freed = return_freed
         self._fits: dict[tuple[Any, ...], _Fit] = {}
         self._most_pressure = (-1, 0)
+        self._told_eager = False
+        self._unwritten: Timeline | None = None
+        """The timeline, until it stands in the run file."""
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = self._named_bytes(())
@@ -64,28 +73,41 @@ class TensorSession(Session):
         """The budget in bytes."""
         return self._engine.controller.allowed + self._engine.place.measured().reserved
 
-    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
-        return _Step(self, batch)
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        return _Step(self, batch, owner)
+
+    def _deliver(self) -> None:
+        self._engine.raise_interrupt()
 
     def _header(self) -> dict[str, Any]:
         return tensor_header(self.allowed, self._engine, return_freed=self._return_freed)
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._check_may_close()
-        with DeferredInterrupts(self._engine.interrupts), ExitStack() as stack:
-            self._closed = True
+    def _give_up(self) -> None:
+        with ExitStack() as stack:
             stack.callback(self._engine.close)
             if self._live is not None:
                 stack.callback(self._live.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)
-                if self.timeline is not None:
-                    self._writer.append({"timeline": self.timeline.to_json()})
-        self._engine.raise_interrupt()
+                unwritten, self._unwritten = self._unwritten, None
+                if unwritten is not None:
+                    self._writer.append({"timeline": unwritten.to_json()})
 
     # ------------------------------------------------------------------ for _Step
+
+    def _check_no_nccl(self) -> None:
+        """What NCCL has under way is ordered by streams, which was never tried here.
+
+        Raises:
+            SessionError: Collectives might run on a CUDA device.
+        """
+        if self._engine.place.device.type != "cpu" and in_process_group():
+            raise SessionError(
+                f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "
+                f"collectives write is not seen by methods that watch every op: use a method of the block engine, such "
+                f"as method='mimose', or leave the process group (torch.distributed.destroy_process_group()) before "
+                f"the step."
+            )
 
     def _circumstances(self, signature: str) -> tuple[Any, ...]:
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
@@ -102,26 +124,33 @@ class TensorSession(Session):
         groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
         return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
 
-    def _known_to_fit(self, circumstances: tuple[Any, ...], batch: Any) -> _Fit | None:
+    def _known_to_fit(self, circumstances: tuple[Any, ...]) -> _Fit | None:
         """The same step on the same sizes, if it ran before, kept everything, and would again from where memory stands
         now.
         """
         fit = self._fits.get(circumstances)
         controller = self._engine.controller
-        if fit is None or self._keep_timeline or controller.away:
+        if fit is None or self._keep_timeline or controller.away or controller.policy.follows:
             return None
-        _, gradients, _, _ = NAMED
-        created = [(gradients, grad) for grad in [p.grad for p in self._parameters] if grad is not None]
-        inputs = [(Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-        self._engine.label([*created, *inputs])  # what may have come without being watched
-        return fit if fit.peak_from(controller.resident) <= controller.allowed + controller.reserved else None
+        return fit if fit.peak_from(controller.resident) <= controller.allowed else None
+
+    def _say_what_ran_eagerly(self) -> None:
+        if self._engine.ran_eagerly and not self._told_eager:
+            self._told_eager = True
+            warnings.warn(
+                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
+                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
+                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
+                stacklevel=6,
+            )
 
     def _presses_most(self, report: StepReport) -> bool:
         return _pressure(report) > self._most_pressure
 
     def _conclude(self, report: StepReport, timeline: Timeline | None) -> None:
         if timeline is not None:
-            self.timeline, self._most_pressure = timeline, _pressure(report)
+            self.timeline = self._unwritten = timeline
+            self._most_pressure = _pressure(report)
         self._finish(report)
 
 
@@ -132,7 +161,7 @@ def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fit:
-    """A step that kept everything."""
+    """A step that kept everything. Another like it is expected to, not promised: it is watched all the same."""
 
     start: Bytes
     """Resident bytes when it began."""
@@ -145,93 +174,68 @@ class _Fit:
 
 
 @final
-class _Step:
-    """The context of one step."""
+class _Step(AbstractStep):
+    """One step, watched op by op."""
 
-    def __init__(self, session: TensorSession, batch: Any) -> None:
-        self._session = session
-        self._batch = batch
-        self.logged: dict[str, float] = {}
+    _session: TensorSession
+
+    def __init__(self, session: TensorSession, batch: Any, owner: weakref.ref[Any]) -> None:
+        super().__init__(session, batch, owner)
+        self._engine = session._engine
+        self._ended = False
 
     @unheard
-    def __enter__(self) -> Session:
-        session = self._session
-        session._check_may_begin()
+    def begin(self) -> None:
+        session, engine = self._session, self._engine
+        session._check_no_nccl()
+        check_not_compiling()
         self._signature = signature_of(self._batch)
-        engine = session._engine
         self._circumstances = session._circumstances(self._signature)
-        self._fit = session._known_to_fit(self._circumstances, self._batch)
-        self._aside = self._fit is not None
-        if self._fit is None:
-            self._states, self._versions = session._state_entries(), session._versions()
-        self._start = engine.controller.resident
-        self._interrupts = DeferredInterrupts(engine.interrupts)
+        known_to_fit = session._known_to_fit(self._circumstances) is not None
+        self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
-        take_turn(engine, lambda: (tensor for _, tensor in named()), alone=not others_open(engine))
-        if self._fit is not None:
-            engine.place.begin_aside(self._fit.growth)
-        else:
-            reset_peak()
-            self._interrupts.__enter__()
-        session._running = self
-        if not self._aside:
-            try:
-                record = named if session._keep_timeline else None
-                engine.begin_step(named(), base_rss=session._base_rss, record=record, signature=self._signature)
-            except BudgetInfeasible as refusal:
-                self._leave()
-                raise self._told(refusal) from None
-            except BaseException:
-                self._leave()
-                raise
-        return session
+        abandon = functools.partial(_abandon, engine, self.deferred)
+        take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        reset_peak()
+        engine.begin_step(
+            named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
+            signature=self._signature, recipes=not known_to_fit,
+        )  # fmt: skip
 
-    def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
-        session = self._session
-        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch)
-
-    def _leave(self) -> None:
-        self._session._running = None
-        end_turn(self._session._engine)
-        self._interrupts.__exit__()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        engine = self._session._engine
-        check_thread(engine)
-        late: BaseException | None = None
+    def end(self) -> SpillwayError | None:
+        if self._ended:
+            return None
+        late: SpillwayError | None = None
         try:
-            if not self._aside:
-                engine.end_step()
+            self._engine.end_step()
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
         finally:
-            self._leave()
-        engine.raise_interrupt()
-        refusal = error or late
-        if isinstance(refusal, BudgetInfeasible):
-            raise self._told(refusal) from None
-        if error is None and late is not None:
-            raise late
-        if error is None:
-            self._conclude(time.perf_counter() - self._began)
+            end_turn(self._engine)
+        self._ended = True
+        return late
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        session = self._session
+        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch)
 
     @unheard
-    def _conclude(self, seconds: float) -> None:
-        session, engine = self._session, self._session._engine
-        report = self._aside_report(seconds) if self._aside else self._managed_report(seconds)
+    def conclude(self) -> None:
+        session, engine = self._session, self._engine
+        report = self._report(time.perf_counter() - self._began)
+        kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
+        if not kept_all:
+            session._fits.pop(self._circumstances, None)
+        elif self._signature and self._is_whole():
+            growth = report.peak_bytes - report.start_bytes
+            session._fits[self._circumstances] = _Fit(start=report.start_bytes, growth=growth)
         timeline = None
-        if not self._aside:
-            kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
-            if kept_all and self._signature and self._is_whole():
-                growth = report.peak_bytes - report.start_bytes
-                session._fits[self._circumstances] = _Fit(start=report.start_bytes, growth=growth)
-            if engine.history is not None:
-                timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
-                engine.history = None
-        elif engine.place.outgrown():
-            session._fits.pop(self._circumstances, None)  # it grew: watch it again
+        if engine.history is not None:
+            timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
+            engine.history = None
         session._conclude(report, timeline)
+        session._say_what_ran_eagerly()
 
     def _is_whole(self) -> bool:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
@@ -244,14 +248,14 @@ class _Step:
             updated = [any(pair) for pair in zip(updated, fused, strict=True)] if fused else updated
         return all(updated) and self._states == session._state_entries()
 
-    def _managed_report(self, seconds: float) -> StepReport:
+    def _report(self, seconds: float) -> StepReport:
         engine, counters = self._session._engine, self._session._engine.controller.counters
         measured = engine.place.measured()
         return StepReport(
-            step=len(self._session.history), signature=self._signature, managed=True, allowed=self._session.allowed,
-            start_bytes=engine.start_bytes, peak_bytes=engine.controller.peak, end_bytes=engine.controller.resident,
-            peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes, seconds=seconds,
-            stall_seconds=counters.stall_seconds,
+            step=len(self._session.history), signature=self._signature, managed=engine.recording,
+            allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.controller.peak,
+            end_bytes=engine.controller.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
+            seconds=seconds, stall_seconds=counters.stall_seconds,
             recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
             bytes_out=counters.bytes_out,
             bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
@@ -261,17 +265,13 @@ class _Step:
             bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=measured.reserved,
         )  # fmt: skip
 
-    def _aside_report(self, seconds: float) -> StepReport:
-        controller, measured = self._session._engine.controller, self._session._engine.place.measured()
-        peak = self._fit.peak_from(self._start) if self._fit is not None else 0
-        return StepReport(
-            step=len(self._session.history), signature=self._signature, managed=False,
-            allowed=controller.allowed + measured.reserved, start_bytes=self._start, peak_bytes=peak,
-            end_bytes=controller.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds, stall_seconds=0.0,
-            recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0,
-            refusals={}, escaped=0, unmanaged=0, logged=self.logged, device_peak_bytes=measured.peak,
-            reserved_bytes=measured.reserved - controller.reserved,  # which such a step does not do without
-        )  # fmt: skip
+
+def _abandon(engine: TensorEngine, deferred: DeferredInterrupts) -> None:
+    """The step of a session that is gone."""
+    try:
+        engine.close()
+    finally:
+        deferred.shut()
 
 
 def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -24,6 +24,7 @@ from spillway.engines.tensors.system import Reclaimer
 from spillway.errors import BudgetInfeasible
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
+from spillway.session.needs import Needs
 from spillway.units import Bytes, MiB
 
 COARSE: Final[Bytes] = 1 * MiB
@@ -92,6 +93,8 @@ class StepWatch:
         gradients: Of these, gradients: a step may begin by giving them up.
         allowed: The budget.
         known: Bytes of the storages that are known by name now.
+        recomputing: What a step with every block recomputed will need above what was there when its forward began,
+            and the optimizer with it; None if that cannot be told.
         decide: Asked when a forward begins.
         action: What becomes of blocks that are not kept.
         waits: Whether nothing may be read before the backward wants it.
@@ -110,6 +113,7 @@ class StepWatch:
         gradients: Sequence[torch.UntypedStorage],
         allowed: Bytes,
         known: Callable[[], Bytes],
+        recomputing: Callable[[], Bytes | None],
         decide: Decide,
         action: Action,
         waits: bool,
@@ -125,6 +129,7 @@ class StepWatch:
         self._meter = meter
         self._trace = trace
         self._known = known
+        self._recomputing = recomputing
         self._start = start
         self._allowed = allowed
         self._decide = decide
@@ -141,6 +146,8 @@ class StepWatch:
             engine.when_freed.append(trace.freed)
         self._base = base
         self._overcounted: Bytes = 0
+        self._died: Bytes = 0
+        """Of the gradients that the step began with, given up since."""
         self._marks.append(Mark("step", -1, -1))
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -200,18 +207,22 @@ class StepWatch:
         returns = one.kept.pop(number, None) is None
         self._make_room(self._needs(one, number, returns=returns), number)
 
-    def optimizer_begins(self) -> None:
+    def optimizer_begins(self, needs: Needs) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
 
         Raises:
-            BudgetInfeasible: What came before it took more than is allowed.
+            BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
         """
-        peak = self.highest - COARSE
+        peak, level = self.highest - COARSE, self._taken() - COARSE
+        self._mark("optimizer")
         windows = self._trace.so_far() if self._trace is not None else []
         if windows:
             peak = self._start + max(window.peak for window in windows)
-        self._mark("optimizer")
-        self._refuse_above(peak, self._engine.begun)
+            level = self._start + windows[-1].level
+        update = level + needs.state + needs.working
+        if max(peak, update) > self._allowed:
+            # The next step begins with the state that this one adds.
+            self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=True)
 
     def _needs(self, one: Pass, number: int, *, returns: bool = True) -> Bytes:
         forecast = one.forecast
@@ -246,10 +257,16 @@ class StepWatch:
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._allowed:
-            name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
-            raise BudgetInfeasible(
-                needed=taken, allowed=self._allowed, op=name, op_index=number, smallest_budget=taken, exact=False
-            )
+            rise = self._recomputing()
+            # From what was there with a name, not from the meter, when the forward began.
+            smallest = max(taken, self._start - self._died + rise) if rise is not None else taken
+            self._refuse(taken, number, smallest, exact=rise is not None)
+
+    def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
+        name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
+        raise BudgetInfeasible(
+            needed=needed, allowed=self._allowed, op=name, op_index=number, smallest_budget=smallest, exact=exact
+        )
 
     def _taken(self, needed: Bytes = 0) -> Bytes:
         """Now, by the meter; where that leaves no room for what is needed, by the trace as well if there is one."""
@@ -281,6 +298,7 @@ class StepWatch:
         if self._trace is not None:
             for gone in [one for one in self._gradients if one[0].expired()]:
                 self._gradients.remove(gone)
+                self._died += gone[2]
                 self._trace.died(*gone[1:])
             self._trace.mark()
 
@@ -303,7 +321,8 @@ class StepWatch:
     def stop(self) -> None:
         """Nothing is measured from here on. Calling it again does nothing."""
         if self._trace is not None:
-            self._engine.when_freed.remove(self._trace.freed)
+            if self._trace.freed in self._engine.when_freed:
+                self._engine.when_freed.remove(self._trace.freed)
             self.windows = self._trace.stop()
             self._trace = None
         self._end_pass()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from spillway.ir import Recorded
 from spillway.recording import Trainable
 from spillway.recording import record as record_workload
+from spillway.workloads.base import streams_kept
 from spillway.workloads.finding import get
 
 
@@ -23,7 +25,8 @@ def record(
     """Record one training step: its ops in order, what they read and make, and how long everything lives.
 
     The step is the one that would run anyway, bit for bit, on the workload's first batch. By default the second step
-    is recorded, because the first one creates the optimizer's state.
+    is recorded, because the first one creates the optimizer's state. What is built here leaves the global random
+    streams as they were.
 
     Arguments:
         workload: A name from `spillway.workloads`, `path/to/file.py:function`, a workload, or a function that builds
@@ -37,13 +40,14 @@ def record(
     Raises:
         UsageError: A workload that cannot be found, built or recorded; the message says why.
     """
-    if isinstance(workload, str):
-        build = partial(get, workload, seed=seed, **options)
-        facts = {"seed": seed, "options": {name: _plain(value) for name, value in options.items()}}
-        return record_workload(build, fake=fake, warm_up=warm_up, timed_steps=timed_steps, facts=facts)
-    if options:
+    if not isinstance(workload, str) and options:
         raise TypeError(f"record() takes {', '.join(options)} only for a workload by name")
-    return record_workload(workload, fake=fake, warm_up=warm_up, timed_steps=timed_steps)
+    facts = None
+    if isinstance(workload, str):
+        facts = {"seed": seed, "options": {name: _plain(value) for name, value in options.items()}}
+        workload = partial(get, workload, seed=seed, **options)
+    with streams_kept() if callable(workload) else nullcontext():
+        return record_workload(workload, fake=fake, warm_up=warm_up, timed_steps=timed_steps, facts=facts)
 
 
 def _plain(value: object) -> object:

@@ -10,13 +10,13 @@ from typing import Any, TypeAlias, final
 
 import torch
 import torch.utils.checkpoint
-from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.engines.blocks.compiled import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.packing import Packing
 from spillway.engines.blocks.replays import Passing, Replay
 from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
@@ -132,7 +132,7 @@ class Conductor:
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], site: Site, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
-        with self.replaying(passing), saved_tensors_hooks(passing.fill, lambda value: value):
+        with self.replaying(passing), Packing(passing.fill, lambda value: value):
             return site.forward(*args, **kwargs)
 
     def hooks_around(self) -> Hooks | None:
@@ -181,13 +181,14 @@ class Conductor:
 
     def close(self) -> None:
         """Bring back what waits in the spill file, and give that back."""
-        store, self.store = self.store, None
-        if store is not None:
-            try:
-                for frame in list(self._away.values()):
-                    frame.come_home()
-            finally:
-                store.close()
+        if self.store is None:
+            return
+        try:
+            for frame in list(self._away.values()):
+                frame.come_home()
+        finally:
+            self.store.close()
+            self.store = None
 
 
 class _Local(threading.local):

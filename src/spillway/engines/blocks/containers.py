@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -101,6 +102,10 @@ class FrozenTensor:
 def empty_witness(tensor: Tensor) -> Tensor:
     """A tensor without bytes that shares the version counter of `tensor`."""
     witness = tensor.detach()
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        for name in cast(Any, tensor).__tensor_flatten__()[0]:
+            setattr(witness, name, getattr(tensor, name).new_empty(0))
+        return witness
     witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
     return witness
 
@@ -132,8 +137,8 @@ def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
     """The same structure with a `FrozenTensor` for every tensor, and copies of all containers on the way.
 
     Containers are lists, tuples, dicts, sets, deques, dataclasses and instances of other classes that Python code
-    defines, such as the caches of transformers. Random streams are copied. Modules, functions, configurations and
-    whatever has no `__dict__` are shared.
+    defines, such as the caches of transformers. Random streams and counters are copied. Modules, functions,
+    configurations and whatever has no `__dict__` are shared.
 
     Raises:
         CannotCopyError: More than `MOST_OBJECTS` objects can be reached.
@@ -144,6 +149,15 @@ def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
 def thaw(value: Any) -> Any:
     """What `freeze` was given, with containers that may be written to."""
     return _Walk(FrozenTensor, FrozenTensor.thaw).rebuilt(value)
+
+
+def rebuilt(value: Any, leaf: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with `leaf(tensor)` for every tensor, and copies of all containers as `freeze` makes them.
+
+    Raises:
+        CannotCopyError: As `freeze` does.
+    """
+    return _Walk(Tensor, leaf).rebuilt(value)
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -193,6 +207,8 @@ class _Walk:
             return self._keep(
                 value, value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
             )
+        if kind is itertools.count:
+            return self._keep(value, copy.copy(value))
         return self._instance(value) if _is_container(value) else value
 
     def _keep(self, value: Any, made: Any) -> Any:

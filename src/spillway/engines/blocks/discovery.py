@@ -9,12 +9,12 @@ from typing import Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spillway.engines.blocks.compiled import uncompiled
 from spillway.engines.blocks.containers import address
+from spillway.engines.blocks.packing import Packing
 from spillway.errors import ModelError, NoBlocksError
 from spillway.units import Bytes
 
@@ -56,7 +56,7 @@ class Watch:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with saved_tensors_hooks(self._pack, _unpack), uncompiled(self._mine):
+            with Packing(self._pack, _unpack), uncompiled(self._mine):
                 yield
         finally:
             before.remove()

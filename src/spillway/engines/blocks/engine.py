@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from spillway.engines.blocks.arithmetic import compiled as compiled_for
+from spillway.engines.blocks.aside import aside
 from spillway.engines.blocks.compiled import (
     CompiledHook,
     check_compiled,
@@ -26,6 +28,7 @@ from spillway.engines.blocks.compiled import (
 )
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.conductor import Conductor
+from spillway.engines.blocks.containers import CannotCopyError, rebuilt
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
@@ -151,9 +154,8 @@ class BlockEngine:
         check_compiled(model, chosen)
         self.when_freed: list[Freed] = []
         """Told of every storage that a thread of the engine's frees, by that thread."""
-        pinned = parse_budget(host_budget, usable_memory())
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
-        open_store = partial(where, pinned, write_behind, self.when_freed)
+        open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
         compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)
         self._conductor = Conductor(
             environment_of(model, generators), open_store, read_ahead, compressor=compressor,
@@ -168,15 +170,16 @@ class BlockEngine:
         self.rehearses = False
         """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
         self.observer: Observer | None = None
+        self.called: tuple[Any, dict[str, Any]] | None = None
+        """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
-        inside = selected_modules(chosen, selected) if selected is not None else ()
         try:
-            for module in inside:
+            for module in selected_modules(chosen, selected) if selected is not None else ():
                 self._install(module, partial(self._conductor.call_selected, module.forward))
             self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
             self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
             self._model_forward = model.forward
-            self._install(model, self._begin_forward)
+            self._install(model, self._forward)
         except BaseException:
             self._remove_hooks()
             raise
@@ -292,9 +295,7 @@ class BlockEngine:
 
     def close(self) -> None:
         """Give the model its own forwards back. Graphs that are still there can be run backward."""
-        if self.closed:
-            return
-        self.closed = True
+        self.closed = True  # blocks run plainly; what follows may be done again, where it was interrupted
         self._remove_hooks()
         self._conductor.removed = tuple(self._hooks)
         self._conductor.close()
@@ -309,7 +310,8 @@ class BlockEngine:
         hook.install()
         return hook
 
-    def _begin_forward(self, *args: Any, **kwargs: Any) -> Any:
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
         watched = torch.is_grad_enabled() and self._conductor.replay is None and self._conductor.frame is None
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
@@ -321,7 +323,13 @@ class BlockEngine:
             self._figures, self._frames = [], {}
             self._conductor.begin_step()
             if self.observer is not None:
+                self.called = None
+                with contextlib.suppress(CannotCopyError, RuntimeError):  # or tensors without strides
+                    self.called = rebuilt((args, kwargs), lambda tensor: tensor.detach().to("meta"))
                 self.observer.forward_begins()
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_forward(args, kwargs)
         return self._model_forward(*args, **kwargs)
 
     def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +337,7 @@ class BlockEngine:
         replay = conductor.replay
         # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
         off = replay is None and (self.closed or (self.asleep and conductor.frame is None))
-        if off or not torch.is_grad_enabled() or _hooks_are_off():
+        if off or not torch.is_grad_enabled() or hooks_are_off():
             return site.forward(*args, **kwargs)
         if isinstance(replay, Passing):
             return site.forward(*args, **kwargs)
@@ -341,7 +349,7 @@ class BlockEngine:
             return replay.call(site, args, kwargs)
         figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
         site.calls += 1
-        if self.rehearses:
+        if self.rehearses and not site.may_communicate():
             self._rehearse(site, args, kwargs)
         observer = self.observer
         reached = observer.block_begins(len(self._figures)) if observer is not None else None
@@ -357,11 +365,11 @@ class BlockEngine:
         return output
 
     def _rehearse(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which streams, buffers and
-        attributes are as they were. What it is called with must not be written to."""
-        environment, snapshot = self._conductor.environment.capture(), site.state.snapshot()
-        with self._conductor.environment(environment), site.state.as_of(snapshot):
-            site.forward(*args, **kwargs)
+        """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which all is as it was.
+        A call whose arguments cannot be copied has but one, and one that fails does so again where it counts."""
+        around = aside(self._conductor.environment, (site.module,), args, kwargs)
+        with contextlib.suppress(Exception), around as (given, named):
+            site.forward(*given, **named)
 
     def _pass_by(self, site: Site) -> None:
         """A call that is only counted."""
@@ -422,10 +430,11 @@ def _nothing() -> None:
     return None
 
 
-def _hooks_are_off() -> bool:
+def hooks_are_off() -> bool:
     """Whether nothing is saved for a later backward here: traced by a compiler, or under a functional transform."""
     return (
         torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
     )
 
@@ -447,7 +456,7 @@ def check_runs_once(model: nn.Module) -> None:
             raise ModelError(
                 f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
                 f"switch that off first: in transformers by model.activation_checkpointing_disable(), which older "
-                f"versions call gradient_checkpointing_disable()."
+                f"versions call gradient_checkpointing_disable(), and by Trainer's own gradient_checkpointing=False."
             )
     if is_compiled(model):
         raise ModelError(

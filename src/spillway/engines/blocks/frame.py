@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.engines.blocks import fingerprints, homes
 from spillway.engines.blocks.containers import (
@@ -43,8 +42,10 @@ from spillway.engines.blocks.containers import (
     thaw,
 )
 from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
+from spillway.engines.blocks.packing import Packing
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute, check_unchanged
 from spillway.engines.blocks.selective import Keeping, Selection, Supplying
+from spillway.engines.blocks.sites import collectives_begun
 from spillway.errors import EngineError
 from spillway.methods.actions import Action
 from spillway.units import Bytes
@@ -120,12 +121,16 @@ class Frame:
             self._freeze(args, kwargs, copied=self._to_copy)
         except CannotCopyError as error:
             self.figures.kept_because = str(error)
+        if self.site.scripted:
+            self.figures.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
         began = time.perf_counter()
         if self.action.selects and not self.site.compiled and not self._above_recomputes():
             self.selection = Selection(self.call, self.site.rewritten, by_module=self.conductor.by_module)
         mode = Keeping(self.selection) if self.selection is not None else None
-        with saved_tensors_hooks(self._pack, _unpack), self.conductor.inside(self), self.conductor.selecting(mode):
+        begun = collectives_begun()
+        with Packing(self._pack, _unpack), self.conductor.inside(self), self.conductor.selecting(mode):
             output = self.site.forward(*args, **kwargs)
+        self.site.has_begun(collectives_begun() - begun)
         self.figures.seconds = time.perf_counter() - began
         self._end(output)
         return output
@@ -177,7 +182,9 @@ class Frame:
         last = len(self.holders) - 1
         self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
-        if self.action.recomputes:
+        if self.site.communicates:  # and what it saved may be under way
+            self.figures.kept_because, self.selection = "it communicates with other processes", None
+        elif self.action.recomputes:
             selection, self.selection = self.selection, None
             self._give_up()
             if not self.figures.kept_because:
@@ -395,7 +402,7 @@ class Frame:
             conductor.environment(self.environment),
             self.site.state.as_of(self.snapshot),
             torch.enable_grad(),
-            saved_tensors_hooks(replay.fill, _same),
+            Packing(replay.fill, _same),
             conductor.selecting(mode),
         ):
             self.running_again = True
@@ -424,7 +431,7 @@ class Frame:
             replay: Replay | Passing = Passing()
         else:
             replay = Replay(self, child=True)
-        with self.conductor.replaying(replay), saved_tensors_hooks(replay.fill, _same):
+        with self.conductor.replaying(replay), Packing(replay.fill, _same):
             output = self.site.forward(*args, **kwargs)
         if self.armed:
             for frozen in self.arguments():

@@ -10,9 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from spillway.engines.blocks.attributes import Attributes, Seen
+from spillway.engines.blocks.attributes import Attributes
+from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.containers import address
+from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
+from spillway.engines.blocks.reach import Reach, reach_of
 
+LOOKS: Final = 3
+"""Calls of a block in which all that can be reached from it is looked at."""
 _Place: TypeAlias = tuple[nn.Module, str]
 _PLAIN: Final = (Tensor, nn.Parameter)
 
@@ -21,7 +26,7 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 class Snapshot:
     """One block when one of its calls began."""
 
-    __slots__ = ("buffers", "parameters", "seen", "training", "versions")
+    __slots__ = ("buffers", "parameters", "prints", "reach", "seen", "training", "versions")
 
     def __init__(
         self,
@@ -29,7 +34,8 @@ class Snapshot:
         buffers: dict[_Place, Tensor | None],
         parameters: list[tuple[Tensor, int, str, nn.Module]],
         versions: list[tuple[Tensor, int, str]],
-        seen: Seen,
+        seen: SeenAttributes,
+        reach: Reach | None,
     ) -> None:
         self.training = training
         self.buffers = buffers
@@ -38,6 +44,10 @@ class Snapshot:
         self.versions = versions
         """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
         self.seen = seen
+        self.reach = reach
+        """What lies deeper than attributes, where that is known to change or not known yet."""
+        self.prints: list[tuple[str, Tensor, Fingerprint]] = []
+        """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
 
     def written(self) -> str:
         """The name of a tensor that was written to since and of which there is no copy; empty if there is none."""
@@ -51,7 +61,8 @@ class ModuleState:
     """Takes snapshots of a block, and runs its recompute on one.
 
     The first call copies every buffer and learns, by value, which of them the forward changes (`native_batch_norm`
-    raises no version counter). Later calls copy these alone.
+    raises no version counter). Later calls copy these alone. In the first calls it also looks at what lies deeper than
+    attributes, and at the values of parameters; what has changed by then is written down at every call.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -59,6 +70,13 @@ class ModuleState:
         self._attributes = Attributes(self._modules)
         self._watched: dict[tuple[bool, ...], set[_Place]] = {}
         """Buffers that change, by the training flags of the modules."""
+        self._looks = 0
+        self._deep = False
+        """Whether something changes that lies deeper than attributes."""
+        self._last: Reach | None = None
+        """As the last call found it, while that is compared."""
+        self._rewritten = ""
+        """The name of a parameter that is written to although its version does not say so."""
 
     def snapshot(self) -> Snapshot:
         """The block now."""
@@ -76,7 +94,33 @@ class ModuleState:
                     buffers[module, name] = None if buffer is None else buffer.detach().clone()
                 elif buffer is not None:
                     versions.append((buffer, buffer._version, name))
-        return Snapshot(training, buffers, parameters, versions, self._attributes.look(training))
+        snapshot = Snapshot(training, buffers, parameters, versions, self._attributes.look(training), self._look_deep())
+        if self._looks < LOOKS:
+            seen: Seen = {}
+            plain = ((name, one) for one, _, name, _ in parameters if _is_plain(one))
+            snapshot.prints = [(name, one, fingerprint(one, seen)) for name, one in plain]
+        return snapshot
+
+    def _look_deep(self) -> Reach | None:
+        if not self._deep and self._last is not None:
+            self._deep = self._last.changed()  # between two calls
+            self._last = None
+        if not self._deep and self._looks >= LOOKS:
+            return None
+        return Reach(reach_of(self._modules), apart=self._modules, lasting=True, with_bytes=True)
+
+    def _learn_deep(self, snapshot: Snapshot) -> None:
+        seen: Seen = {}
+        for name, parameter, before in snapshot.prints:
+            if not torch.equal(before, fingerprint(parameter, seen)):
+                self._rewritten = name
+        snapshot.prints = []
+        self._looks += 1
+        if snapshot.reach is not None and not self._deep:
+            self._deep = snapshot.reach.changed()
+            if not self._deep:
+                snapshot.reach.drop_bytes()
+                self._last = snapshot.reach
 
     def learn(self, snapshot: Snapshot) -> str:
         """After the forward: what it changed. The name of what it changed and no snapshot holds; empty if none."""
@@ -88,14 +132,16 @@ class ModuleState:
         if written and watched is not None:
             for module in self._modules:
                 watched.update((module, name) for name in module._buffers if name == written)
-        return beyond or written
+        if snapshot.reach is not None:
+            self._learn_deep(snapshot)
+        return beyond or written or self._rewritten
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
         changed = {place for place, before in snapshot.buffers.items() if _differs(place, before)}
         self._watched[snapshot.training] = changed
         for place in snapshot.buffers.keys() - changed:
             del snapshot.buffers[place]
-            buffer = place[0]._buffers.get(place[1])
+            buffer = _held(place[0]._buffers, place[1])
             if buffer is not None:
                 snapshot.versions.append((buffer, buffer._version, place[1]))
 
@@ -112,9 +158,12 @@ class ModuleState:
     def as_of(self, snapshot: Snapshot) -> Iterator[None]:
         """The block as it was; afterwards it is again as before."""
         flags = tuple([module.training for module in self._modules])
-        before = [(module._buffers, dict(module._buffers)) for module in self._modules if module._buffers]
+        before = [(one._buffers, dict(one._buffers.items())) for one in self._modules if len(one._buffers)]
+        now = None
+        if snapshot.reach is not None:
+            now = Reach(reach_of(self._modules), apart=self._modules, with_bytes=True)
         replaced = _replaced(snapshot)
-        parameters = [(module, name, module._parameters.get(name)) for _, _, name, module in replaced]
+        parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
         try:
             self._flag(snapshot.training)
             for (module, name), buffer in snapshot.buffers.items():
@@ -122,12 +171,15 @@ class ModuleState:
             for parameter, _, name, module in replaced:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
+                if snapshot.reach is not None:
+                    snapshot.reach.restore()
                 yield
         finally:
+            if now is not None:
+                now.restore()
             self._flag(flags)
             for held, buffers in before:
-                held.clear()
-                held.update(buffers)
+                _refill(held, buffers)
             for module, name, original in parameters:
                 module._parameters[name] = original
 
@@ -135,6 +187,18 @@ class ModuleState:
         for module, flag in zip(self._modules, training, strict=True):
             if module.training != flag:
                 module.training = flag
+
+
+def _held(tensors: Any, name: str) -> Any:
+    """By name. What a scripted module has of the kind is no dict."""
+    return tensors[name] if name in tensors else None  # noqa: SIM401
+
+
+def _refill(held: Any, tensors: dict[str, Tensor | None]) -> None:
+    if isinstance(held, dict):
+        held.clear()
+    for name, tensor in tensors.items():
+        held[name] = tensor
 
 
 def _replaced(snapshot: Snapshot) -> list[tuple[Tensor, int, str, nn.Module]]:
@@ -145,10 +209,14 @@ def _replaced(snapshot: Snapshot) -> list[tuple[Tensor, int, str, nn.Module]]:
     found = []
     for entry in snapshot.parameters:
         parameter, _, name, module = entry
-        now = module._parameters.get(name)
+        now = _held(module._parameters, name)
         if now is not parameter and type(parameter) in _PLAIN and type(now) in _PLAIN:
             found.append(entry)
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta
 
 
 def _leaf(tensor: Tensor) -> Any:
@@ -157,7 +225,7 @@ def _leaf(tensor: Tensor) -> Any:
 
 def _differs(place: _Place, before: Tensor | None) -> bool:
     module, name = place
-    now = module._buffers.get(name)
+    now = _held(module._buffers, name)
     if now is None or before is None:
         return now is not before
     if isinstance(module, _NormBase) and module.training and module.track_running_stats:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from spillway.engines.blocks.compiled import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
+from spillway.engines.tensors.private import is_distributed, process_groups
 from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 
@@ -22,9 +25,12 @@ class Site:
         name: Its name in the model.
         forward: What a call of it calls.
         compiled: Whether it or a part of it is compiled.
+        scripted: Whether a part of it is run by TorchScript, whose kernels depend on how often it has run.
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
+        communicates: Whether a call of it began a collective; None before the first. Other processes would have to run
+            it again as well, and theirs may have other plans.
         rewritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
@@ -34,15 +40,35 @@ class Site:
         self.forward = forward
         self.state = ModuleState(module)
         self.compiled = any(is_compiled(part) for part in module.modules())
+        self.scripted = any(isinstance(part, torch.jit.ScriptModule) for part in module.modules())
         self.calls = 0
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
         self.rewritten: set[tuple[int, int]] = set()
+        self.communicates: bool | None = None
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
     def checkpoints_itself(self) -> bool:
         """Whether a layer of transformers was told to, after the engine was there."""
         return self._may_checkpoint and bool(self.module.gradient_checkpointing) and self.module.training
+
+    def may_communicate(self) -> bool:
+        """Whether it does, or nobody knows yet and there are others."""
+        return self.communicates or (self.communicates is None and bool(process_groups()))
+
+    def has_begun(self, collectives: int) -> None:
+        """A call of it began so many. FSDP exchanges parts and wholes itself, also in second runs."""
+        sharded = collectives and any(map(is_distributed, self.module.parameters()))
+        self.communicates = bool(self.communicates or (collectives and not sharded))
+
+
+def collectives_begun() -> int:
+    """By this process, in all process groups of which it is a part and that count."""
+    begun = 0
+    for group in process_groups():
+        with contextlib.suppress(RuntimeError):
+            begun += group._get_sequence_number_for_group()
+    return begun
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple, cast, final
 
 import torch
@@ -100,7 +100,11 @@ class AllocationTrace(AbstractTrace):
         self._stopped = False
         self._lost = False
         """Whether something was missed, so that nothing is known."""
-        self._begin()
+        try:
+            self._begin()
+        except BaseException:  # Ctrl-C
+            self._end()
+            raise
 
     @staticmethod
     def possible() -> bool:
@@ -126,8 +130,8 @@ class AllocationTrace(AbstractTrace):
 
     def stop(self) -> list[Window]:
         if not self._stopped:
-            self._stopped = True
             self._end()
+            self._stopped = True
         return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
     def at_peak(self) -> Held | None:
@@ -249,13 +253,11 @@ def _others_profile() -> bool:
 @contextmanager
 def _silence() -> Iterator[None]:
     """The library below the profiler says when it starts and stops, on standard error."""
-    before = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = before or _SILENT
-    try:
+    with ExitStack() as stack:
+        if not os.environ.get(_LOG_LEVEL):
+            stack.callback(os.environ.pop, _LOG_LEVEL, None)
+            os.environ[_LOG_LEVEL] = _SILENT
         yield
-    finally:
-        if before is None:
-            del os.environ[_LOG_LEVEL]
 
 
 @final

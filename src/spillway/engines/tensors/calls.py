@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import is_wrapper
 
@@ -26,6 +27,14 @@ OPERAND: Final = object()
 _grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
 _deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
 _matmul_precision = torch._C._get_float32_matmul_precision
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_AUTOCAST: Final = torch._C.DispatchKey.AutocastCPU
+
+
+def _cast_to() -> torch.dtype | None:
+    """What autocast casts to inside an op; None where it is off, or has had its say above the op."""
+    return None if _is_excluded(_AUTOCAST) else torch.get_autocast_dtype("cpu")
 
 
 @final
@@ -50,6 +59,8 @@ class Environment(NamedTuple):
     deterministic: bool
     mkldnn: bool
     matmul: str
+    autocast: torch.dtype | None
+    """What is cast to in the ops that the op consists of."""
     of_device: tuple[Any, ...] = ()
     settings: Settings = NO_SETTINGS
     """What `of_device` is of."""
@@ -64,6 +75,7 @@ class Environment(NamedTuple):
             torch._C._get_deterministic_algorithms(),
             torch._C._get_mkldnn_enabled(),
             torch.get_float32_matmul_precision(),
+            _cast_to(),
             settings.now(),
             settings,
         )
@@ -83,7 +95,7 @@ class Surroundings:
         last = self._last
         present: Any = (
             _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
-            (), NO_SETTINGS,
+            _cast_to(), (), NO_SETTINGS,
         )  # fmt: skip
         if last == present:
             return last
@@ -117,14 +129,15 @@ def surroundings_with(settings: Settings) -> Surroundings | DeviceSurroundings:
 _GUARDS: Final = (
     torch._C._AutoDispatchBelowADInplaceOrView,
     torch._C._DisableAutocast,
-    torch._C._DisableTorchDispatch,
+    unwatched,
 )
 
 
 @final
 class InEnvironment:
-    """Context manager: the settings of the original call, without autograd and autocast, which stood above it, and
-    unseen by the user's own dispatch modes, which saw the original.
+    """Context manager: the settings of the original call, without autograd, which stood above it, and unseen by the
+    user's own dispatch modes, which saw the original. Autocast, too, stood above it, but for ops that it passes by and
+    that consist of others (`_trilinear`, products of sparse tensors).
     """
 
     def __init__(self, environment: Environment) -> None:
@@ -137,9 +150,16 @@ class InEnvironment:
             guard: Any = kind()
             guard.__enter__()
             self._guards.append(guard)
+        if self._wanted.autocast is not None:
+            self._cast_before = torch.get_autocast_dtype("cpu")
+            _exclude(_AUTOCAST, False)
+            torch.set_autocast_dtype("cpu", self._wanted.autocast)
         _apply(self._before, self._wanted)
 
     def __exit__(self, *exception: object) -> None:
+        if self._wanted.autocast is not None:
+            torch.set_autocast_dtype("cpu", self._cast_before)
+            _exclude(_AUTOCAST, True)
         _apply(self._wanted, self._before)
         while self._guards:
             self._guards.pop().__exit__(None, None, None)
@@ -231,7 +251,8 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 def inner_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The tensors that a sparse tensor or a wrapper subclass consists of; none for a tensor with bytes of its own."""
     if is_wrapper(tensor):
-        inner = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+        attributes = [getattr(tensor, name) for name in cast(Any, tensor).__tensor_flatten__()[0]]
+        inner = [attribute for attribute in attributes if isinstance(attribute, torch.Tensor)]
     else:
         inner = [getattr(tensor, name)() for name in _PARTS.get(tensor.layout, ())]
     for part in inner:

@@ -45,7 +45,7 @@ from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
 from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
-from spillway.engines.tensors.private import owners, storage_at, swap_bytes
+from spillway.engines.tensors.private import owners, resize_storage, storage_at, swap_bytes
 from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.errors import EngineError, SpillError
 from spillway.ir.lanes import Lane
@@ -171,11 +171,11 @@ class Resized(AbstractAbsence):
 
     def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
         """It is empty."""
-        real.resize_(0)
+        resize_storage(real, 0)
 
     def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:
         """The storage itself: nobody but the engine knows that it has a size again."""
-        real.resize_(nbytes)
+        resize_storage(real, nbytes)
         return real
 
     def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
@@ -183,11 +183,11 @@ class Resized(AbstractAbsence):
 
     def give_up(self, target: torch.UntypedStorage) -> None:
         """Empty again."""
-        target.resize_(0)
+        resize_storage(target, 0)
 
     def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """For a moment both are there."""
-        real.resize_(source.nbytes())
+        resize_storage(real, source.nbytes())
         with unseen():
             bytes_over(real).copy_(bytes_over(source))
 

@@ -190,16 +190,6 @@ class CudaPlace(AbstractPlace):
             self.reserve.learn(self._peak)
             self._machine.reap()
 
-    def begin_aside(self, growth: Bytes) -> None:
-        """Measure from here."""
-        self.meter.begin()
-
-    def outgrown(self) -> bool:
-        """By the allocator's peak."""
-        self._peak, self._lanes = self.meter.peak(), None
-        engine = self._attached()
-        return self._peak > engine.controller.allowed + self.reserve.reserved
-
     def measured(self) -> Measured:
         """Peak of the allocator, and what the lanes did."""
         return Measured(peak=self._peak, reserved=self.reserve.reserved, lanes=self._lanes)

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast, final
 
 import torch
 
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.private import fresh_storage, raw_stream
 from spillway.engines.tiers.host import Block, Pinned
 from spillway.units import Bytes, Seconds, format_bytes
@@ -137,7 +138,7 @@ class Driver(Protocol):
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
     """Ops of our own: no mode sees them, autograd and autocast neither."""
-    with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
+    with unwatched(), torch._C._AutoDispatchBelowADInplaceOrView():
         yield
 
 
@@ -280,13 +281,13 @@ class CudaDriver:
 
     def copy_out(self, source: torch.UntypedStorage, target: Block, after: Sequence[Event]) -> torch.cuda.Event:
         """On the lane for copies out."""
-        with unseen():
+        with unwatched():
             host, device = bytes_at(target.address, target.nbytes), bytes_over(source)
             return self._copy(self._out, "out", host, device, after)
 
     def copy_in(self, source: Block, target: torch.UntypedStorage, after: Sequence[Event]) -> torch.cuda.Event:
         """On the lane for copies in."""
-        with unseen():
+        with unwatched():
             host, device = bytes_at(source.address, source.nbytes), bytes_over(target)
             return self._copy(self._in, "in", device, host, after)
 
@@ -362,7 +363,7 @@ def _pair() -> _Pair:
 
 def _forget_error(device: torch.device) -> None:
     """A refused call leaves its error behind, where the next kernel would be blamed for it."""
-    with contextlib.suppress(RuntimeError), unseen():
+    with contextlib.suppress(RuntimeError), unwatched():
         torch.zeros(1, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The tensor engine: a dispatch mode in front, the controller behind, a machine below.
+"""The tensor engine: handlers of ops in front, the controller behind, a machine below.
 
 It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through
 a weak reference.
@@ -6,23 +6,28 @@ a weak reference.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED, Controller
+from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED, Controller
 from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.records import DROPPED, LARGE, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
-from spillway.engines.tensors.escapes import Escapes
+from spillway.engines.tensors.collectives import Collectives
+from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.escapes import Escapes, held_elsewhere
 from spillway.engines.tensors.followed import Followed
 from spillway.engines.tensors.history import StepHistory
-from spillway.engines.tensors.machine import Watch
+from spillway.engines.tensors.interrupts import deliver
+from spillway.engines.tensors.machine import Watch, real_storage
 from spillway.engines.tensors.mode import Around, Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.places import AbstractPlace, CpuPlace
@@ -31,6 +36,7 @@ from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import Reclaimer, ResidentSet
+from spillway.engines.tensors.turns import end_turn
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
@@ -79,10 +85,20 @@ class TensorEngine:
         self.interrupts: list[Callable[[], None]] = []
         self.lazy_bits = False
         self.unmanaged = 0
+        self._newcomers: list[torch.Tensor] = []
+        self._foreign: list[Storage] = []
         self.register = build_register(self)
         self.fused_updates = 0
         """Fused optimizer ops in this step; torch counts no version for what they write."""
+        self.ran_eagerly = False
+        """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
+        """Whether ops are watched."""
+        self._begun = False
+        """Whether a step began whose end is not done."""
+        self.recording = True
+        """Whether recipes are written where the policy uses them: not in a step of a size that is known to fit, until
+        its room gets short."""
         self.foresees = policy.foresees and allowed < UNLIMITED
         """Whether the policy is asked while ops run."""
         self.start_bytes: Bytes = 0
@@ -96,6 +112,7 @@ class TensorEngine:
         self._first_op = 0
         self._escapes = Escapes(self)
         self._closed = False
+        self.collectives = Collectives(self)
         self._dispatch = Dispatch(self)
         self.place.attach(self)
 
@@ -130,6 +147,10 @@ class TensorEngine:
         self.place.learn_op(info)
         return info
 
+    def info_of(self, func: Any) -> OpInfo:
+        """What is known about an op."""
+        return self.infos.get(id(func)) or self.learn_op(func)
+
     def note_lazy_bits(self) -> None:
         """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is
         closed."""
@@ -139,6 +160,10 @@ class TensorEngine:
         for info in self.infos.values():
             info.take_the_long_way()
         self._dispatch.start_anew()
+
+    def note_eager(self) -> None:
+        """Something that is compiled is about to run op by op."""
+        self.ran_eagerly = True
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
         """The tensor's storage if it is known."""
@@ -164,7 +189,34 @@ class TensorEngine:
         if self.in_step:
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
-        return self.register(tensor, key)
+        storage = self.register(tensor, key)
+        if storage.nbytes >= SMALLEST_MOVABLE and self.controller.allowed < UNLIMITED:
+            self._newcomers.append(tensor)
+            if self.in_step:
+                self._leave_alone_what_others_hold(())
+        return storage
+
+    def _leave_alone_what_others_hold(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Rule 10 for what came from outside, where nobody was asked who got hold of the bytes."""
+        newcomers, self._newcomers = self._newcomers, []
+        for tensor in held_elsewhere(newcomers, named, running=self.in_step):
+            self.table[_address(tensor)].escaped = True
+        if self.machine.readable_in_place:
+            self._leave_alone_what_overlaps([self.table[_address(tensor)] for tensor in newcomers])
+
+    def _leave_alone_what_overlaps(self, newcomers: Sequence[Storage]) -> None:
+        """Memory that is not torch's own (which cannot be resized, and stays) may be that of another storage."""
+        foreign = [storage for storage in newcomers if not real_storage(storage).resizable()]
+        self._foreign = [storage for storage in self._foreign if storage.value is not None] + foreign
+        if not self._foreign:
+            return
+        ranges = sorted(map(_range_of, self._foreign))
+        starts, ends = [start for start, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
+        for storage in list(self.table.values()) if foreign else newcomers:
+            if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE:
+                start, end = _range_of(storage)
+                before = bisect.bisect_left(starts, end)
+                storage.escaped |= before > 0 and ends[before - 1] > start
 
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
@@ -180,11 +232,13 @@ class TensorEngine:
             raise EngineError(f"{storage!r} is dead and was used all the same.")
         return storage.value
 
-    def check_size(self, storage: Storage) -> None:
-        """An op may have changed the size of what it wrote."""
+    def check_size(self, storage: Storage) -> bool:
+        """An op may have changed the size of what it wrote: whether it did."""
         real = storage.handle() if storage.handle is not None else None
-        if real is not None and real.nbytes() != storage.nbytes:
-            self.controller.resize(storage, real.nbytes())
+        if real is None or real.nbytes() == storage.nbytes:
+            return False
+        self.controller.resize(storage, real.nbytes())
+        return True
 
     # ------------------------------------------------------------------ ops
 
@@ -200,12 +254,14 @@ class TensorEngine:
             if bound is None or not ready or controller.resident + bound > controller.allowed:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
+                needed = needed if bound is None else min(needed, bound)
         guess = 0
         if self.place.workspaces is not None and key is not None:
             guess = self.place.workspaces.guess(seen, key, needed, controller.allowed)
             needed += self.place.workspaces.expected(key)
         if ready and controller.resident + needed + guess <= controller.allowed:
             return self._run_and_learn(seen, complete, key, needed)
+        self.record_from_here()
         with controller.lock:
             controller.prepare(info.name, seen.reads, seen.writes, needed)
             try:
@@ -216,6 +272,25 @@ class TensorEngine:
                 controller.finish(seen.reads, seen.writes)
                 self.look_ahead()
 
+    def record_from_here(self) -> None:
+        """Room is short in a step that was known to fit. What came before has no recipe: it can be moved."""
+        if not self.recording:
+            self.recording = True
+            self._dispatch.rearm()
+
+    def fits_at_once(self, seen: Seen) -> bool:
+        """Whether everything that an op needs can be there without anything else leaving."""
+        together = {value.storage: value for value in seen.reads}
+        absent = sum(storage.nbytes for storage, value in together.items() if value.absent)
+        needed = 0
+        if seen.info.fresh and self.controller.allowed < UNLIMITED:
+            _, needed = self.sizes.expected(seen.info, seen.args, seen.kwargs or {})
+        return absent + needed == 0 or self.controller.resident + absent + needed <= self.controller.allowed
+
+    def never_leaves(self) -> Bytes:
+        """Bytes of what stays in memory whatever happens: what has escaped, and what is too small to be worth it."""
+        return sum(s.nbytes for s in list(self.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
+
     def _make_room_if_possible(self, needed: Bytes, name: str) -> None:
         """For what an op may need and may not: as much of it as can be had."""
         with contextlib.suppress(BudgetInfeasible, SpillFullError):
@@ -223,7 +298,7 @@ class TensorEngine:
 
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
-        if self.foresees and self.in_step and not self.interrupts:
+        if self.foresees and self.in_step and self._foresee not in self.interrupts:
             self.controller.phase = self._phase()  # asked or not: a short backward may pass without a question
             if self.controller.copies.asks():
                 self.interrupts.append(self._foresee)
@@ -231,7 +306,7 @@ class TensorEngine:
     def _foresee(self) -> None:
         controller = self.controller
         if self.in_step:
-            with controller.lock, torch._C._DisableTorchDispatch():
+            with controller.lock, unwatched():
                 controller.foresee(self._phase())
 
     def _phase(self) -> Phase:
@@ -244,7 +319,8 @@ class TensorEngine:
     def _restore_what_sizes_read(self, seen: Seen) -> None:
         if seen.info.name in READS_CONTENT:
             with self.controller.lock:
-                self.controller.restore(seen.reads[0])
+                for value in seen.reads:
+                    self.controller.restore(value)
 
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
         before = self.controller.created
@@ -262,7 +338,7 @@ class TensorEngine:
 
     # ------------------------------------------------------------------ reached from outside
 
-    def reveal(self, tensor: torch.Tensor, *, by_address: bool) -> None:
+    def reveal(self, tensor: torch.Tensor | torch.UntypedStorage, *, by_address: bool) -> None:
         """Something is about to read `tensor` without asking the dispatcher.
 
         With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
@@ -270,10 +346,11 @@ class TensorEngine:
         the same as with an address.
         """
         by_address = by_address or not self.machine.readable_in_place
-        storage = self.table.get(_address_or_none(tensor))
+        key = tensor._cdata if isinstance(tensor, torch.UntypedStorage) else _address_or_none(tensor)
+        storage = self.table.get(key)
         if storage is None or storage.value is None:
             return
-        with self.controller.lock, torch._C._DisableTorchDispatch():
+        with self.controller.lock, unwatched():
             storage.locks += 1
             try:
                 self.machine.wait_for_readers(storage)  # whoever has the storage may give it another size
@@ -288,7 +365,7 @@ class TensorEngine:
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
         """`tensor` has no bytes of its own and an op is about to use it: what is in it comes back and stays."""
-        with torch._C._DisableTorchDispatch():
+        with unwatched():
             inner = list(inner_tensors(tensor))
         for part in inner:
             self.reveal(part, by_address=True)
@@ -301,8 +378,31 @@ class TensorEngine:
         self.machine.wait_for_readers(storage)
         if not storage.value.absent:
             return
-        with self.controller.lock, torch._C._DisableTorchDispatch():
+        with self.controller.lock, unwatched():
             self.fetch(storage)
+
+    @contextlib.contextmanager
+    def resizing(self, real: torch.UntypedStorage, nbytes: Bytes) -> Iterator[None]:
+        """A storage is about to get another size by its own method, which is no op: it comes back, and a next version
+        begins."""
+        storage = self.table.get(real._cdata)
+        if storage is None or storage.value is None:
+            yield
+            return
+        with self.controller.lock, unwatched():
+            self.machine.wait_for_readers(storage)
+            reads, prepared = [storage.value], self.in_step
+            if prepared:
+                self.controller.prepare("resize of a storage", reads, [storage], max(nbytes - storage.nbytes, 0))
+            elif storage.value.absent:
+                self.fetch(storage)
+            try:
+                yield
+                self.controller.overwrite(storage, None)
+                self.check_size(storage)
+            finally:
+                if prepared:
+                    self.controller.finish(reads, [storage])
 
     def fetch(self, storage: Storage) -> None:
         """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
@@ -316,42 +416,47 @@ class TensorEngine:
 
     def begin_step(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None,
-        record: Named | None = None, signature: str = "",
+        record: Named | None = None, signature: str = "", recipes: bool = True,
     ) -> None:  # fmt: skip
         """Take the given tensors into account, come under the budget, and start watching.
 
         `base_rss` is the resident set without any of this; it and the budget together are what the resident set is
         kept to, and without it freed memory stays with the allocator. `record` gives the tensors known by name to a
-        timeline; steps of one `signature` are expected to be alike.
+        timeline; steps of one `signature` are expected to be alike. One that is known to fit needs no `recipes`.
 
         Raises:
             BudgetInfeasible: What cannot leave is more than the budget.
         """
         self.began = time.perf_counter()
+        self.recording = recipes
         self.label(tensors)
         controller = self.controller
         for storage in list(self.table.values()):
             self.check_size(storage)  # the user may have changed it between steps
-        controller.resident = sum(
+        self.collectives.land()
+        controller.resident = controller.flights.beside + sum(
             s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
         )
         self.place.begin_step(controller.allowed, base_rss, signature)
-        self.log.begin_step()
-        controller.begin_step(signature)
-        if self.following is not None:
-            self.following.begin_step()
+        self._begun = True
         try:
+            self.log.begin_step()
+            controller.begin_step(signature)
+            if self.following is not None:
+                self.following.begin_step()
             controller.make_room(0, "begin step")
+            controller.peak = self.start_bytes = controller.resident
+            self._first_op = controller.clock
+            self.fused_updates = 0
+            self.unmanaged = 0
+            self.history = StepHistory(self, record) if record is not None else None
+            self.in_step = True
+            self._dispatch.push(self._around())
+            self.poll_flights()
         except BaseException:
-            self.place.end_step()
+            with contextlib.suppress(BudgetInfeasible, SpillFullError):
+                self.end_step()
             raise
-        controller.peak = self.start_bytes = controller.resident
-        self._first_op = controller.clock
-        self.fused_updates = 0
-        self.unmanaged = 0
-        self.history = StepHistory(self, record) if record is not None else None
-        self._dispatch.push(self._around())
-        self.in_step = True
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
@@ -360,16 +465,23 @@ class TensorEngine:
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Say what storages are for, taking them into account if need be."""
+        tensors = list(tensors)
         for kind, tensor in tensors:
             storage = self.lookup(tensor)
             if storage is not None:
                 storage.kind = kind
+        if self._newcomers:
+            self._leave_alone_what_others_hold(tensors)
 
     def end_step(self) -> None:
-        """Stop watching; everything the user can reach is right and readable (rules 11 and 12)."""
-        if self.in_step:
-            self.in_step = False
-            self._dispatch.pop()
+        """Stop watching; everything the user can reach is right and readable (rules 11 and 12). Does nothing where no
+        step began; what was interrupted half-way is done when it is called again.
+        """
+        if not self._begun:
+            return
+        watched, self.in_step = self.in_step, False
+        self._dispatch.pop()
+        if watched:
             self.ops = self.controller.clock - self._first_op
             self.place.finish_ops()
             if self.following is not None:
@@ -382,6 +494,7 @@ class TensorEngine:
             try:
                 self.place.end_step()
             finally:
+                self._begun = False
                 self._add_up_lanes()
 
     def _add_up_lanes(self) -> None:
@@ -421,6 +534,7 @@ class TensorEngine:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
         self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
         self.controller.allowed = UNLIMITED
+        self.controller.flights.forget()
         self.foresees = False
         self._dispatch.disarm()
 
@@ -429,23 +543,41 @@ class TensorEngine:
         self.machine.await_workers(list(self.controller.copies.arriving.values()))
 
     def close(self) -> None:
-        """Bring everything back, forget everything, give the spill file back to the system."""
+        """Bring everything back, forget everything, give the spill file back to the system. A step that is running is
+        ended first.
+        """
         if self._closed:
             return
-        self._closed = True
         try:
-            with self.controller.lock:
-                self.controller.bring_back_all(list(self.table.values()))
-                self.controller.distrust_copies()
+            with contextlib.suppress(BudgetInfeasible, SpillFullError):  # everything is back all the same
+                self.end_step()
         finally:
-            self._escapes.remove()
-            self.table.clear()
-            self.place.close()
+            try:
+                with self.controller.lock:
+                    self.controller.bring_back_all(list(self.table.values()))
+                    self.controller.distrust_copies()
+            finally:
+                self._escapes.remove()
+                self.controller.flights.forget()
+                self.table.clear()
+                self.place.close()
+                end_turn(self)
+                self._closed = True
 
     def raise_interrupt(self) -> None:
-        """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead."""
-        while self.interrupts:
-            self.interrupts.pop()()
+        """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead; let
+        go of what is not in flight any more."""
+        try:
+            deliver(self.interrupts)
+        finally:
+            if len(self.controller.flights):
+                self.collectives.land()
+                self.poll_flights()
+
+    def poll_flights(self) -> None:
+        """Before the next op as well, as long as anything is in flight."""
+        if len(self.controller.flights) and not self.interrupts:
+            self.interrupts.append(_nothing)
 
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
@@ -458,7 +590,10 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
     adopt, bury, created = controller.adopt, controller.bury, engine.creations.created
 
     def buried(watch: Any) -> None:
-        storage: Storage = watch.record
+        try:
+            storage: Storage = watch.record
+        except AttributeError:  # Ctrl-C came before it had one
+            return
         table.pop(storage.key, None)
         storage.handle = None
         bury(storage)
@@ -476,6 +611,14 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
         return storage
 
     return register
+
+
+def _nothing() -> None: ...
+
+
+def _range_of(storage: Storage) -> tuple[int, int]:
+    start = real_storage(storage).data_ptr()
+    return start, start + storage.nbytes
 
 
 def _ready(seen: Seen) -> bool:

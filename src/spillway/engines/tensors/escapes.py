@@ -1,22 +1,31 @@
 """Ways around the dispatcher, and how they are made to ask first.
 
 `print`, `tolist`, `numpy`, `data_ptr`, dlpack, pickling and the storage accessors read a tensor's memory directly.
-While an engine is open, these methods of `torch.Tensor` first tell it. Changing a class is global by nature, so the
-list of open engines is too; with the last engine the methods are as they were.
+While an engine is open, these methods of `torch.Tensor` and of its storages first tell it. Changing a class is global
+by nature, so the list of open engines is too; with the last engine the methods are as they were.
+
+Who got hold of the bytes before, or through a function of torch's that was looked up before, is found by counting
+(`held_elsewhere`): torch counts who holds a storage, and Python's garbage collector knows all tensors among them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Final, final
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 import torch.utils.dlpack
 
+from spillway.engines.tensors.compiled import forget_steps
+from spillway.engines.tensors.private import owners, storage_address, storage_of
 from spillway.engines.tensors.turns import forget_turns
+from spillway.ir.timeline import Kind
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -33,6 +42,19 @@ READING: Final = (
 
 RESIZING: Final = ("resize_", "resize_as_")
 """They want memory that can be given another size, which only bytes in torch's own memory are."""
+
+BEGINNING: Final = (
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced", "all_to_all_single",
+    "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced",
+    "alltoall", "alltoall_base", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter",
+    "reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+"""Methods of process groups: between two steps no mode sees the collectives that they begin, and the next step may
+find them under way."""
+
+OF_STORAGES: Final = ("__getitem__", "share_memory_", "_share_fd_cpu_", "_share_filename_cpu_")
+"""Methods of storages that hand out the address, or put the bytes elsewhere. `data_ptr` is not among them: `torch.save`
+and many others ask for it to tell storages apart."""
 
 MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 """Where `to_dlpack` stands as a function; it hands out the address."""
@@ -88,6 +110,7 @@ def _disarm_all() -> None:
     global _lock
     _lock = threading.RLock()
     forget_turns()
+    forget_steps()
     for engine in tuple(_open):
         engine.disarm()
 
@@ -103,39 +126,138 @@ def _install() -> None:
     _installed = True
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
+    for name in OF_STORAGES:
+        _replace(torch.UntypedStorage, name)
     for module in MODULES:
         _replace(module, "to_dlpack")
+    storages: Any = torch.UntypedStorage
+    storages.resize_ = _telling_of_size(storages.resize_)
+    if torch.distributed.is_available():
+        group, work = _communication()
+        for name in BEGINNING:
+            if name in vars(group):
+                setattr(group, name, _telling_of_work(vars(group)[name]))
+        work.get_future = _waiting(vars(work)["get_future"])
+
+
+def _communication() -> tuple[Any, Any]:
+    return torch.distributed.ProcessGroup, torch.distributed.Work
 
 
 def _replace(owner: Any, name: str) -> None:
-    by_address = name in BY_ADDRESS or owner in MODULES
+    by_address = owner is not torch.Tensor or name in BY_ADDRESS
     setattr(owner, name, _telling(getattr(owner, name), by_address=by_address, resizing=name in RESIZING))
 
 
 def _uninstall() -> None:
     global _installed
-    _installed = False
     for module in MODULES:
         module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
-    for name in (*BY_ADDRESS, *READING, *RESIZING):
-        wrapper = torch.Tensor.__dict__.get(name)
-        original = getattr(wrapper, "__wrapped__", None)
-        if original is None:
-            continue
-        if getattr(torch._C.TensorBase, name, None) is original:
-            delattr(torch.Tensor, name)
-        else:
-            setattr(torch.Tensor, name, original)
+    if torch.distributed.is_available():
+        for owner in _communication():
+            for name in (*BEGINNING, "get_future"):
+                wrapper = vars(owner).get(name)
+                if hasattr(wrapper, "__wrapped__"):
+                    setattr(owner, name, wrapper.__wrapped__)
+    for owner, base, names in (
+        (torch.Tensor, torch._C.TensorBase, (*BY_ADDRESS, *READING, *RESIZING)),
+        (torch.UntypedStorage, torch._C.StorageBase, (*OF_STORAGES, "resize_")),
+    ):
+        for name in names:
+            original = getattr(owner.__dict__.get(name), "__wrapped__", None)
+            if original is None:
+                continue
+            if getattr(base, name, None) is original:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+    _installed = False  # at the end: what was interrupted is done again
 
 
 def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
     @functools.wraps(original)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         for engine in tuple(_open):
             if resizing:
-                engine.recall(self)
+                engine.recall(cast(torch.Tensor, self))
             else:
                 engine.reveal(self, by_address=by_address)
         return original(self, *args, **kwargs)
 
     return method
+
+
+def _telling_of_size(original: Any) -> Any:
+    @functools.wraps(original)
+    def resize_(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for engine in tuple(_open):
+                stack.enter_context(engine.resizing(self, *args, **kwargs))
+            return original(self, *args, **kwargs)
+
+    return resize_
+
+
+def _telling_of_work(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        elsewhere = [engine for engine in tuple(_open) if not engine.in_step]
+        for engine in elsewhere:
+            engine.collectives.begin_elsewhere((*args, *kwargs.values()))
+        work = original(self, *args, **kwargs)
+        for engine in elsewhere:
+            engine.collectives.begun_elsewhere(work, (*args, *kwargs.values()))
+        return work
+
+    return method
+
+
+def _waiting(original: Any) -> Any:
+    """What waits for a future is called by the thread that carries the work out, unseen, or here if the work is done:
+    within a step it is done first. (What cannot be waited for twice has no future.)
+    """
+
+    @functools.wraps(original)
+    def get_future(self: Any) -> Any:
+        future = original(self)
+        if any(engine.in_step for engine in tuple(_open)):
+            future.wait()
+        return future
+
+    return get_future
+
+
+def held_elsewhere(
+    newcomers: Sequence[torch.Tensor], named: Sequence[tuple[str, torch.Tensor]], *, running: bool
+) -> list[torch.Tensor]:
+    """Those whose bytes somebody holds who is no tensor that Python knows: a capsule of dlpack, a part of the storage.
+
+    A storage is held by its Python object and by each of its tensors; a tensor by its Python object, by its views and,
+    if it is a gradient, by whose gradient it is. The graph of autograd holds what requires a gradient, which dlpack
+    does not take, and an op that is `running` the newcomer. Where nothing is unusual this asks two numbers of each of
+    them; else it looks among what is known by name, and then among all that the garbage collector knows.
+    """
+    gradients = {id(tensor) for kind, tensor in named if kind == Kind.GRADIENT}
+
+    def explained(tensor: torch.Tensor, sharing: Iterable[torch.Tensor]) -> bool:
+        by_number = {one._cdata: one for one in (tensor, *sharing)}
+        bases = [one._base for one in by_number.values() if one._base is not None]  # unknown to Python until now, maybe
+        by_number |= {base._cdata: base for base in bases}
+        if owners(storage_of(tensor)) > 1 + len(by_number):
+            return False
+        return all(
+            one.requires_grad or (running and one is tensor)
+            or cast(Any, one)._use_count() <= 1 + sum(base is one for base in bases) + (id(one) in gradients)
+            for one in by_number.values()
+        )  # fmt: skip
+
+    suspects = [tensor for tensor in newcomers if not explained(tensor, ())]
+    for known in (lambda: [tensor for _, tensor in named], gc.get_objects):
+        if not suspects:
+            break
+        sharing: dict[int, list[torch.Tensor]] = {storage_address(tensor): [] for tensor in suspects}
+        for one in known():
+            if issubclass(type(one), torch.Tensor) and torch._C._has_storage(one):
+                sharing.get(storage_address(one), []).append(one)
+        suspects = [tensor for tensor in suspects if not explained(tensor, sharing[storage_address(tensor)])]
+    return suspects

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-
 from spillway.engines.following import Following
 from spillway.engines.records import Storage
+from spillway.engines.tensors.dispatch_key import unwatched
 
 if TYPE_CHECKING:
+    from spillway.engines.tensors.dispatch_key import Handler
     from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.handlers import Handler
     from spillway.engines.tensors.mode import Around, Known
 
 
@@ -72,5 +71,5 @@ class Followed:
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with self._engine.controller.lock, torch._C._DisableTorchDispatch():
+        with self._engine.controller.lock, unwatched():
             yield

@@ -26,6 +26,7 @@ import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from spillway.engines.records import Storage
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class _Loans:
         storage = engine.find(tensor)
         if storage is None or storage.value is None:
             return
-        with engine.controller.lock, torch._C._DisableTorchDispatch():
+        with engine.controller.lock, unwatched():
             engine.controller.lending.lend(storage)
             self._storages.append((engine, storage))
             if storage.value.absent:

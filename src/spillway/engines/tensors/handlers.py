@@ -1,4 +1,4 @@
-"""What the dispatch mode does for the ops that make up nearly all of a step: one function per op, made for it.
+"""What is done for the ops that make up nearly all of a step: one function per op, made for it.
 
 NOTE [The shortest way]. What is known about an op once and for all (is it a view, does it create storages, does it
 write its first argument) is decided when its function is made. The function looks each tensor's storage up by the
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
@@ -22,6 +22,8 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import LARGE, Recipe, Storage, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state, surroundings_with
+from spillway.engines.tensors.collectives import NAMESPACES
+from spillway.engines.tensors.dispatch_key import Handler
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
@@ -29,8 +31,8 @@ from spillway.engines.tensors.private import storage_address as _address
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
-Handler = Callable[..., Any]
-"""What torch calls for an op: of the mode, the op, types, arguments and keywords only the last two matter."""
+HANDED_OVER: Final = "aten::lift_fresh"
+"""By this view `torch.tensor()` hands over what it has made."""
 
 Usual = Callable[[OpInfo, Sequence[Any], Any], Any]
 """Takes any call at all."""
@@ -39,13 +41,19 @@ _recipe = cast("Callable[[tuple[Any, ...]], Recipe]", functools.partial(tuple.__
 """A recipe of all its fields, in a third of the time that naming them takes."""
 
 
-def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
-    """The cheapest function that does all there is to do for the op."""
+def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual, *, recipes: bool) -> Handler:
+    """The cheapest function that does all there is to do for the op. Some write recipes also if none are wanted."""
+    if info.name.startswith(NAMESPACES):
+        run = engine.collectives.run
+        return lambda _, func, types, args=(), kwargs=None: run(info, args, kwargs or {})
+    if info.name == HANDED_OVER:
+        return _taking_in(info, engine)
     if info.view:
         return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
     recorded = bool(engine.controller.policy.uses_recipes and info.exactness)
     if info.writes_statistics and info.bound is not None and recorded:
         return _normalising(info, engine, usual)
+    recorded = recorded and recipes
     if info.fast and not info.resizes:
         if info.fresh and not info.writes:
             return (_creating_with_recipe if recorded else _creating)(info, engine, usual)
@@ -64,6 +72,17 @@ def _passing_by(info: OpInfo) -> Handler:
             return call_with(*args, **kwargs) if kwargs else call(*args)
         with torch._C.DisableTorchFunctionSubclass():  # a subclass has had its say
             return as_it_came(*args, **(kwargs or {}))
+
+    return handle
+
+
+def _taking_in(info: OpInfo, engine: TensorEngine) -> Handler:
+    """For a view of what was made out of sight: it is in memory already, used or not."""
+    view, lookup = _passing_by(info), engine.lookup
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lookup(args[0])
+        return view(_, func, types, args, kwargs)
 
     return handle
 

@@ -12,8 +12,8 @@ from spillway.engines.records import Storage
 from spillway.ir.timeline import Kind, Timeline
 
 if TYPE_CHECKING:
+    from spillway.engines.tensors.dispatch_key import Handler
     from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.handlers import Handler
     from spillway.engines.tensors.mode import Known
 
 

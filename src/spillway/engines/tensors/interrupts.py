@@ -10,11 +10,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, final
 
-BOOKS_OPEN: Final = ("spillway.engines.", "spillway.session")
-"""Modules that are never interrupted half-way."""
+WATCHED: Final = ("spillway.engines.", "spillway.session")
+"""Modules that are never interrupted half-way where a session watches ops: no code of the user's runs inside."""
 
 SIGNALS: Final = tuple(
-    getattr(signal, name)
+    int(getattr(signal, name))
     for name in (
         "SIGINT", "SIGCHLD", "SIGALRM", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT", "SIGVTALRM", "SIGPROF",
     )
@@ -24,45 +24,59 @@ SIGNALS: Final = tuple(
 raises wherever the main thread happens to be."""
 
 
+_raw: Final[Any] = getattr(signal, "_signal", signal)
+"""The same functions without turning numbers and handlers into enumerations and back, which takes ten times as long."""
+
+
 @final
 class DeferredInterrupts:
-    """Context manager: while it is open, signals inside a session or its engines are delivered before the next op.
+    """Between `open` and `shut` signals inside a session or its engines wait among the pending ones.
 
     In user code nothing changes: whatever handler was installed is called at once. Outside the main thread, where
-    Python delivers no signals, it does nothing.
+    Python delivers no signals, it does nothing. Each of them is opened once.
+
+    Args:
+        pending: Where those stand that wait. Who closes the books calls them.
+        inside: Modules that are not interrupted, by how their names begin.
     """
 
-    def __init__(self, pending: list[Callable[[], None]]) -> None:
+    def __init__(self, pending: list[Callable[[], None]], inside: tuple[str, ...] = WATCHED) -> None:
         self._pending = pending
+        self._inside = inside
         self._previous: dict[int, Any] = {}
         self._open = False
         self._caught: dict[int, FrameType | None] = {}
 
-    def __enter__(self) -> None:
+    def open(self) -> None:
+        """From here on they wait. If this raises, because one came before it was its turn, `shut` is to be called."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._open = True
-        try:
-            for number in SIGNALS:
-                previous = signal.getsignal(number)
-                if callable(previous):
-                    self._previous[number] = previous
-                    signal.signal(number, self._handle)
-        except BaseException:  # one of them came before it was its turn
-            self.__exit__()
-            raise
+        for number in SIGNALS:
+            previous = _raw.getsignal(number)
+            if callable(previous) and previous != self._handle:
+                self._previous[number] = previous
+                _raw.signal(number, self._handle)
 
-    def __exit__(self, *exception: object) -> None:
-        if not self._open:
-            return
+    def shut(self) -> None:
+        """Handlers are as they were. Calling it again does nothing, or what is left: another thread than the main one
+        changes no handlers."""
+        if threading.current_thread() is threading.main_thread():
+            try:
+                self._put_back()
+            except BaseException:  # a signal that waits no longer came before another's handler was put back
+                self._put_back()
+                raise
         self._open = False
+
+    def _put_back(self) -> None:
         for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # else the user installed another one meanwhile
-                signal.signal(number, previous)
+            if _raw.getsignal(number) == self._handle:  # else the user installed another one meanwhile
+                _raw.signal(number, previous)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # A handler that was installed meanwhile may go on calling this one after the step.
-        if not (self._open and _inside_engine(frame)):
+        if not (self._open and self._is_inside(frame)):
             self._previous[number](number, frame)
         elif number not in self._caught:
             self._caught[number] = frame
@@ -71,10 +85,15 @@ class DeferredInterrupts:
     def _deliver(self, number: int) -> None:
         self._previous[number](number, self._caught.pop(number))
 
+    def _is_inside(self, frame: FrameType | None) -> bool:
+        while frame is not None:
+            if str(frame.f_globals.get("__name__", "")).startswith(self._inside):
+                return True
+            frame = frame.f_back
+        return False
 
-def _inside_engine(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(BOOKS_OPEN):
-            return True
-        frame = frame.f_back
-    return False
+
+def deliver(pending: list[Callable[[], None]]) -> None:
+    """What waited is raised now, the latest first; what that leaves is for the next time."""
+    while pending:
+        pending.pop()()

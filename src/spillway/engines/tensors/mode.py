@@ -1,4 +1,4 @@
-"""The dispatch mode: sees every op of a step, and hands it on to the function that was made for it (`handlers`).
+"""Hands every op of a watched step to the function that was made for it (`handlers`).
 
 What that function does not take comes back to `Usual` here: ops with several results, ops that write several tensors,
 and any op while room is short. Whatever `Usual` does not take either (tensor lists, keyword tensors, random ops,
@@ -7,12 +7,12 @@ tensors that were never seen) goes through `General`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.records import Recipe, Storage, Value
@@ -27,11 +27,14 @@ from spillway.engines.tensors.calls import (
     surroundings_with,
     with_holes,
 )
-from spillway.engines.tensors.handlers import Handler, Usual, handler_for
+from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
+from spillway.engines.tensors.dispatch_key import Handler, Watcher, unwatched
+from spillway.engines.tensors.handlers import Usual, handler_for
+from spillway.engines.tensors.lists import Elements
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
-from spillway.engines.tensors.private import rules_of, unheard
 from spillway.engines.tensors.private import storage_address as _address
+from spillway.engines.tensors.private import unheard
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -47,8 +50,8 @@ class Known(NamedTuple):
     func: Any
     """Kept alive, and so its id."""
     handler: Handler
-    rules: dict[type, Handler]
-    """Where torch looks for the handler (`rules_of`)."""
+    unrecorded: Handler
+    """The same without recipes."""
 
 
 Around = Callable[[Known], Handler]
@@ -57,76 +60,57 @@ Around = Callable[[Known], Handler]
 
 @final
 class Dispatch:
-    """The mode of one engine, and its handlers.
-
-    The mode's class is the engine's own. torch finds a handler by op and class, so that no op waits for Python code
-    that looks for it; only an op that was never seen, or a torch that does not look, comes through
-    `__torch_dispatch__`. Handlers are where torch finds them only while a step is watched, because that place would
-    keep the engine alive. The wrapper against dynamo is left out because it costs as much as all we do.
-    """
+    """The handlers of one engine, and when ops come to them."""
 
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         self._usual = build_usual(engine)
-        self._handlers: dict[int, Known] = {}
-        self._watching = False
+        self._known: dict[int, Known] = {}
+        self._handlers: dict[int, Handler] = {}
+        """Of `_known`, with what stands around them in this step."""
+        self._thread = 0
         self._around: Around | None = None
-        self._class = type(
-            "TrackingMode",
-            (TorchDispatchMode,),
-            {
-                "__torch_dispatch__": self._build(),
-                "_should_skip_dynamo": classmethod(lambda cls: False),
-            },
-        )
-        self._mode: Any = self._class()
+        self._watcher = Watcher(self._handlers, self._learn)
 
-    def _build(self) -> Handler:
-        handlers, learn, watched = self._handlers, self._learn, self._watched
-
-        def dispatch(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            known = handlers.get(id(func)) or learn(func)
-            return watched(known)(mode, func, types, args, kwargs)
-
-        return dispatch
-
-    def _learn(self, func: Any) -> Known:
-        info = self._engine.infos.get(id(func)) or self._engine.learn_op(func)
-        known = self._handlers[id(func)] = Known(func, handler_for(info, self._engine, self._usual), rules_of(func))
-        if self._watching:
-            known.rules[self._class] = self._watched(known)
-        return known
+    def _learn(self, func: Any) -> Handler:
+        known = self._known.get(id(func))
+        if known is None:
+            info = self._engine.info_of(func)
+            handlers = (handler_for(info, self._engine, self._usual, recipes=recipes) for recipes in (True, False))
+            known = self._known[id(func)] = Known(func, *handlers)
+        handler = self._handlers[id(func)] = self._watched(known)
+        return handler
 
     def _watched(self, known: Known) -> Handler:
-        return known.handler if self._around is None else self._around(known)
+        if self._around is not None:
+            return self._around(known)
+        return known.handler if self._engine.recording else known.unrecorded
 
     def disarm(self) -> None:
-        """In a forked child: let every op through. The mode itself may be in use and stays where it is."""
-
-        def let_through(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-        self.start_anew()
-        type.__setattr__(self._class, "__torch_dispatch__", let_through)
+        """In a forked child: let every op through."""
+        self._watcher.disarm()
 
     def push(self, around: Around | None = None) -> None:
         """Watch from here, through what `around` makes of the handlers."""
-        self._watching, self._around = True, around
-        for known in self._handlers.values():
-            known.rules[self._class] = self._watched(known)
-        self._mode.__enter__()
+        self._around, self._thread = around, threading.get_ident()
+        self.rearm()
+        begin_eagerly(self._engine.note_eager)
+        self._watcher.begin()
+
+    def rearm(self) -> None:
+        """What is wanted of handlers has changed: choose among them again."""
+        self._handlers.clear()
 
     def pop(self) -> None:
-        """Watch no longer."""
-        self._mode.__exit__(None, None, None)
-        self._watching, self._around = False, None
-        for known in self._handlers.values():
-            known.rules.pop(self._class, None)
+        """Watch no longer. Calling it again does nothing."""
+        self._watcher.end()
+        end_eagerly(self._thread)
+        self._around = None
+        self._handlers.clear()
 
     def start_anew(self) -> None:
         """What is known about ops has changed: make their handlers again when they come next."""
-        for known in self._handlers.values():
-            known.rules.pop(self._class, None)
+        self._known.clear()
         self._handlers.clear()
 
 
@@ -218,14 +202,15 @@ def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storag
 def build_completion(engine: TensorEngine) -> Completion:
     """The function that runs an op that is ready to run, and registers what it created and wrote."""
     recorder, overwrite, now = Recorder(engine), engine.controller.overwrite, engine.place.now
-    recording = engine.controller.policy.uses_recipes
+    recipes_exist = engine.controller.policy.uses_recipes
 
     def complete(
         info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value], places: Sequence[Place],
         writes: Sequence[Any], scratch: Sequence[Operand] = (), opaque: bool = False,
     ) -> Any:  # fmt: skip
         payload: Any = None
-        if recording and info.exactness and not opaque and (info.fresh or _has_history(writes)):
+        recorded = recipes_exist and engine.recording and info.exactness and not opaque
+        if recorded and (info.fresh or _has_history(writes)):
             payload = recorder.payload(info, args, kwargs, reads, places, scratch)
         began = now()
         try:
@@ -237,7 +222,7 @@ def build_completion(engine: TensorEngine) -> Completion:
         seconds = now() - began
         edges: Sequence[tuple[int, Value]] = ()
         if writes:
-            if recording or info.resizes:
+            if recipes_exist or info.resizes:
                 edges = recorder.note_writes(info, reads, writes, replayable=payload is not None)
             else:
                 for storage in writes:
@@ -287,10 +272,9 @@ class Recorder:
         for storage in dict.fromkeys(writes):  # a list may hold several views of one
             old = storage.value
             new = self._controller.overwrite(storage, None)
-            if replayable and old is not None and old.recipe is not None and old in reads:
+            resized = info.resizes and self._engine.check_size(storage)  # a replay would make no room for that
+            if replayable and not resized and old is not None and old.recipe is not None and old in reads:
                 edges.append((reads.index(old), new))
-            if info.resizes:
-                self._engine.check_size(storage)
         return edges
 
     def note_creations(self, out: Any) -> dict[int, Value]:
@@ -354,6 +338,16 @@ class General:
         engine.controller.clock += 1
         if info.name in LAZY_BITS:
             engine.note_lazy_bits()
+        seen = self._look(info, args, kwargs)
+        if info.per_element and not engine.fits_at_once(seen):
+            out = self._in_groups(info, Elements(engine.find, info, args, kwargs))
+        else:
+            out = engine.run_short_of_room(seen, self._complete)
+        engine.fused_updates += info.name.startswith("aten::_fused_")
+        return out
+
+    def _look(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Seen:
+        engine = self._engine
         seen = Seen(info, args, kwargs, [], (), ())
         seen.opaque = info.varies is not None and info.varies(args)
         places: list[Place] = []
@@ -377,8 +371,46 @@ class General:
                 seen.reads.append(engine.current(storage))
                 places.append(place)
         seen.places, seen.scratch, seen.writes = places, scratch, writes
-        out = engine.run_short_of_room(seen, self._complete)
-        engine.fused_updates += info.name.startswith("aten::_fused_")
-        if info.uncounted:
+        return seen
+
+    def _in_groups(self, info: OpInfo, elements: Elements) -> Any:
+        """An op over lists whose elements do not fit together. For the rest of the step it is one op all the same, of
+        which no recipe could be written; what it creates is moved and not dropped."""
+        engine = self._engine
+        allowed = engine.controller.allowed - engine.never_leaves()
+        results: list[Any] = []
+        for group in elements.groups(allowed):
+            args, kwargs = elements.take(group)
+            parts = elements.parts(group) if info.writes and not info.fresh and elements.needs(group) > allowed else []
+            if len(parts) > 1 and engine.machine.readable_in_place:
+                self._in_parts(info, args, kwargs, parts)
+            else:
+                results += self._unrecorded(info, args, kwargs) or ()
+        return results if info.func._schema.returns else None
+
+    def _in_parts(self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], parts: Sequence[slice]) -> None:
+        """One element of what writes in place: on a copy of one part of its tensors after the other."""
+        clone, copy = (self._engine.info_of(op) for op in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default))
+        for part in parts:
+            given = list(args)
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for place, value in enumerate(args):
+                if isinstance(value, list) and value and isinstance(value[0], torch.Tensor) and value[0].dim():
+                    with unwatched():
+                        window = value[0].view(-1)[part]
+                    copied = self._unrecorded(clone, [window], {})
+                    given[place] = [copied]
+                    if place in info.writes:
+                        copies.append((window, copied))
+            self._unrecorded(info, given, kwargs)
+            preserved: Any = torch.autograd  # its typed names leave this one out
+            with preserved._unsafe_preserve_version_counter(tuple(window for window, _ in copies)):
+                for window, copied in copies:
+                    self._unrecorded(copy, [window, copied], {})
+        if info.uncounted:  # torch counted for the copies
             torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
-        return out
+
+    def _unrecorded(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        seen = self._look(info, args, kwargs)
+        seen.opaque = True
+        return self._engine.run_short_of_room(seen, self._complete)

@@ -13,6 +13,7 @@ import torch
 
 from spillway.engines.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
 from spillway.engines.tensors.bounds import bound_of
+from spillway.engines.tensors.lists import arguments_per_element
 
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -111,6 +112,7 @@ class OpInfo:
         "fresh",
         "func",
         "name",
+        "per_element",
         "places",
         "resizes",
         "safety",
@@ -151,6 +153,8 @@ class OpInfo:
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
         """Whether torch forgets under a dispatch mode to count the versions of what it writes (always its first
         argument)."""
+        self.per_element = arguments_per_element(schema)
+        """Arguments that hold something for each element, of an op that may run on some elements at a time."""
         self.scratch = SCRATCH.get(self.name, ())
         self.training = TRAINING_FLAG.get(self.name)
         self.exactness = _exactness(self.name)
@@ -175,7 +179,7 @@ class OpInfo:
             and all(place in self.tensors for place in self.writes)
         )
         self.fast = usual and not self.scratch
-        """Whether the short way through the dispatch mode suits it: every tensor is a positional argument of its
+        """Whether the short way suits it: every tensor is a positional argument of its
         own."""
         self.writes_statistics = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
         """Whether the short way would suit it but for running statistics, which it writes."""

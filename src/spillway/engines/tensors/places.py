@@ -143,14 +143,6 @@ class AbstractPlace(ABC):
         """It ended."""
 
     @abstractmethod
-    def begin_aside(self, growth: Bytes) -> None:
-        """A step begins that nobody watches; it is to take so many bytes above what is there."""
-
-    @abstractmethod
-    def outgrown(self) -> bool:
-        """Whether a step that nobody watched needed more than it should; freed memory is returned then."""
-
-    @abstractmethod
     def measured(self) -> Measured:
         """Of the last step."""
 
@@ -176,7 +168,6 @@ class CpuPlace(AbstractPlace):
         hold_heap()
         self._release_heap = weakref.finalize(self, release_heap)
         self.creations = self.reclaimer = Reclaimer(self.resident_set)
-        self._settled_for: Bytes = 0  # growth of steps that nobody watched since one was watched
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
         self._learned: Bytes = 0  # what is to be reserved
@@ -211,7 +202,6 @@ class CpuPlace(AbstractPlace):
             self._measures_link = False
             self.machine.measure_link()
         self.tier.generation += 1
-        self._settled_for = 0
         self._machine.returns_pages = base_rss is not None
         self._base_rss = base_rss if allowed < UNLIMITED else None
         if self._base_rss is not None:
@@ -248,19 +238,6 @@ class CpuPlace(AbstractPlace):
             else:
                 learned = max(self._learned + above // GIVEN_BACK, 0)
             self._learned = min(learned, int(budget * MOST_RESERVED))
-
-    def begin_aside(self, growth: Bytes) -> None:
-        """Return what steps before left behind: it lies in pieces, and need not be where the step can use it."""
-        if growth > self._settled_for:
-            self.reclaimer.settle(growth)
-            self._settled_for = growth
-
-    def outgrown(self) -> bool:
-        """By the resident set."""
-        if self.resident_set.read() <= self.reclaimer.limit:
-            return False
-        self.resident_set.trim()
-        return True
 
     def measured(self) -> Measured:
         """What is reserved. What the system says of a step's resident set is asked by the session itself."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,6 +20,9 @@ storage_address: Final = cast("Callable[[torch.Tensor], int]", vars(torch._C)["_
 
 storage_of: Final = cast("Callable[[torch.Tensor], torch.UntypedStorage]", torch._C.TensorBase.untyped_storage)
 """`Tensor.untyped_storage` as torch defines it, whatever was put in its place on `Tensor`."""
+
+resize_storage: Final[Callable[[torch.UntypedStorage, int], object]] = cast(Any, torch._C.StorageBase).resize_
+"""`UntypedStorage.resize_` as torch defines it, which tells no engine: what a machine does to a storage is no news."""
 
 raw_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 """The current stream of a CUDA device as a number, which is quick enough to be asked before every op. A torch without
@@ -41,21 +47,6 @@ def unheard(function: Callable[P, R]) -> Callable[P, R]:
     return quietly
 
 
-def rules_of(func: Any) -> dict[type, Callable[..., Any]]:
-    """Functions that torch calls for `func`, by the class of the mode on top, instead of its `__torch_dispatch__`.
-
-    It looks there for every op. A torch without this registry finds `__torch_dispatch__`, and what is put into this
-    dictionary is never looked at.
-    """
-    try:
-        from torch._library.simple_registry import singleton
-
-        rules: dict[type, Callable[..., Any]] = singleton.find(func.__qualname__).torch_dispatch_rules._data
-    except (ImportError, AttributeError):
-        return {}
-    return rules
-
-
 def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     """Exchange the bytes of two storages of one size; tensors, views and version counters do not notice."""
     cast(Any, one)._swap_data_ptr_(other)
@@ -76,3 +67,28 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
 def owners(storage: torch.UntypedStorage) -> int:
     """How many hold it: its Python object is one, each of its tensors another."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def unbox_work(boxed: torch.ScriptObject) -> Any:
+    """The `Work` that an op of c10d returned, as Python knows it: the same object for all, while one of them has it."""
+    return cast(Any, torch.distributed.Work).unbox(boxed)
+
+
+def unwaited_works() -> int:
+    """Tensors of functional collectives that nobody has waited for."""
+    from torch._C import _distributed_c10d
+
+    return int(cast(Any, _distributed_c10d)._get_work_registry_size())
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a `DTensor`; that none was imported is the quick answer."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def process_groups() -> list[Any]:
+    """Those of which this process is a part."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return []
+    return list(cast(Any, torch.distributed.distributed_c10d)._world.pg_map)

@@ -10,18 +10,23 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast, final
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.tensors.lists import PARTS, arguments_per_element
+from spillway.engines.tensors.sizes import FORMULAS
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -29,28 +34,54 @@ if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
 MARGIN = 1.05
-"""Room for what stays below the size at which storages move."""
+"""Room for what this does not know: alignment, estimates of sizes that are a little high."""
+
+
+_UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
+"""Ops whose last result is a workspace of a size that is not known of fake tensors."""
 
 
 @final
 class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Notes the most bytes that one op reads and creates."""
+    """Notes the most bytes that one op needs: what it reads and creates, and what is alive and too small to leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.largest: Bytes = 0
+        self.small: Bytes = 0
+        """Bytes of all that is alive and too small to leave."""
+        self._known: dict[int, weakref.ref[Any]] = {}
+        self._larger: dict[int, Bytes] = {}
+        for tensor in tensors:
+            self._note({}, tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        given: list[torch.Tensor] = []
+        tree_map_only(torch.Tensor, given.append, (args, kwargs))
+        has_content = bool(given) and not any(isinstance(tensor, FakeTensor) for tensor in given)
+        with unset_fake_temporarily() if has_content else contextlib.nullcontext():
+            out = func(*args, **(kwargs or {}))
+        if func._schema.name in _UNTOLD:
+            others = sum(result.untyped_storage().nbytes() for result in out[:-1])
+            self._larger[out[-1].untyped_storage()._cdata] = FORMULAS[func._schema.name](args) - others
         storages: dict[int, Bytes] = {}
-        tree_map_only(torch.Tensor, lambda t: _note(storages, t), (args, kwargs, out))
-        self.largest = max(self.largest, sum(storages.values()))
+        tree_map_only(torch.Tensor, lambda tensor: self._note(storages, tensor), (args, kwargs, out))
+        self.largest = max(self.largest, sum(storages.values()) + self.small)
         return out
 
+    def _note(self, storages: dict[int, Bytes], tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        nbytes = max(nbytes, self._larger.get(key, 0))
+        if nbytes >= SMALLEST_MOVABLE:
+            storages[key] = nbytes
+        elif key not in self._known:
+            self.small += nbytes
+            self._known[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
 
-def _note(storages: dict[int, Bytes], tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    storages[storage._cdata] = storage.nbytes()
+    def _forget(self, key: int, nbytes: Bytes) -> None:
+        self.small -= nbytes
+        del self._known[key]
 
 
 def smallest_budget(
@@ -65,46 +96,130 @@ def smallest_budget(
     It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
     `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
     """
-    stuck = sum(s.nbytes for s in list(engine.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
-    update = max((_update_bytes(optimizer) for optimizer in optimizers), default=0)
-    largest = max(error.needed, engine.controller.counters.floor_bytes, update)
-    probed = _probe(models, batch) if batch is not None else None
+    updates = [_Update(optimizer) for optimizer in optimizers]
+    states = sum(update.small for update in updates)
+    probed = _probe(models, batch, states) if batch is not None else None
+    largest = max(
+        error.needed,  # with what could not leave then
+        engine.controller.counters.floor_bytes + engine.never_leaves(),
+        max((update.largest for update in updates), default=0) + states + _small(models),
+        (probed or 0) + sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped),
+    )
     reserved = engine.place.measured().reserved
-    bytes_needed = int((max(largest, probed or 0) + stuck) * MARGIN) + reserved
     return BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
-        smallest_budget=bytes_needed, exact=probed is not None,
+        smallest_budget=int(largest * MARGIN) + reserved, exact=probed is not None,
     )  # fmt: skip
 
 
-def _update_bytes(optimizer: torch.optim.Optimizer) -> Bytes:
-    """Bytes of one op of an update: a parameter, its gradient and state, or those of a whole group at once."""
-    largest = 0
-    for group in optimizer.param_groups:
-        sizes = [parameter.nbytes for parameter in group["params"]]
-        together = group.get("foreach") or group.get("fused")
-        largest = max(largest, 6 * (sum(sizes) if together else max(sizes, default=0)))
-    return largest
+def _small(models: Sequence[torch.nn.Module]) -> Bytes:
+    """Bytes of parameters and gradients that are too small to leave."""
+    parameters = [parameter for model in models for parameter in model.parameters()]
+    return sum(2 * p.nbytes for p in parameters if p.nbytes < SMALLEST_MOVABLE)
 
 
-def _probe(models: Sequence[torch.nn.Module], batch: Any) -> Bytes | None:
-    """Most bytes that one op of a forward and backward of the first model needs; None if it does not run on fakes."""
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+@final
+class _Update:
+    """What an update of an optimizer needs, from two updates of a small parameter like its largest."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        most = max(parameters, key=lambda parameter: parameter.nbytes)
+        tensors, states, numbers = _UNKNOWN
+        if type(optimizer).__module__.startswith("torch.optim"):  # what wraps another would update the user's own
+            with contextlib.suppress(Exception):  # it wants a closure
+                tensors, states, numbers = _counted(optimizer, most)
+        self.largest: Bytes = int(tensors * most.nbytes)
+        """Bytes of the tensors that one op needs at once."""
+        self.small: Bytes = sum(
+            numbers * 4 + (states * p.nbytes if p.nbytes < SMALLEST_MOVABLE else 0) for p in parameters
+        )
+        """Bytes of state that is too small to leave."""
+
+
+_UNKNOWN: Final = (4.0, 2, 1)
+"""Tensors that one op of an update needs at once, tensors of state for each parameter, and numbers: as Adam's."""
+
+
+def _counted(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
+    tiny = torch.nn.Parameter(torch.zeros([min(length, 16) for length in like.shape], dtype=like.dtype))
+    twin: Any = copy.copy(optimizer)
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(twin, name, type(value)())
+    group = next(group for group in optimizer.param_groups if any(p is like for p in group["params"]))
+    twin.param_groups, twin.state = [{**group, "params": [tiny]}], defaultdict(dict)
+    together = _Together(tiny.numel())
+    for update in range(2):
+        if update and like in optimizer.state:
+            together.most = 0.0  # the state is there
+        tiny.grad = torch.ones_like(tiny)
+        with together:
+            type(optimizer).step(twin)
+    kept = [value for value in twin.state[tiny].values() if isinstance(value, torch.Tensor)]
+    together_at_once = any(group.get(flag) for flag in ("foreach", "fused"))
+    tensors = together.alive if together_at_once else sum(value.dim() > 0 for value in kept)
+    return together.most, tensors, sum(value.dim() == 0 for value in kept)
+
+
+@final
+class _Together(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """Counts the tensors, of so many numbers, that an op needs at once, and those that are alive at once of what ops
+    make. What writes in place into lists does with one and a copy of a part.
+    """
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self._numel = numel
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self.most = 0.0
+        self.alive = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given, made = self._shares((args, kwargs)), self._shares(out)
+        in_parts = arguments_per_element(func._schema) and not func._schema.returns
+        self.most = max(self.most, min(sum((given | made).values()), 1 + 1 / PARTS if in_parts else 8))
+        tree_map_only(torch.Tensor, lambda tensor: self._note(given, tensor), out)
+        self.alive = max(self.alive, len(self._made))
+        return out
+
+    def _shares(self, tree: Any) -> dict[int, float]:
+        shares: dict[int, float] = {}
+        tree_map_only(
+            torch.Tensor,
+            lambda t: t.dim() and shares.update({t.untyped_storage()._cdata: t.numel() / self._numel}),
+            tree,
+        )
+        return shares
+
+    def _note(self, given: Mapping[int, float], tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in given and tensor.dim():
+            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key))
+
+
+def _probe(models: Sequence[torch.nn.Module], batch: Any, states: Bytes) -> Bytes | None:
+    """Most bytes that one op of a forward and backward of the first model needs, beside small `states`; None if it does
+    not run on fakes."""
+    streams = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about tensors of ours that the user does not know of
             fake = FakeTensorMode(allow_non_fake_inputs=True)
             model = _without_content(models[0], fake)
-            for call in _ways_to_call(model, batch):
+            # Whole numbers have their content at first: a tree, a length, what is looked up.
+            for call, with_content in itertools.product(list(_ways_to_call(model, batch)), (True, False)):
                 with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
-                    return _largest_working_set(model, call, fake)
+                    return _largest_working_set(model, call, fake, with_content=with_content) + states
         return None
     except Exception:  # a model that cannot be copied
         return None
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(streams[0])
+        numpy.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
 
 
 def _without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
@@ -125,17 +240,23 @@ _LOSS = 3
 result: `_log_softmax_backward_data` reads two tensors of its size and makes a third."""
 
 
-def _largest_working_set(model: torch.nn.Module, call: Callable[[Any], Any], fake: FakeTensorMode) -> Bytes:
+def _largest_working_set(
+    model: torch.nn.Module, call: Callable[[Any], Any], fake: FakeTensorMode, *, with_content: bool
+) -> Bytes:
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        whole = with_content and not (tensor.is_floating_point() or tensor.is_complex())
+        return tensor if whole else fake.from_tensor(tensor)
+
     with fake:
-        sets = _WorkingSets()
+        sets = _WorkingSets([*model.parameters(), *model.buffers()])
         with sets:
-            out = call(lambda tree: tree_map_only(torch.Tensor, fake.from_tensor, tree))
+            out = call(lambda tree: tree_map_only(torch.Tensor, faked, tree))
             results: list[torch.Tensor] = []
             tree_map_only(FakeTensor, results.append, dict(out) if hasattr(out, "items") else out)
-            total = torch.stack([result.float().sum() for result in results if result.requires_grad]).sum()
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            torch.autograd.grad(total, trained, allow_unused=True)
-    return max(sets.largest, _LOSS * max((result.nbytes for result in results), default=0))
+            ends = [result for result in results if result.requires_grad]
+            ends = [result for result in ends if result.numel() == 1] or ends  # a loss that is among them
+            torch.autograd.backward(ends, [torch.empty_like(result) for result in ends])
+    return max(sets.largest, _LOSS * max((result.nbytes for result in results), default=0) + sets.small)
 
 
 def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[Callable[[Any], Any]]:

@@ -14,8 +14,9 @@ from typing import Any, Final, cast, final
 
 import torch
 
-from spillway.engines.tensors.calls import operands
+from spillway.engines.tensors.calls import inner_tensors, operands
 from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.private import is_wrapper
 from spillway.units import Bytes
 
 _SLACK: Bytes = 64
@@ -50,6 +51,26 @@ def _loss(args: Sequence[Any]) -> Bytes:
     return _broadcast(args) * max(int(args[0].element_size()), int(args[1].element_size())) + _SLACK
 
 
+def _folded(args: Sequence[Any]) -> Bytes:
+    """Columns become an image in a storage that was made as large as the columns are, and keeps its size."""
+    columns, image, kernel = args[:3]
+    pixels = (
+        int(columns.numel())
+        // math.prod(columns.shape[-2:])
+        * (columns.shape[-2] // math.prod(kernel))
+        * math.prod(image)
+    )
+    return max(int(columns.numel()), int(pixels)) * int(columns.element_size()) + _SLACK
+
+
+def _whole_storage(args: Sequence[Any]) -> Bytes:
+    """A tangent has a storage as large as that of what it is the tangent of, however little of it that covers; for each
+    of a batch."""
+    tangent, primal = args[0], args[1]
+    elements = primal.untyped_storage().nbytes() // primal.element_size()
+    return int(elements * tangent.element_size() * max(tangent.numel() // max(primal.numel(), 1), 1)) + _SLACK
+
+
 def _bins(args: Sequence[Any]) -> list[int]:
     """Bins per dimension, given as numbers or as tensors of edges, one for all dimensions or one for each."""
     given = args[1] if len(args) > 1 else 100
@@ -77,7 +98,13 @@ def _indexed(args: Sequence[Any]) -> Bytes:
 
 
 def _repeated(args: Sequence[Any]) -> Bytes:
-    return int(args[0].sum()) * 8
+    """Positions, of repeats alone; else slices of a tensor, which comes as one op where autograd is left out."""
+    if len(args) == 1:
+        return int(args[0].sum()) * 8
+    source, repeats = args[0], args[1]
+    return (
+        int(source.numel()) * int(source.element_size()) * int(repeats if isinstance(repeats, int) else repeats.max())
+    )
 
 
 def _counted(args: Sequence[Any]) -> Bytes:
@@ -97,6 +124,14 @@ def _packed(args: Sequence[Any]) -> Bytes:
 def _sparse_product(args: Sequence[Any]) -> Bytes:
     """The product of a sparse and a dense matrix, and where its largest or smallest terms stood."""
     return int(args[0].shape[0] * args[1].shape[1]) * (int(args[1].element_size()) + 8) + 2 * _SLACK
+
+
+def _ternary_lists(args: Sequence[Any]) -> Bytes:
+    """The sum or product of three tensors, for each element of three lists."""
+    elements = list(zip(*args[:3], strict=True))
+    shapes = [cast(Any, torch.broadcast_shapes)(*(tensor.shape for tensor in three)) for three in elements]
+    widths = [max(int(tensor.element_size()) for tensor in three) for three in elements]
+    return sum(math.prod(shape) * width + _SLACK for shape, width in zip(shapes, widths, strict=True))
 
 
 def _rnn_layer(args: Sequence[Any]) -> Bytes:
@@ -128,7 +163,9 @@ def _rnn_layer_backward(args: Sequence[Any]) -> Bytes:
     return sum(int(t.numel()) * max(t.element_size(), 4) + _SLACK for t in args[:7])
 
 
-_FROM_SHAPES: Final = frozenset({_sparse_product, _dense, _loss, _edges, _histogram, _rnn_layer, _rnn_layer_backward})
+_FROM_SHAPES: Final = frozenset(
+    {_folded, _sparse_product, _dense, _loss, _edges, _histogram, _ternary_lists, _rnn_layer, _rnn_layer_backward}
+)
 """Formulas that look at nothing but shapes and numbers."""
 
 FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
@@ -153,10 +190,14 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::_histogramdd_from_bin_cts": _histogram,
         "aten::_histogramdd_from_bin_tensors": _histogram,
         "aten::_to_dense": _dense,
+        "aten::col2im": _folded,
+        "aten::_new_zeros_with_same_feature_meta": _whole_storage,
         "aten::mse_loss": _loss,
         "aten::smooth_l1_loss": _loss,
         "aten::soft_margin_loss": _loss,
         "aten::binary_cross_entropy": _loss,
+        "aten::_foreach_addcmul": _ternary_lists,
+        "aten::_foreach_addcdiv": _ternary_lists,
         "aten::mkldnn_rnn_layer": _rnn_layer,
         "aten::mkldnn_rnn_layer_backward": _rnn_layer_backward,
     }
@@ -223,8 +264,14 @@ class Sizes:
 
 
 def _guess(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
-    given = [tensor for _, tensor, _ in operands(info, args, kwargs) if tensor.layout is torch.strided]
-    return int(2 * sum(tensor.nbytes for tensor in given) + _SLACK)
+    """Twice what it is given, of at least single precision: what is narrow may be widened, as by `dequantize`."""
+    return 2 * sum(_widened(tensor) for _, tensor, _ in operands(info, args, kwargs)) + _SLACK
+
+
+def _widened(tensor: torch.Tensor) -> Bytes:
+    parts = [tensor] if tensor.layout is torch.strided else [p for p in inner_tensors(tensor) if not is_wrapper(p)]
+    nbytes = sum(part.numel() * max(part.element_size(), 4) for part in parts)
+    return int(nbytes * (max(tensor.size(0), 1) if tensor.is_nested else 1))  # each may be padded to the longest
 
 
 def _evident(info: OpInfo, args: Sequence[Any]) -> Bytes | None:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from io import FileIO
 from typing import cast, final
 
 from spillway.units import Bytes
@@ -25,13 +26,14 @@ class ResidentSet:
     Where there is no /proc, everything reads 0 and nothing is trimmed.
     """
 
-    __slots__ = ("_libc", "_statm")
+    __slots__ = ("_file", "_libc", "_statm")
 
     def __init__(self) -> None:
-        try:
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._statm = -1
+        self._file: FileIO | None = None
+        self._statm = -1
+        with contextlib.suppress(OSError):
+            self._file = FileIO("/proc/self/statm")
+            self._statm = self._file.fileno()
         self._libc: ctypes.CDLL | None = None
         with contextlib.suppress(OSError, AttributeError):
             libc = ctypes.CDLL(None)
@@ -54,10 +56,10 @@ class ResidentSet:
         self.close()
 
     def close(self) -> None:
-        """Close the descriptor."""
-        if self._statm >= 0:
-            os.close(self._statm)
-            self._statm = -1
+        """Close the descriptor; once, also where an interruption has this called again."""
+        self._statm = -1
+        if self._file is not None:
+            self._file.close()
 
 
 _NO_LIMIT: Bytes = 1 << 62

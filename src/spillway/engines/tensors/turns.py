@@ -3,13 +3,18 @@
 Two modes in one thread would both see the inner step's ops, and each would take away what the other believes to be
 there. Two threads may run steps at the same time if they share no storage: what one of them moves, the other's op may
 be reading.
+
+A turn is respected as long as its step can go on. Whoever finds one whose step was lost (nobody can leave it any more,
+or its thread is gone) ends that step first.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import torch
 
@@ -20,31 +25,63 @@ if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
 
 
+class Taker(Protocol):
+    """A step, as its turn knows it."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can leave it any more, so that this thread may end it."""
+
+    def give_back(self) -> None:
+        """End it, if it has not ended, and give back what it took."""
+
+
 class _Turn(NamedTuple):
     """A step that is running."""
 
     engine: TensorEngine
-    thread: int
+    thread: threading.Thread
+    step: weakref.ref[Taker]
     keys: frozenset[int]
     """Storages that it is known by name to use."""
+    abandon: Callable[[], None]
+    """Ends the step of a session that is gone."""
+
+    def is_stale(self) -> bool:
+        step = self.step()
+        return step.lost if step is not None else may_end(self.thread)
+
+    def clear(self) -> None:
+        step = self.step()
+        try:
+            if step is not None:
+                step.give_back()
+            else:
+                self.abandon()
+        finally:
+            end_turn(self.engine)
 
 
 _turns: Final[dict[int, _Turn]] = {}
-"""By the engine's id."""
-_lock = threading.Lock()
+"""By the engine's id, in the order in which they were taken. No lock that an interruption could leave taken."""
 
 
-def take_turn(engine: TensorEngine, tensors: Callable[[], Iterable[torch.Tensor]], *, alone: bool) -> None:
+def take_turn(
+    engine: TensorEngine, step: Taker, tensors: Callable[[], Iterable[torch.Tensor]], abandon: Callable[[], None],
+    *, alone: bool,
+) -> None:  # fmt: skip
     """A step of this engine begins in this thread. `alone` says that there is no other engine to meet.
 
     Raises:
         SessionError: Another session's step is running in this thread, or in another one on the same storages.
     """
-    thread = threading.get_ident()
     keys = frozenset() if alone else _keys(tensors())
-    with _lock:
-        for other in _turns.values():
-            if other.thread == thread:
+    mine = _turns[id(engine)] = _Turn(engine, threading.current_thread(), weakref.ref(step), keys, abandon)
+    try:
+        for other in list(_turns.values()):
+            if other is mine:
+                break  # of two threads at once, the later one gives way
+            if other.thread is mine.thread:
                 raise SessionError(
                     "A step of another session is running in this thread, and steps do not nest: leave it first, or "
                     "give both models to one session, spillway.manage([model, other], ...)."
@@ -55,30 +92,34 @@ def take_turn(engine: TensorEngine, tensors: Callable[[], Iterable[torch.Tensor]
                     f"A step of another session is running in another thread on {shared} of the tensors that this step "
                     f"uses: let the sessions take turns, or give each thread copies of its own."
                 )
-        _turns[id(engine)] = _Turn(engine, thread, keys)
+    except BaseException:
+        end_turn(engine)
+        raise
+
+
+def end_lost_steps() -> None:
+    """Those that nobody else can end; to be called before a step takes anything."""
+    for turn in list(_turns.values()):
+        if turn.is_stale():
+            turn.clear()
 
 
 def end_turn(engine: TensorEngine) -> None:
     """Its step has ended."""
-    with _lock:
-        _turns.pop(id(engine), None)
+    _turns.pop(id(engine), None)
 
 
-def check_thread(engine: TensorEngine) -> None:
-    """What a step changed about its thread cannot be undone from another.
-
-    Raises:
-        SessionError: The step of this engine began in another thread; nothing was changed.
+def may_end(thread: threading.Thread) -> bool:
+    """Whether the running thread can end what that thread began: it is the same, or that one is gone. What a step
+    changed about its thread cannot be undone from another.
     """
-    turn = _turns.get(id(engine))
-    if turn is not None and turn.thread != threading.get_ident():
-        raise SessionError("This step began in another thread, and has to be left by that thread.")
+    if thread is threading.current_thread():
+        return True
+    return not thread.is_alive() or thread.ident not in sys._current_frames()  # some are not known to have ended
 
 
 def forget_turns() -> None:
     """In a forked child, where no step is watched."""
-    global _lock
-    _lock = threading.Lock()
     _turns.clear()
 
 

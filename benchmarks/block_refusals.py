@@ -1,0 +1,165 @@
+"""Is the budget that a refusal of the block engine names the smallest that works?
+
+Random trainings are refused at random budgets; what is named is tried at once, and compared with the smallest budget
+under which all steps run, found by bisection.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spillway
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
+from spillway.errors import BudgetInfeasible
+from spillway.units import Bytes
+
+METHODS: Final = ("checkpoint", "mimose", "mimose-published")
+STEPS: Final = 3
+TOO_MUCH: Final = 1.10
+"""What a refusal may name, as a multiple of the smallest that works."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    trainings: int
+    """Each is refused at two budgets under every method."""
+    among: int = 60
+    """The smallest budget is found to one part in so many."""
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+        return out
+
+
+class Training(NamedTuple):
+    """One training, as a seed makes it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Tensor
+    loss: Callable[[Tensor], Tensor]
+
+
+OPTIMIZERS: Final[Sequence[Callable[[Any], torch.optim.Optimizer]]] = (
+    lambda trained: torch.optim.SGD(trained, lr=0.01),
+    lambda trained: torch.optim.SGD(trained, lr=0.01, momentum=0.9),
+    lambda trained: torch.optim.AdamW(trained, lr=0.01),
+    lambda trained: torch.optim.Adam(trained, lr=0.01, foreach=True),
+    lambda trained: torch.optim.AdamW(trained, lr=0.01, fused=True),
+    lambda trained: torch.optim.RMSprop(trained, lr=0.01),
+    lambda trained: torch.optim.Adagrad(trained, lr=0.01),
+)
+
+
+def training_of(seed: int) -> Training:
+    """The training of a seed."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    width, classes = draw.choice([32, 64, 128]), draw.choice([10, 256])
+    rows = draw.choice([64, 128, 512])
+    dropout = draw.choice([0.0, 0.1])
+    if draw.random() < 0.3:
+        blocks: list[nn.Module] = [
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True)
+            for _ in range(draw.randint(2, 5))
+        ]
+        batch = torch.randn(8, rows // 8, width)
+    else:
+        blocks = [_Residual(width, draw.choice([1, 4]) * width, dropout) for _ in range(draw.randint(2, 6))]
+        batch = torch.randn(rows, width)
+    model = nn.Sequential(nn.Linear(width, width), *blocks, nn.Linear(width, classes))
+    target = torch.zeros(batch.shape[:-1], dtype=torch.long).flatten()
+    losses: list[Callable[[Tensor], Tensor]] = [
+        lambda out: out.square().mean(), lambda out: F.cross_entropy(out.flatten(0, -2), target),
+    ]  # fmt: skip
+    return Training(model, draw.choice(OPTIMIZERS)(model.parameters()), batch, draw.choice(losses))
+
+
+def trained(seed: int, method: str, budget: Bytes) -> Bytes | BudgetInfeasible:
+    """The highest peak of its steps, or why one was refused."""
+    model, optimizer, batch, loss = training_of(seed)
+    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+        try:
+            for _ in range(STEPS):
+                with memory.step(batch):
+                    loss(model(batch)).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
+def _smallest(seed: int, method: str, among: int) -> Bytes:
+    low, high = 0, trained(seed, "checkpoint", 1 << 30)
+    assert isinstance(high, int)
+    while isinstance(trained(seed, method, high), BudgetInfeasible):
+        low, high = high, high * 5 // 4
+    while high - low > high // among:
+        middle = (low + high) // 2
+        low, high = (middle, high) if isinstance(trained(seed, method, middle), BudgetInfeasible) else (low, middle)
+    return high
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Refuse every training twice under every method."""
+    rows: list[Row] = []
+    for seed in range(size.trainings):
+        draw = random.Random(f"budgets of {seed}")
+        for method in METHODS:
+            smallest = _smallest(seed, method, size.among)
+            for share in (draw.uniform(0.2, 0.7), draw.uniform(0.7, 0.97)):
+                refusal = trained(seed, method, int(share * smallest))
+                if isinstance(refusal, BudgetInfeasible):
+                    named = refusal.smallest_budget
+                    answer = trained(seed, method, named)
+                    works = not isinstance(answer, BudgetInfeasible) and answer <= named
+                    rows.append({"method": method, "seed": seed, "works": works, "ratio": named / smallest})
+        if seed % 5 == 4:
+            tell(f"{seed + 1} of {size.trainings} trainings")
+    wrong = [row for row in rows if not row["works"] or row["ratio"] > TOO_MUCH]
+    return Result(
+        title=f"{len(rows)} refusals of the block engine",
+        columns=(
+            *text_columns(method="method", refusals="refusals", works="what is named works"),
+            *text_columns(more="is more than a tenth too much"),
+            *share_columns(least="named, of the smallest: least", most="most"),
+        ),
+        rows=[_summary(method, [row for row in rows if row["method"] == method]) for method in METHODS],
+        checks=[
+            Check(what="named budgets that do not work", measured=sum(not row["works"] for row in rows), at_most=0),
+            Check(
+                what="named more than a tenth too much", measured=sum(r["ratio"] > TOO_MUCH for r in rows), at_most=0
+            ),
+        ],
+        notes=tuple(f"Training {row['seed']} under {row['method']}: {row['ratio']:.3f}." for row in wrong[:8]),
+    )
+
+
+def _summary(method: str, rows: Sequence[Row]) -> Row:
+    ratios = [row["ratio"] for row in rows]
+    return {
+        "method": method, "refusals": len(rows), "works": sum(row["works"] for row in rows),
+        "more": sum(ratio > TOO_MUCH for ratio in ratios), "least": min(ratios, default=0.0),
+        "most": max(ratios, default=0.0),
+    }  # fmt: skip
+
+
+BENCHMARK: Final = Benchmark(name="block_refusals", run=run, full=Size(trainings=45), quick=Size(trainings=1, among=8))

@@ -1,0 +1,118 @@
+"""DDP and other programs of several processes, under every method of both engines: the same bits, and equal ranks.
+
+The programs and what is demanded of them are those of the tests, which run fewer.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, final
+
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
+from spillway.methods import BLOCK_METHODS, METHODS
+from spillway.methods.base import AbstractPolicy
+from tests.cpu.process_judge import group, judged, plainly
+from tests.cpu.process_programs import PROGRAMS
+
+TENSOR_METHODS: Final = tuple(name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy))
+SHARES: Final = (0.8, 0.65, 0.5)
+"""Budgets, of the peak of a session that only keeps account."""
+AMONG_THREE: Final = (
+    "ddp", "ddp, views", "ddp, unused", "ddp, fp16 in C++", "ddp, join", "all_reduce, async",
+    "all_reduce, in the forward", "ring", "every kind", "functional", "between steps",
+)  # fmt: skip
+GROUPS: Final = 4
+"""Groups of processes that train at the same time: each waits for itself most of the time."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is run."""
+
+    programs: Mapping[int, Sequence[str]]
+    """By the number of processes."""
+    methods: Sequence[str]
+    shares: Sequence[float]
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Train every program plainly, and under every method and budget, in groups of each size."""
+    ran: list[dict[str, Any]] = []
+    cells = [(world, program) for world, programs in size.programs.items() for program in programs]
+    with ThreadPoolExecutor(GROUPS) as pool:  # its threads only wait for processes
+        for number, rows in enumerate(pool.map(partial(_cell, size), *zip(*cells, strict=True))):
+            ran += rows
+            wrong = sum(bool(one["complaints"]) for one in ran)
+            tell(f"{number + 1} of {len(cells)} programs and sizes of groups, {wrong} runs wrong")
+    worlds = " and ".join(f"{len(programs)} programs of {world}" for world, programs in size.programs.items())
+    return Result(
+        title=f"{worlds} processes, {len(ran)} runs",
+        columns=text_columns(
+            method="method", runs="runs", identical="identical", wrong="wrong", refused="refused first", moves="moves",
+            drops="drops",
+        ),
+        rows=[_row(method, [one for one in ran if one["method"] == method]) for method in size.methods],
+        checks=[Check(what="runs that are wrong", measured=sum(bool(one["complaints"]) for one in ran), at_most=0)],
+        notes=(
+            *NOTES,
+            *(f"Programs of {world} processes: {'; '.join(programs)}." for world, programs in size.programs.items()),
+            *_wrong(ran),
+        ),
+    )  # fmt: skip
+
+
+def _cell(size: Size, world: int, program: str) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder, group(world, Path(folder)) as processes:
+        plain = plainly(processes, program)
+        ways = [(method, share) for method in size.methods for share in size.shares]
+        told = {"world": world, "program": program}
+        return [
+            {**told, "method": method, **judged(processes, program, method, plain, share)._asdict()}
+            for method, share in ways
+        ]
+
+
+NOTES: Final = (
+    "Identical: losses, gradients, weights, buffers and random streams after every step, in all ranks, are those of "
+    "the same processes without a session; where plain ranks are equal, so are these; and no measured peak was above "
+    "the budget.",
+    f"Budgets are {', '.join(map(str, SHARES))} of the peak of a session that only keeps account. Refused first: at "
+    f"least one rank refused that budget, and the run that counts is that under the budget that was named.",
+    "Works of gloo, on the CPU.",
+)
+
+
+def _row(method: str, ran: Sequence[dict[str, Any]]) -> Row:
+    return {
+        "method": method,
+        "runs": len(ran),
+        "identical": sum(not one["complaints"] for one in ran),
+        "wrong": sum(bool(one["complaints"]) for one in ran),
+        "refused": sum(one["refusals"] > 0 for one in ran),
+        "moves": sum(one["moves"] for one in ran),
+        "drops": sum(one["drops"] for one in ran),
+    }
+
+
+def _wrong(ran: Sequence[dict[str, Any]]) -> list[str]:
+    return [
+        f"WRONG: {one['program']}, {one['method']}, {one['world']} processes: {'; '.join(one['complaints'])}"
+        for one in ran
+        if one["complaints"]
+    ]
+
+
+BENCHMARK: Final = Benchmark(
+    name="collectives",
+    run=run,
+    full=Size(
+        programs={2: tuple(PROGRAMS), 3: AMONG_THREE}, methods=(*TENSOR_METHODS, *BLOCK_METHODS), shares=SHARES,
+    ),
+    quick=Size(programs={2: ("ddp",)}, methods=("lru", "checkpoint"), shares=(0.65,)),
+)  # fmt: skip

@@ -1,0 +1,199 @@
+"""Optimizers that update all parameters in one op (`fused`, `foreach`): how small a budget they run under.
+
+The same training with the single-tensor form, which needs one parameter's tensors at a time, is what they are held to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+import spillway
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, ratio_columns, text_columns
+from spillway.units import Bytes
+from tests.cpu.families import State, difference, state_of
+
+OPTIMIZERS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "AdamW": (torch.optim.AdamW, {}),
+        "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+        "Adam": (torch.optim.Adam, {"weight_decay": 0.01}),
+        "SGD": (torch.optim.SGD, {"lr": 0.01}),
+        "SGD, momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+        "Adagrad": (torch.optim.Adagrad, {}),
+        "NAdam": (torch.optim.NAdam, {}),
+        "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        "Adadelta": (torch.optim.Adadelta, {}),
+        "Adamax": (torch.optim.Adamax, {}),
+        "RAdam": (torch.optim.RAdam, {}),
+        "ASGD": (torch.optim.ASGD, {}),
+        "Rprop": (torch.optim.Rprop, {}),
+        "Adafactor": (torch.optim.Adafactor, {}),
+    }
+)
+FUSED: Final = frozenset({"AdamW", "AdamW, amsgrad", "Adam", "SGD", "SGD, momentum", "Adagrad"})
+"""Those that torch has a fused form of."""
+
+ALLOWED: Final = 1.10
+"""The floor of a form, as a multiple of that of the single-tensor form."""
+
+LAYERS: Final = 12
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    optimizers: Sequence[str]
+    methods: Sequence[str]
+    width: int
+    steps: int
+    among: int
+    """A floor is found to one part in so many."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Find the floor of every form, and train at the single-tensor form's floor and a tenth."""
+    rows: list[Row] = []
+    for optimizer in size.optimizers:
+        single: Bytes | None = None
+        for form in ("single", "foreach", "fused") if optimizer in FUSED else ("single", "foreach"):
+            tell(f"{optimizer}, {form}")
+            rows.append(row := _row(Training(optimizer, form, size), size, single))
+            single = row["smallest_bytes"] if single is None else single
+    return Result(
+        title=f"{LAYERS} layers of width {size.width}, {size.steps} steps",
+        columns=(
+            *text_columns(optimizer="optimizer", form="form"),
+            *byte_columns(peak_bytes="plain peak", smallest_bytes="floor"),
+            *ratio_columns(ratio="of the single-tensor form's"),
+            *text_columns(verdict="at its floor + 10 %, beside plain"),
+        ),
+        rows=rows,
+        checks=[
+            *(Check(what=f"{_name(row)}: floor / single", measured=row["ratio"], at_most=ALLOWED) for row in rows),
+            Check(what="trainings that differ or are refused", measured=_failed(rows), at_most=0),
+        ],
+        notes=NOTES,
+    )
+
+
+NOTES: Final = (
+    "Floor: the smallest budget under which all steps run, by bisection, with the first method. Beside plain: under "
+    "every method, at a tenth above the floor of the single-tensor form: parameters, gradients, optimizer state and "
+    "losses in bytes.",
+)
+
+
+@final
+class Training:
+    """One optimizer in one form."""
+
+    def __init__(self, optimizer: str, form: str, size: Size) -> None:
+        self.optimizer, self.form, self._size = optimizer, form, size
+
+    def under(self, budget: Bytes | None, method: str = "lru") -> tuple[State, Bytes]:
+        """What it ends in, and the highest peak."""
+        torch.manual_seed(0)
+        width = self._size.width
+        layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
+        model = nn.Sequential(*(module for layer in layers for module in layer))
+        optimizer = self._made(model)
+        batches = [torch.randn(8, width) for _ in range(self._size.steps)]
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            for batch in batches:
+                with memory.step(batch):
+                    _train(model, optimizer, batch)
+            peak = max(report.peak_bytes for report in memory.history)
+        return state_of(model, optimizer), peak
+
+    def plainly(self) -> State:
+        """The same without a session."""
+        torch.manual_seed(0)
+        width = self._size.width
+        layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
+        model = nn.Sequential(*(module for layer in layers for module in layer))
+        optimizer = self._made(model)
+        for batch in [torch.randn(8, width) for _ in range(self._size.steps)]:
+            _train(model, optimizer, batch)
+        return state_of(model, optimizer)
+
+    def _made(self, model: nn.Module) -> torch.optim.Optimizer:
+        kind, options = OPTIMIZERS[self.optimizer]
+        flags: dict[str, Any] = {"fused": True} if self.form == "fused" else {"foreach": self.form == "foreach"}
+        made: torch.optim.Optimizer = kind(model.parameters(), **options, **flags)
+        return made
+
+    def smallest(self, peak: Bytes, among: int) -> Bytes:
+        """The smallest budget that works, by bisection; the peak is known to work."""
+        return smallest_that_works(self.works, peak, among)
+
+    def works(self, budget: Bytes) -> bool:
+        """Whether no step is refused."""
+        try:
+            self.under(budget)
+        except spillway.BudgetInfeasible:
+            return False
+        return True
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def smallest_that_works(works: Callable[[Bytes], bool], most: Bytes, among: int) -> Bytes:
+    """By bisection to one part in `among` of it; `most` is known to work."""
+    low, high = 0, most
+    while high - low > high // among:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high
+
+
+def _row(training: Training, size: Size, single: Bytes | None) -> Row:
+    plain = training.plainly()
+    state, peak = training.under(None)
+    smallest = training.smallest(peak, size.among)
+    budget = int((single or smallest) * ALLOWED)
+    verdicts = {f"budget=None: {told}" for told in [difference(plain, state)] if told}
+    for method in size.methods:
+        try:
+            found, highest = training.under(budget, method)
+        except spillway.BudgetInfeasible as refusal:
+            verdicts.add(f"{method}: refused, {refusal}")
+            continue
+        told = difference(plain, found) or ("over budget" if highest > budget else None)
+        verdicts |= {f"{method}: {told}"} if told else set()
+    return {
+        "optimizer": training.optimizer,
+        "form": training.form,
+        "peak_bytes": peak,
+        "smallest_bytes": smallest,
+        "ratio": smallest / (single or smallest),
+        "verdict": "; ".join(sorted(verdicts)) or "identical",
+    }
+
+
+def _name(row: Row) -> str:
+    return f"{row['optimizer']}, {row['form']}"
+
+
+def _failed(rows: Sequence[Row]) -> int:
+    return sum(row["verdict"] != "identical" for row in rows)
+
+
+BENCHMARK: Final = Benchmark(
+    name="list_optimizers",
+    run=run,
+    full=Size(optimizers=tuple(OPTIMIZERS), methods=("lru", "delta", "dtr", "largest"), width=256, steps=3, among=100),
+    quick=Size(optimizers=("AdamW", "SGD, momentum"), methods=("lru",), width=64, steps=2, among=50),
+)

@@ -1,0 +1,146 @@
+"""Is the budget that a refusal names the smallest that works?
+
+Trainings of every kind are refused at several budgets. What each refusal names is tried at once, and compared with the
+smallest budget that works, found by bisection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, final
+
+import spillway
+from benchmarks.list_optimizers import smallest_that_works
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
+from benchmarks.refusal_cases import Case, cases
+from spillway.units import Bytes
+
+STEPS: Final = 2
+"""The second updates with the state that the first has made."""
+
+SHARES: Final = (0.15, 0.4, 0.6, 0.8, 0.95)
+"""Budgets that are too small, as shares of the smallest that works."""
+
+TOO_MUCH: Final = 1.10
+"""What a refusal may name, as a multiple of the smallest that works."""
+
+ENGINES: Final[Mapping[str, str]] = MappingProxyType({"tensors": "lru"})
+"""The method under which each engine's refusals are looked at."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    trainings: int
+    shares: Sequence[float] = SHARES
+    among: int = 150
+    """The smallest budget is found to one part in so many."""
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Refuse every training at every share."""
+    rows: list[Row] = []
+    for engine, method in ENGINES.items():
+        for number, case in enumerate(cases(size.trainings)):
+            if number % 10 == 9:
+                tell(f"{engine}: {number + 1} of {size.trainings} trainings")
+            rows += _refusals(engine, method, case, size)
+    exact = [row for row in rows if row["exact"]]
+    return Result(
+        title=f"{len(rows)} refusals of {size.trainings} trainings",
+        columns=(
+            *text_columns(engine="engine", network="network", refusals="refusals", exact="exact"),
+            *text_columns(works="what is named works", more="is more than a tenth too much"),
+            *share_columns(least="named, of the smallest: least", most="most"),
+        ),
+        rows=[_summary(engine, network, rows) for engine, network in dict.fromkeys(_kind(row) for row in rows)],
+        checks=[
+            Check(what="named budgets that do not work", measured=sum(not row["works"] for row in exact), at_most=0),
+            Check(
+                what="named budgets more than a tenth too much",
+                measured=sum(row["ratio"] > TOO_MUCH for row in rows), at_most=0,
+            ),
+            Check(what="refusals that name a bound from below", measured=len(rows) - len(exact), at_most=0),
+        ],
+        notes=(*NOTES, *_wrong(rows)),
+    )  # fmt: skip
+
+
+NOTES: Final = (
+    f"Each training is {STEPS} steps, refused at {', '.join(format(share, '.0%') for share in SHARES)} of the smallest "
+    "budget under which all of them run (by bisection). Exact: the refusal says that what it names should work, not "
+    "only that less cannot.",
+)
+
+
+def trained(case: Case, method: str, budget: Bytes | None) -> Bytes | spillway.BudgetInfeasible:
+    """The highest peak of its steps, or why one was refused."""
+    model, optimizer, batch, loss = case.build()
+    with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+        try:
+            for _ in range(STEPS):
+                with memory.step(batch):
+                    loss(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except spillway.BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
+def _works(case: Case, method: str, budget: Bytes) -> bool:
+    return not isinstance(trained(case, method, budget), spillway.BudgetInfeasible)
+
+
+def _refusals(engine: str, method: str, case: Case, size: Size) -> list[Row]:
+    peak = trained(case, method, None)
+    if isinstance(peak, spillway.BudgetInfeasible):
+        raise peak
+    smallest = smallest_that_works(lambda budget: _works(case, method, budget), peak, size.among)
+    tried: dict[Bytes, bool] = {}
+    rows: list[dict[str, Any]] = []
+    for share in size.shares:
+        refusal = trained(case, method, int(smallest * share))
+        if not isinstance(refusal, spillway.BudgetInfeasible):
+            continue
+        named = refusal.smallest_budget
+        tried.setdefault(named, _works(case, method, named))
+        rows.append(
+            {
+                "engine": engine, "network": case.network, "case": str(case), "share": share, "exact": refusal.exact,
+                "works": tried[named], "ratio": named / smallest, "op": refusal.op,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def _kind(row: Row) -> tuple[str, str]:
+    return row["engine"], row["network"]
+
+
+def _summary(engine: str, network: str, rows: Sequence[Row]) -> Row:
+    mine = [row for row in rows if _kind(row) == (engine, network)]
+    return {
+        "engine": engine,
+        "network": network,
+        "refusals": len(mine),
+        "exact": sum(row["exact"] for row in mine),
+        "works": sum(row["works"] for row in mine),
+        "more": sum(row["ratio"] > TOO_MUCH for row in mine),
+        "least": min(row["ratio"] for row in mine),
+        "most": max(row["ratio"] for row in mine),
+    }
+
+
+def _wrong(rows: Sequence[Row]) -> list[str]:
+    wrong = [row for row in rows if not row["works"] or row["ratio"] > TOO_MUCH]
+    return [f"{row['case']}, refused at {row['share']:.0%} ({row['op']}): {row['ratio']:.3f}" for row in wrong[:8]]
+
+
+BENCHMARK: Final = Benchmark(
+    name="refusals", run=run, full=Size(trainings=54), quick=Size(trainings=3, shares=(0.5,), among=20)
+)

@@ -1,0 +1,81 @@
+"""What `torch.compile` made: within a watched step it runs as it was written, op by op, and compiled again afterwards.
+
+Kernels of a compiler would pass the engine by, and dynamo, left to itself, traces Python code of ours that runs below a
+function. So it is not asked: a thread whose step is watched is told that nothing is to be compiled.
+Other threads go on. Changing a module is global by nature, so the list of steps is too; with the last one it is as it
+was.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from spillway.errors import SessionError
+
+STEP_COMPILED: Final = (
+    "A step of spillway.manage() begins within a function that torch.compile is running, and what is compiled cannot "
+    "be watched: leave the step out of what is compiled, or use a method of the block engine, such as method='mimose', "
+    "with blocks that are compiled by themselves."
+)
+
+_steps: Final[dict[int, Callable[[], None]]] = {}
+"""Whom to tell that something ran eagerly, by the thread whose step is watched."""
+_lock = threading.Lock()
+
+
+def check_not_compiling() -> None:
+    """Raises SessionError within a compiled function."""
+    if get_eval_frame_callback() is not None:
+        raise SessionError(STEP_COMPILED)
+
+
+def begin_eagerly(tell: Callable[[], None]) -> None:
+    """From here on nothing runs compiled in this thread; `tell` hears of everything that would have."""
+    with _lock:
+        _steps[threading.get_ident()] = tell
+        eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is imported
+        if eval_frame is not None and not hasattr(eval_frame._callback_from_stance, "__wrapped__"):
+            eval_frame._callback_from_stance = _unless_watched(eval_frame, eval_frame._callback_from_stance)
+
+
+def end_eagerly(thread: int) -> None:
+    """What is compiled runs compiled again in the thread with this identifier."""
+    with _lock:
+        _steps.pop(thread, None)
+        eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if eval_frame is not None and not _steps:
+            original = eval_frame._callback_from_stance
+            eval_frame._callback_from_stance = getattr(original, "__wrapped__", original)
+
+
+def _unless_watched(eval_frame: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def callback_from_stance(callback: Any) -> Any:
+        found, tell = original(callback), _steps.get(threading.get_ident())
+        if found is None or tell is None or _asks_for_itself(sys._getframe(2)):
+            return found
+        tell()
+        if eval_frame.set_fullgraph_compiled_frame_count(-1) >= 0:  # with fullgraph=True one frame at least is wanted
+            eval_frame.set_fullgraph_compiled_frame_count(1)
+        return None
+
+    callback_from_stance.__wrapped__ = original  # type: ignore[attr-defined]
+    return callback_from_stance
+
+
+def _asks_for_itself(caller: FrameType) -> bool:
+    """Higher-order operators have dynamo find what their functions close over, and run the graph op by op."""
+    return str(caller.f_globals.get("__name__")).startswith(("torch._higher_order_ops.", "torch.nn.attention."))
+
+
+def forget_steps() -> None:
+    """In a forked child, where no step is watched."""
+    global _lock
+    _lock = threading.Lock()
+    _steps.clear()
+    end_eagerly(threading.get_ident())

@@ -1,0 +1,138 @@
+"""Where the ops of a watched step arrive: under a dispatch key of their own, below autograd and autocast.
+
+NOTE [Unseen]. A `TorchDispatchMode` is shown the same ops, and changes them. While one is active torch takes every
+tensor for a subclass: in 55 functions of torch 2.13 it then picks formulas that need no `item()` and no write in place
+(`eigvalsh`, `svdvals`, the gradients of `prod` and `matrix_exp`), with other bits and more memory. And what the mode
+calls is cast by autocast a second time. Nothing in torch asks for this key. It is `Fake`, for which torch has no
+kernels, so that every op of a thread that includes it comes to the fallback below. It stands right below `Python`: the
+user's own dispatch modes and subclasses of tensors have their say first, and what they make of an op arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, cast, final
+
+import torch
+
+Handler = Callable[..., Any]
+"""Takes an op as a mode would: of the mode, the op, types, arguments and keywords only the last two matter."""
+
+_of_torch: Final = cast(Any, torch._C)
+_KEY: Final = _of_torch._dispatch_key_parse("Fake")
+_PYTHON: Final = _of_torch.DispatchKey.Python
+_NAME: Final = "spillway"
+"""Where a thread keeps who watches it; torch hands that on to the threads of autograd together with the key."""
+
+_include: Final = _of_torch._dispatch_tls_set_dispatch_key_included
+_is_excluded: Final = _of_torch._dispatch_tls_is_dispatch_key_excluded
+_watcher: Final = _of_torch._get_obj_in_tls
+
+_registering: Final = threading.Lock()
+
+_HIDDEN: Final = functools.reduce(
+    operator.or_, map(_of_torch.DispatchKeySet, (_PYTHON, _of_torch.DispatchKey.PythonTLSSnapshot, _KEY))
+)
+
+
+def unwatched() -> AbstractContextManager[None]:
+    """What runs within is shown to no engine, no dispatch mode and no subclass."""
+    return cast(AbstractContextManager[None], _of_torch._ExcludeDispatchKeyGuard(_HIDDEN))
+
+
+def watcher_here() -> Watcher | None:
+    """Who watches this thread."""
+    found = _watcher(_NAME) if _of_torch._is_key_in_tls(_NAME) else None
+    return found if found is not None and found.watching else None
+
+
+@final
+class Watcher:
+    """Shows every op of a thread to the handlers of one engine, from `begin` to `end`.
+
+    Arguments:
+        handlers: By the `id` of an op.
+        learn: Makes the handler of an op that has none.
+    """
+
+    __slots__ = ("busy", "handlers", "learn", "watching")
+
+    def __init__(self, handlers: dict[int, Handler], learn: Callable[[Any], Handler]) -> None:
+        self.handlers = handlers
+        self.learn = learn
+        self.watching = False
+        self.busy = False
+        """Whether a handler is running; what arrives meanwhile is a part of its op."""
+
+    def begin(self) -> None:
+        """In the thread whose ops are meant."""
+        with _registering:
+            _register()
+            for op in torch._ops._higher_order_ops.values():  # they are made of ops, and these arrive
+                if cast(Any, op).non_fallthrough_keys.has(_KEY):
+                    cast(Any, op).fallthrough(_KEY)
+        _of_torch._stash_obj_in_tls(_NAME, self)
+        self.watching = True
+        _include(_KEY, True)
+
+    def end(self) -> None:
+        """A thread that still includes the key leaves with its next op. Calling it again does what was not done."""
+        self.watching = False
+        if _of_torch._is_key_in_tls(_NAME) and _watcher(_NAME) is self:
+            _include(_KEY, False)
+            _of_torch._stash_obj_in_tls(_NAME, None)
+
+    def disarm(self) -> None:
+        """In a forked child, which may be in the middle of an op: let everything through."""
+        self.watching = False
+        _include(_KEY, False)
+
+
+def _arrive(op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    watcher = _watcher(_NAME)
+    if watcher is None or not watcher.watching:
+        _include(_KEY, False)
+        return op._op(*args, **kwargs)
+    if watcher.busy or _is_excluded(_PYTHON):
+        return _below(op, args, kwargs)
+    try:
+        watcher.busy = True
+        _include(_KEY, False)
+        return (watcher.handlers.get(id(op)) or watcher.learn(op))(None, op, (), args, kwargs)
+    finally:
+        _include(_KEY, watcher.watching)
+        watcher.busy = False
+
+
+def _below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    try:
+        _include(_KEY, False)
+        return op._op(*args, **kwargs)
+    finally:
+        _include(_KEY, True)
+
+
+@functools.cache
+def _register() -> list[torch.library.Library]:
+    """What is registered lasts as long as the process: nothing comes to it unless a thread includes the key.
+
+    torch's own ops are registered one by one besides. To a fallback torch cannot come where a mode is open and hidden,
+    which is how fake tensors run their kernels.
+    """
+    libraries = {name: torch.library.Library(name, "IMPL") for name in ("_", "aten", "prims")}  # type: ignore[no-untyped-call]
+    libraries["_"].fallback(_arrive, "Fake")  # type: ignore[no-untyped-call]
+    for full in _of_torch._dispatch_get_all_op_names():
+        namespace, _, name = full.partition("::")
+        library = libraries.get(namespace)
+        if full in ("aten::detach", "aten::alias"):
+            # Views that touch no storage. torch makes parameters of what they return, which must be new to Python.
+            libraries["aten"].impl(name, torch.library.fallthrough_kernel, "Fake")  # type: ignore[no-untyped-call]
+        elif library is not None:
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            cast(Any, library).m.impl(full, "Fake", functools.partial(_arrive, op), False)
+    return list(libraries.values())

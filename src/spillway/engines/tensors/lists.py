@@ -1,0 +1,116 @@
+"""Ops over lists of tensors (`_foreach_*`, fused optimizers), a group of elements at a time.
+
+They are the sums of their elements one after the other. So where not all elements fit in memory at once, the op runs
+on as many at a time as the largest element alone needs, with the same bits. Fused optimizers want more tensors of an
+element at once than any op of the single-tensor form: where those do not fit, what writes in place runs on copies of
+parts of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from spillway.engines.records import Storage
+from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.engines.tensors.ops import OpInfo
+
+_FUSED: Final = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+_FOREACH: Final = ("aten::_foreach_", "aten::_amp_foreach_non_finite_check_and_unscale_")
+
+_ONE_NUMBER_EACH: Final = "scalars"
+"""A tensor argument of this name holds a number for each element."""
+
+PARTS: Final = 4
+"""Into how many an element is cut."""
+
+_ALIGNED: Final = 1024
+"""Parts begin at multiples of so many numbers: kernels that take several numbers at once take the same ones together
+as in the whole, and none but the last part has a remainder."""
+
+
+def arguments_per_element(schema: Any) -> frozenset[str]:
+    """Names of the arguments that hold something for each element; none for an op that is not of this kind."""
+    if schema.name not in _FUSED and not schema.name.startswith(_FOREACH):
+        return frozenset()
+    return frozenset(a.name for a in schema.arguments if _is_list(a.type) or a.name == _ONE_NUMBER_EACH)
+
+
+def _is_list(kind: Any) -> bool:
+    kind = kind.getElementType() if isinstance(kind, torch._C.OptionalType) else kind
+    return isinstance(kind, torch._C.ListType)
+
+
+@final
+class Elements:
+    """The elements of one call."""
+
+    def __init__(
+        self, find: Callable[[torch.Tensor], Storage | None], info: OpInfo, args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        names = [argument.name for argument in info.func._schema.arguments]
+        self._find, self._args, self._kwargs = find, args, kwargs
+        self._sliced = {place for place, name in enumerate(names[: len(args)]) if name in info.per_element}
+        self._named = info.per_element & kwargs.keys()
+        self._given = [value for value in self._each() if len(value)]  # what an optimizer does without is empty
+        lengths = {len(value) for value in self._given}
+        self.count = lengths.pop() if len(lengths) == 1 else 0
+        """How many there are; none where torch will complain of lists that do not match."""
+
+    def _each(self) -> Iterator[Any]:
+        yield from (self._args[place] for place in sorted(self._sliced))
+        yield from (self._kwargs[name] for name in sorted(self._named))
+
+    def needs(self, group: slice) -> Bytes:
+        """Bytes of the tensors of these elements."""
+        return sum({s: n for e in range(self.count)[group] for s, n in self._storages(e).items()}.values())
+
+    def groups(self, most: Bytes) -> Iterator[slice]:
+        """Neighbours, as many as need no more together than the largest element does alone, and than `most`."""
+        if self.count < 2:
+            yield slice(None)
+            return
+        needs = [self._storages(element) for element in range(self.count)]
+        limit = min(max(sum(storages.values()) for storages in needs), most)
+        first, together = 0, needs[0]
+        for element in range(1, self.count):
+            more = together | needs[element]
+            if sum(more.values()) > limit:
+                yield slice(first, element)
+                first, more = element, needs[element]
+            together = more
+        yield slice(first, self.count)
+
+    def _storages(self, element: int) -> dict[Storage, Bytes]:
+        found = [self._find(tensor) for tensor in self._tensors(element)]
+        return {storage: storage.nbytes for storage in found if storage is not None}
+
+    def _tensors(self, element: int) -> list[torch.Tensor]:
+        given = [value[element] for value in self._given if isinstance(value, list | tuple)]
+        return [value for value in given if isinstance(value, torch.Tensor)]
+
+    def parts(self, element: slice) -> list[slice]:
+        """Of the tensors of one element, laid out flat; none where they are not all of one shape, dense and apart."""
+        (number,) = range(self.count)[element]
+        shaped = [tensor for tensor in self._tensors(number) if tensor.dim()]
+        apart = {(self._find(tensor), tensor.storage_offset()) for tensor in shaped}
+        if len({tensor.shape for tensor in shaped}) != 1 or len(apart) != len(shaped):
+            return []
+        if self._named or not all(tensor.is_contiguous() for tensor in shaped):
+            return []
+        numbers = shaped[0].numel()
+        length = -(-numbers // (PARTS * _ALIGNED)) * _ALIGNED
+        return [slice(begin, begin + length) for begin in range(0, numbers, length)]
+
+    def take(self, group: slice) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call for these elements alone."""
+        with unwatched():  # a slice of a tensor is no op of the step
+            args = [value[group] if place in self._sliced else value for place, value in enumerate(self._args)]
+            kwargs = {name: value[group] if name in self._named else value for name, value in self._kwargs.items()}
+        return args, kwargs

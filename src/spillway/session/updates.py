@@ -1,0 +1,74 @@
+"""Updates of a session's parameters outside of its steps: noticed, and said once.
+
+An optimizer that steps there takes memory that no step counts. A hook on all optimizers hears of it, because which of
+them updates a model need not be known to its session. Such a hook is global by nature, so the list of open sessions is
+too; with the last one it is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final, final
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_open: Final[weakref.WeakSet[Updates]] = weakref.WeakSet()
+_handles: Final[list[RemovableHandle]] = []
+_lock = threading.RLock()
+
+
+@final
+class Updates:
+    """What one session hears of optimizers, from here until `close`."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.stepping: threading.Thread | None = None
+        """Who is in a step of the session."""
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._begun = self._told = False
+        with _lock:
+            _open.add(self)
+            if not _handles:
+                _handles.append(register_optimizer_step_pre_hook(_heard))
+
+    def close(self) -> None:
+        """Hear of nothing any more. Calling it again does nothing."""
+        with _lock:
+            _open.discard(self)
+            while _handles and not tuple(_open):
+                _handles.pop().remove()
+
+    def step_begins(self) -> None:
+        """In this thread."""
+        self._begun, self.stepping = True, threading.current_thread()
+
+    def step_ended(self) -> None:
+        """Updates are outside again."""
+        self.stepping = None
+
+    def outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to step while this thread is in no step."""
+        if self._told or not self._begun:
+            return
+        if any(id(p) in self._parameters for group in optimizer.param_groups for p in group["params"]):
+            self._told = True
+            warnings.warn(
+                f"{type(optimizer).__name__}.step() ran outside of the session's steps, so that what it takes is "
+                f"neither kept under the budget nor reported: call it before the step is left, or, where forward and "
+                f"update are far apart, put memory.begin(batch) and memory.end() around both.",
+                stacklevel=4,
+            )
+
+
+def _heard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    here, sessions = threading.current_thread(), tuple(_open)
+    if not any(session.stepping is here for session in sessions):
+        for session in sessions:
+            session.outside(optimizer)

@@ -1,0 +1,174 @@
+"""What a test may leave behind in the process that the next test would run into."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.overrides import _get_current_function_mode_stack, _pop_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from spillway.engines.tensors import escapes, guests, turns
+from spillway.session import updates
+
+# SIGCHLD is left out: a `DataLoader` installs a handler for it once and leaves it.
+_SIGNALS: Final = (signal.SIGINT, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1)
+_HOOKS: Final = {
+    name: hooks
+    for module in (torch.nn.modules.module, torch_optimizer)
+    for name, hooks in vars(module).items()
+    if name.startswith("_global") and isinstance(hooks, dict)
+}
+
+
+class _Kind(NamedTuple):
+    """One kind of thing: how it is now, and what makes it as it was."""
+
+    read: Callable[[], Any]
+    clean: Callable[[Any], Any]
+
+
+def _close_engines(_: Any) -> None:
+    for engine in tuple(escapes._open):
+        engine.close()
+
+
+def _leave_modes(before: tuple[Any, ...]) -> None:
+    for mode in reversed([mode for mode in _get_current_dispatch_mode_stack() if mode not in before]):
+        mode.__exit__(None, None, None)
+
+
+def _leave_function_modes(before: tuple[Any, ...]) -> None:
+    while len(_get_current_function_mode_stack()) > len(before):
+        _pop_mode()
+
+
+def _put_handlers_back(before: tuple[Any, ...]) -> None:
+    for number, handler in zip(_SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _hooks() -> frozenset[tuple[str, int]]:
+    return frozenset((name, key) for name, hooks in _HOOKS.items() for key in hooks)
+
+
+def _remove_hooks(before: frozenset[tuple[str, int]]) -> None:
+    for name, key in _hooks() - before:
+        del _HOOKS[name][key]
+    if not _HOOKS["_global_optimizer_pre_hooks"]:
+        updates._handles.clear()
+
+
+def _workers() -> frozenset[threading.Thread]:
+    return frozenset(thread for thread in threading.enumerate() if thread.name.startswith("spillway"))
+
+
+def _files() -> tuple[str, ...]:
+    """Open files whose names say that they are ours."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # that of the listing itself
+            continue
+        if "spillway-" in target or target.endswith("/statm"):
+            found.append(f"{number}: {target}")
+    return tuple(sorted(found))
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("SPILLWAY_", "KINETO_"))}
+
+
+def _set_environment(before: dict[str, str]) -> None:
+    for name in _environment().keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+def _flags() -> tuple[Any, ...]:
+    return tuple(read() for read, _ in _FLAGS)
+
+
+def _set_flags(before: tuple[Any, ...]) -> None:
+    for (_, write), value in zip(_FLAGS, before, strict=True):
+        write(value)
+
+
+_FLAGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    (torch.get_num_threads, torch.set_num_threads),
+    (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
+    (lambda: torch.get_autocast_dtype("cpu"), lambda value: torch.set_autocast_dtype("cpu", value)),
+)
+
+KINDS: Final[dict[str, _Kind]] = {
+    # First what ends sessions: much of the rest goes with them.
+    "open engines": _Kind(lambda: len(tuple(escapes._open)), _close_engines),
+    "turns": _Kind(lambda: len(turns._turns), lambda _: turns._turns.clear()),
+    "hooks on all modules or optimizers": _Kind(_hooks, _remove_hooks),
+    "dispatch modes": _Kind(lambda: tuple(_get_current_dispatch_mode_stack()), _leave_modes),
+    "function modes": _Kind(lambda: tuple(_get_current_function_mode_stack()), _leave_function_modes),
+    "methods of torch.Tensor": _Kind(
+        lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
+        lambda _: (escapes._uninstall(), guests._uninstall()),
+    ),
+    "signal handlers": _Kind(lambda: tuple(map(signal.getsignal, _SIGNALS)), _put_handlers_back),
+    "a profiler": _Kind(
+        lambda: torch._C._autograd._profiler_enabled(), lambda _: torch._C._autograd._disable_profiler()
+    ),
+    "hooks for saved tensors": _Kind(
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
+        lambda _: torch._C._autograd._pop_saved_tensors_default_hooks(),
+    ),
+    "flags of torch": _Kind(_flags, _set_flags),
+    "environment variables": _Kind(_environment, _set_environment),
+    "spill files": _Kind(_files, lambda _: None),
+    "workers": _Kind(_workers, lambda before: [thread.join(1) for thread in _workers() - before]),
+}
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Reported at the test that left it, and cleaned, so that the next test does not fail for it."""
+    before = world()
+    yield
+    left = clean_up(before)
+    if left:
+        pytest.fail("the test left behind " + "; ".join(left), pytrace=False)
+
+
+def world() -> dict[str, Any]:
+    """Everything of these kinds, as it is now."""
+    return {name: kind.read() for name, kind in KINDS.items()}
+
+
+def clean_up(before: dict[str, Any]) -> list[str]:
+    """What was left, kind by kind; afterwards it is gone. What is collected with the garbage was not left."""
+    if _same(before):
+        return []
+    gc.collect()
+    updates.Updates(()).close()  # the hook of sessions that were collected
+    for thread in _workers() - before["workers"]:
+        if not tuple(escapes._open):
+            thread.join(10)  # it ends by itself, soon after its session was collected
+    left = {name: now for name, kind in KINDS.items() if (now := kind.read()) != before[name]}
+    for name in left:
+        KINDS[name].clean(before[name])
+    return [f"{name}: {now!r} instead of {before[name]!r}" for name, now in left.items()]
+
+
+def _same(before: dict[str, Any]) -> bool:
+    return all(kind.read() == before[name] for name, kind in KINDS.items())
