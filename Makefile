@@ -6,7 +6,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.14 python3.13 python3.12 
 
 RUN := $(VENV)/bin
 # The tests of one file run one after the other, several files beside each other.
-BESIDE := --numprocesses=auto --maxprocesses=4 --dist=loadscope
+BESIDE := --numprocesses=auto --maxprocesses=4 --max-worker-restart=1 --dist=loadscope
 INSTALLED := $(VENV)/installed
 
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import Future
+from collections.abc import Collection
+from concurrent.futures import Future, wait
 from types import SimpleNamespace
 
 import pytest
 
+from spillway.engines import lanes
 from spillway.engines.lanes import Stall, Transfer, TransferLog, stalled_intervals, transfers_beside, unseen
 from spillway.ir import Lane
 
@@ -42,13 +43,12 @@ def test_who_waits_for_a_worker_is_noted_and_who_need_not_is_not(monkeypatch: py
     log.wait([done])
     assert log.waits == []
 
-    def until_it_is_done(condition: threading.Condition, timeout: float | None = None) -> bool:
+    def until_it_is_done(futures: Collection[Future[None]]) -> None:
         busy.set_result(None)
-        return True
+        wait(futures)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Condition, "wait", until_it_is_done)
-        log.wait([done, busy])
+    monkeypatch.setattr(lanes, "wait", until_it_is_done)
+    log.wait([done, busy])
     (waited,) = log.waits
     assert waited.began < waited.ended
 
