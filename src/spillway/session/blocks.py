@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 
@@ -27,7 +28,7 @@ from spillway.engines.tensors.interrupts import deliver
 from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import ModelError, NoBlocksError, SpillwayError
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.methods.by_block import (
     AbstractBlockMethod,
@@ -41,7 +42,7 @@ from spillway.methods.by_block import (
 )
 from spillway.session.base import AbstractStep, Session, header
 from spillway.session.inputs import leaves, signature_of, storages
-from spillway.session.needs import NOTHING, Needs, needs_of, recomputing
+from spillway.session.needs import NOTHING, Call, Needs, least, needs_of, recomputing
 from spillway.session.sizes import Shape, SizeOf, SizeReader
 from spillway.session.watch import StepWatch
 from spillway.units import Bytes, Seconds, format_bytes
@@ -55,6 +56,10 @@ SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
 
+Key: TypeAlias = tuple[Shape, bool, Bytes]
+"""An input, whether the step is planned or not, and what is there before it."""
+
+
 @dataclass(slots=True)
 class _Family:
     """Inputs of one structure: as many tensors, of as many dimensions."""
@@ -62,8 +67,22 @@ class _Family:
     reader: SizeReader
     method: AbstractBlockMethod
     learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
-    traced: set[tuple[Shape, bool, Bytes]] = field(default_factory=set)
-    """Inputs that were measured, in a step that was planned or in one that was not, and what was there before it."""
+    traced: dict[Key, set[str]] = field(default_factory=dict)
+    """What was measured, and what was done in these steps (`StepWatch.path`)."""
+    rises: dict[Shape, Bytes] = field(default_factory=dict)
+    """What steps of these inputs took, at most, above what was there when they began."""
+
+    def measured(self, key: Key, path: str) -> bool:
+        """Whether a step like this one was measured that began in this way."""
+        return any(one.startswith(path) for one in self.traced.get(key, ()))
+
+    def allows(self, dimensions: Shape, free: Bytes) -> bool:
+        """Whether what was measured says that a step of this size will fit, if it grows with the square of the size."""
+        return any(
+            rise * math.prod(max(mine / one, 1) ** 2 for mine, one in zip(dimensions, other, strict=True)) <= free
+            for other, rise in self.rises.items()
+            if len(other) == len(dimensions) and all(other)
+        )
 
     def size(self, dimensions: Shape) -> InputSize:
         """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
@@ -153,6 +172,7 @@ class BlockSession(Session):
         self._resources = ExitStack()
         self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
+        self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         try:
             if blocks is not None:
                 self._open(blocks)
@@ -259,6 +279,10 @@ class BlockSession(Session):
         if isinstance(self._running, _Step):
             self._running.optimizer_begins(self._needs_of(optimizer))
 
+    def _optimizer_ended(self, *_: Any) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_ended()
+
     def _needs_of(self, optimizer: torch.optim.Optimizer) -> Needs:
         """Told anew when it has got state for more parameters."""
         if self._allowed >= UNLIMITED:
@@ -267,20 +291,6 @@ class BlockSession(Session):
         if key not in self._needs:
             self._needs[key] = needs_of([optimizer])
         return self._needs[key]
-
-    def _recomputing(self) -> Bytes | None:
-        """What a step needs in which every block is recomputed, above what is there when its forward begins."""
-        engine = self._engine
-        if engine is None or engine.called is None:
-            return None
-        parameters = dict(self._model.named_parameters())
-        held = {name: one.grad for name, one in parameters.items()}
-        missing = [name for name, gradient in held.items() if gradient is None]
-        rise = recomputing(self._model, engine.blocks, engine.called, missing)
-        if rise is None:
-            return None
-        needs = needs_of(self._optimizers)
-        return rise + needs.state
 
     # ------------------------------------------------------------------ for _Step
 
@@ -308,6 +318,8 @@ class _Step(AbstractStep):
         self._watch: StepWatch | None = None
         self._trace: AbstractTrace | None = None
         self._optimized = False
+        self._alone: Bytes = 0
+        """What a step without a forward of the model took, above what was there when it began."""
 
     def begin(self) -> None:
         session = self._session
@@ -349,7 +361,9 @@ class _Step(AbstractStep):
             gradients=self._gradients,
             allowed=session._allowed,
             known=partial(session._named_bytes, self._batch),
-            recomputing=session._recomputing,
+            foresight=self,
+            measured=partial(self._family.measured, self._key),
+            late_trace=self._trace_late,
             decide=self._decide,
             action=session._method.action,
             waits=session._method.waits,
@@ -358,6 +372,36 @@ class _Step(AbstractStep):
         )
         self._gradients = []
         session._engine.observer = self._watch
+
+    def _trace_late(self) -> AbstractTrace | None:
+        session = self._session
+        if session._allowed >= UNLIMITED:
+            return None
+        known = storages(session._tensors(self._batch))
+        return trace_for(session._device, {storage.data_ptr(): storage.nbytes() for storage in known})
+
+    def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
+        """A call of the model, as things are now."""
+        engine, model = self._session._engine, self._session._model
+        assert engine is not None
+        gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
+        return Call(model, engine.blocks, called, gradients)
+
+    def least(self, call: Call, level: Bytes) -> Bytes | None:
+        """None as well for a size that should fit by what smaller and larger ones took."""
+        if self._session._allowed >= UNLIMITED or self._family.allows(self._dimensions, self._session._allowed - level):
+            return None
+        return least(call, environment_of(self._session._model, self._session._generators))
+
+    def recomputing(self, call: Call) -> Bytes | None:
+        """And the state that the optimizers add, with which the next step begins."""
+        rise = recomputing(call, environment_of(self._session._model, self._session._generators))
+        return None if rise is None else rise + self.state
+
+    @property
+    def state(self) -> Bytes:
+        """Of the optimizers, that is not there yet."""
+        return needs_of(self._session._optimizers).state
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
@@ -373,7 +417,8 @@ class _Step(AbstractStep):
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
         fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.recomputed
-        return decision, forecast, self._size, fits and self._key in self._family.traced
+        watch = self._watch
+        return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
     def optimizer_begins(self, needs: Needs) -> None:
         """An optimizer is about to change something."""
@@ -381,7 +426,12 @@ class _Step(AbstractStep):
         if self._watch is not None:
             self._watch.optimizer_begins(needs)
 
-    def end(self) -> SpillwayError | None:
+    def optimizer_ended(self) -> None:
+        """It has changed what it was to change."""
+        if self._watch is not None:
+            self._watch.optimizer_ended()
+
+    def end(self) -> BudgetInfeasible | None:
         session = self._session
         if session._engine is not None:
             session._engine.observer = None
@@ -391,8 +441,33 @@ class _Step(AbstractStep):
             self._watch.stop()
             session._largest = max(session._largest, self._watch.largest)
         elif self._trace is not None:
-            self._trace.stop()
-        return None
+            self._alone = max((window.peak for window in self._trace.stop()), default=0)
+        return self._refusal()
+
+    def _refusal(self) -> BudgetInfeasible | None:
+        """Of a step that took too much after the last seam, and not in its optimizer."""
+        session, watch = self._session, self._watch
+        taken = watch.passed if watch is not None else 0 if self._optimized else self._start + self._alone
+        if taken <= session._allowed:
+            return None
+        calls = session._engine.begun if watch is not None and session._engine is not None else 0
+        return BudgetInfeasible(
+            needed=taken, allowed=session._allowed, op="the step", op_index=calls, smallest_budget=taken, exact=True
+        )
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        """What this step has left behind, such as gradients, is there when one like it begins."""
+        session, watch = self._session, self._watch
+        left = session._named_bytes(self._batch)
+        if refusal.op != "the step" or self._optimized or left <= self._start or watch is None:
+            return refusal
+        rise = watch.recomputing_again()
+        if rise is None:
+            return refusal
+        return BudgetInfeasible(
+            needed=refusal.needed, allowed=refusal.allowed, op=refusal.op, op_index=refusal.op_index,
+            smallest_budget=max(refusal.smallest_budget, left + rise), exact=True,
+        )  # fmt: skip
 
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
@@ -414,14 +489,17 @@ class _Step(AbstractStep):
         if watch is None:
             return
         if not watch.traced:
-            if any(0 < one.expected < watch.highest for one in watch.passes):
-                self._family.traced.discard(self._key)  # it took more than was expected: measure it the next time
+            if watch.unmeasured or any(0 < one.expected < watch.highest for one in watch.passes):
+                self._family.traced.pop(self._key, None)  # it took more than was expected: measure it the next time
             return
+        self._family.rises[self._dimensions] = max(
+            self._family.rises.get(self._dimensions, 0), watch.peak - self._start
+        )
         for one, step, blocks in watch.samples():
             self._family.learn(self._dimensions, step, blocks)
             unlimited = self._session._allowed >= UNLIMITED
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
-                self._family.traced.add(self._key)
+                self._family.traced.setdefault(self._key, set()).add(watch.path)
 
     def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
-import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -19,7 +17,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.units import Bytes
+
+
+class Call(NamedTuple):
+    """A call of a model's forward."""
+
+    model: torch.nn.Module
+    """A copy of it runs, without the user's hooks; what that changes beside the copy is put back."""
+    blocks: Sequence[str]
+    """Names of its blocks."""
+    called: tuple[Any, dict[str, Any]]
+    """Its arguments; of tensors only shape, strides, dtype and device count."""
+    gradients: Mapping[str, Bytes]
+    """Of parameters that have one by then, by their names."""
 
 
 class Needs(NamedTuple):
@@ -79,48 +93,66 @@ def _measured(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.Tens
         return Needs(state, max(live.peak - state, 0))
 
 
-def recomputing(
-    model: torch.nn.Module, blocks: Sequence[str], called: tuple[Any, dict[str, Any]], missing: Collection[str]
-) -> Bytes | None:
-    """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins.
+def recomputing(call: Call, environment: Environment) -> Bytes | None:
+    """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins,
+    with a loss that needs what the usual ones do. None where the model does not run on tensors without content."""
+    return _peak(call, environment, lambda out: cast(Any, _loss(out[0])).backward(), trains=True)
 
-    Args:
-        model: A copy of it runs, without the user's hooks.
-        blocks: Names of its blocks.
-        called: What its forward is called with; of tensors only shape, strides, dtype and device count.
-        missing: Names of parameters that have no gradient yet.
 
-    None where the model does not run on tensors without content.
-    """
-    states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+def least(call: Call, environment: Environment) -> Bytes | None:
+    """The same with a loss that needs nothing, or of a forward alone if it runs without gradients: less cannot do."""
+    if not torch.is_grad_enabled():
+        return _peak(call, environment, lambda out: None, trains=False)
+    held = sum(call.gradients.values())
+    peak = _peak(call, environment, _descend, trains=True)
+    if peak is None or not held:
+        return peak
+    # They may be given up between forward and backward.
+    fresh = _peak(call._replace(gradients={}), environment, _descend, trains=True)
+    return None if fresh is None else min(peak, fresh - held)
+
+
+def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool) -> Bytes | None:
+    reach = Reach(reach_of((call.model,), *call.called))
+    around = environment(environment.capture())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), around, torch.set_grad_enabled(trains):
             warnings.simplefilter("ignore")
-            with FakeCopyMode(fake):
-                twin = copy.deepcopy(model)
-            for module in twin.modules():
-                for name, hooks in vars(module).items():
-                    if name.endswith("_hooks") and isinstance(hooks, dict):
-                        hooks.clear()
-            for name in blocks:
-                block = twin.get_submodule(name)
-                again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-                block.forward = again
+            twin = _twin(call, fake)
             with fake:
-                for name, parameter in twin.named_parameters():
-                    parameter.grad = None if name in missing else torch.empty_like(parameter)
-                args, kwargs = rebuilt(called, _empty)
+                args, kwargs = rebuilt(call.called, _empty)
                 live = _Live()
                 with live:
-                    cast(Any, _loss(twin(*args, **kwargs))).backward()
+                    goes_on([twin(*args, **kwargs)])
         return live.peak
     except Exception:  # whatever the model does with tensors that have no content
         return None
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        reach.restore()
+
+
+def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
+    with FakeCopyMode(fake):
+        twin = copy.deepcopy(call.model)
+    for module in twin.modules():
+        for name, hooks in vars(module).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                hooks.clear()
+    for name in call.blocks:
+        block = twin.get_submodule(name)
+        again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = again
+    with fake:
+        for name, parameter in twin.named_parameters():
+            parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
+    return twin
+
+
+def _descend(out: list[Any]) -> None:
+    """From a result that nobody holds."""
+    sums = [one.sum().real.float() for one in _results(out.pop()) if one.requires_grad]
+    cast(Any, torch.stack(sums).sum()).backward()
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,8 +164,11 @@ def _loss(out: Any) -> torch.Tensor:
     if isinstance(out, dict) and isinstance(out.get("loss"), torch.Tensor):
         own: torch.Tensor = out["loss"]
         return own
-    results = [one for one in tree_leaves(dict(out) if isinstance(out, dict) else out) if isinstance(one, torch.Tensor)]
-    return torch.stack([one.float().square().mean() for one in results if one.requires_grad]).sum()
+    return torch.stack([one.float().square().mean() for one in _results(out) if one.requires_grad]).sum()
+
+
+def _results(out: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(dict(out) if isinstance(out, dict) else out) if isinstance(one, torch.Tensor)]
 
 
 @final
@@ -150,6 +185,8 @@ class _Live(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         return sum(nbytes for _, nbytes in self._made.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith(NAMESPACES):
+            raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
         given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):

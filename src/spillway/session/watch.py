@@ -4,6 +4,11 @@ NOTE: how the budget is kept between two measurements. A plan goes by estimates.
 is read, and what the next block is expected to need is added. If that is too much, kept blocks are revoked, the
 earliest first: they come back last, when least is held beside them. Only when nothing is left to revoke, and more is
 taken than is allowed, is the step refused.
+
+A forward that was not measured at this place of a step like this one is told on tensors without content first, and
+refused before its first op if even the least that it needs is too much, and if what is enough can be told, which
+depends on the loss. From there on the step is traced, if it was not: what it took all the same is known to the byte
+before an optimizer begins, or when the step ends.
 """
 
 from __future__ import annotations
@@ -11,20 +16,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, NamedTuple, NoReturn, final
+from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.system import Reclaimer
 from spillway.errors import BudgetInfeasible
+from spillway.ir import Kind
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
-from spillway.session.needs import Needs
+from spillway.session.inputs import storages
+from spillway.session.needs import Call, Needs
 from spillway.units import Bytes, MiB
 
 COARSE: Final[Bytes] = 1 * MiB
@@ -37,11 +44,15 @@ def coarse(allowed: Bytes) -> Bytes:
     return min(COARSE, allowed // 200)
 
 
+ERRS: Final = 20
+"""What is told on tensors without content may be too much by one part in so many: kernels have other temporaries."""
+
+
 class Mark(NamedTuple):
     """A seam that was passed."""
 
     kind: str
-    """"step", "forward", "begins", "ended", "reached" or "optimizer"."""
+    """"step", "forward", "evaluation", "begins", "ended", "reached", "optimizer" or "updated"."""
     number: int
     """Of the block; -1 without one."""
     of: int
@@ -76,6 +87,25 @@ class Pass:
         return self.resident + projected if projected else 0
 
 
+class Foresight(Protocol):
+    """Tells of forwards on tensors without content."""
+
+    def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
+        """A call of the model, as things are now."""
+
+    def least(self, call: Call, level: Bytes) -> Bytes | None:
+        """What it needs at least above what is there, its backward included under gradients; None where that cannot be
+        told, or is known to be allowed above this level."""
+
+    @property
+    def state(self) -> Bytes:
+        """Of the optimizers, that is not there yet."""
+
+    def recomputing(self, call: Call) -> Bytes | None:
+        """What it and its backward need, if every block is recomputed, and the optimizers' state with it; None where
+        that cannot be told."""
+
+
 Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
 """From what is available: the decision, the forecast, the size, and whether blocks may run as if nobody watched."""
 
@@ -93,8 +123,10 @@ class StepWatch:
         gradients: Of these, gradients: a step may begin by giving them up.
         allowed: The budget.
         known: Bytes of the storages that are known by name now.
-        recomputing: What a step with every block recomputed will need above what was there when its forward began,
-            and the optimizer with it; None if that cannot be told.
+        foresight: What is told of forwards on tensors without content.
+        measured: Whether a step like this one was measured that began with these forwards, evaluations and updates,
+            one letter each.
+        late_trace: Begins a trace where there is none.
         decide: Asked when a forward begins.
         action: What becomes of blocks that are not kept.
         waits: Whether nothing may be read before the backward wants it.
@@ -113,7 +145,9 @@ class StepWatch:
         gradients: Sequence[torch.UntypedStorage],
         allowed: Bytes,
         known: Callable[[], Bytes],
-        recomputing: Callable[[], Bytes | None],
+        foresight: Foresight,
+        measured: Callable[[str], bool],
+        late_trace: Callable[[], AbstractTrace | None],
         decide: Decide,
         action: Action,
         waits: bool,
@@ -129,7 +163,13 @@ class StepWatch:
         self._meter = meter
         self._trace = trace
         self._known = known
-        self._recomputing = recomputing
+        self._foresight = foresight
+        self._measured = measured
+        self._late_trace = late_trace
+        self.path = ""
+        """Of this step so far, as `measured` takes it."""
+        self._first = 0
+        """The mark at which the trace began."""
         self._start = start
         self._allowed = allowed
         self._decide = decide
@@ -140,14 +180,15 @@ class StepWatch:
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
         self._gradients: list[tuple[Any, int, Bytes]] = []
-        if trace is not None:
-            weak: Any = StorageWeakRef
-            self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
-            engine.when_freed.append(trace.freed)
+        self._watch_gradients(gradients)
         self._base = base
+        self._origin = start
+        """Bytes where the trace begins."""
         self._overcounted: Bytes = 0
+        self._begins_with: tuple[Bytes, Call] | None = None
+        """The level at which the latest forward began, and how it was called."""
         self._died: Bytes = 0
-        """Of the gradients that the step began with, given up since."""
+        """Of the gradients that were there when the latest forward began, given up since."""
         self._marks.append(Mark("step", -1, -1))
 
     # ------------------------------------------------------------------------------------------------- while it runs
@@ -155,6 +196,7 @@ class StepWatch:
     def forward_begins(self) -> None:
         """Ask the method what to do."""
         at = len(self._marks)
+        self._goes_on("f")
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
         decision, forecast, size, asleep = self._decide(self._allowed - resident - coarse(self._allowed))
@@ -162,6 +204,58 @@ class StepWatch:
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.asleep = asleep
         self._engine.actions = self._action_of
+        planned = forecast is not None and decision.plan.holds
+        called = self._engine.called
+        self._begins_with = None
+        if called is not None and not asleep:
+            self._begins_with = self._level_here(resident), self._foresight.call(called)
+            self._died = 0
+            if self.unmeasured and not planned and self._action is Action.RECOMPUTE:
+                self._foresee(*self._begins_with)
+
+    def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Blocks run plainly in it."""
+        if _in_backward():
+            return  # of a model in somebody's own checkpoint, which runs again
+        self._goes_on("e")
+        self._mark("evaluation")
+        called = without_bytes(args, kwargs)
+        if self.unmeasured and called is not None:
+            self._foresee(self._least_taken(self._taken()), self._foresight.call(called))
+
+    def _goes_on(self, letter: str) -> None:
+        self.path += letter
+        if self._trace is not None or not self.unmeasured or _in_backward():
+            return
+        self._origin, self._first = self._taken(), len(self._marks)
+        self._trace = self._late_trace()
+        gradients = [one.grad for one in self._engine.model.parameters()]
+        self._watch_gradients(storages((Kind.GRADIENT, one) for one in gradients if one is not None))
+
+    def _watch_gradients(self, gradients: Sequence[torch.UntypedStorage]) -> None:
+        if self._trace is not None:
+            weak: Any = StorageWeakRef
+            self._gradients = [(weak(one), one.data_ptr(), one.nbytes()) for one in gradients]
+            self._engine.when_freed.append(self._trace.freed)
+
+    @property
+    def unmeasured(self) -> bool:
+        """Whether this step does what none did that was measured."""
+        return not self._measured(self.path)
+
+    def _foresee(self, level: Bytes, call: Call) -> None:
+        least = self._foresight.least(call, level)
+        if least is None or level + least - least // ERRS <= self._allowed:
+            return
+        smallest = level + least
+        if torch.is_grad_enabled():
+            rise = self._foresight.recomputing(call)
+            smallest += self._foresight.state
+            rise = rise + rise // (2 * ERRS) if rise is not None else None
+            if rise is None or 10 * (level + rise) > 11 * smallest:
+                return  # it depends on the loss what is enough: that is measured, and named before anything is updated
+            smallest = max(smallest, level + rise)
+        self._refuse(level + least, self._engine.begun, smallest, exact=True)
 
     def _action_of(self, block: str, call: int) -> Action:
         if not self.passes:
@@ -214,15 +308,27 @@ class StepWatch:
             BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
         """
         peak, level = self.highest - COARSE, self._taken() - COARSE
+        self.path += "o"
         self._mark("optimizer")
         windows = self._trace.so_far() if self._trace is not None else []
         if windows:
-            peak = self._start + max(window.peak for window in windows)
-            level = self._start + windows[-1].level
+            slack = COARSE if self._first else 0
+            peak = self._origin + max(window.peak for window in windows) - slack
+            level = self._origin + windows[-1].level - slack
         update = level + needs.state + needs.working
         if max(peak, update) > self._allowed:
             # The next step begins with the state that this one adds.
             self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=True)
+
+    def recomputing_again(self) -> Bytes | None:
+        """What another forward like the latest needs above what is there now, if every block is recomputed."""
+        if self._begins_with is None:
+            return None
+        return self._foresight.recomputing(self._foresight.call(self._begins_with[1].called))
+
+    def optimizer_ended(self) -> None:
+        """What an optimizer needed for itself ends here."""
+        self._mark("updated")
 
     def _needs(self, one: Pass, number: int, *, returns: bool = True) -> Bytes:
         forecast = one.forecast
@@ -253,14 +359,30 @@ class StepWatch:
             if most is not None and most < taken:
                 self._overcounted += taken - most
                 self.highest, taken = max(highest, most), most
-        self._refuse_above(taken - COARSE, number)
+        self._refuse_above(self._least_taken(taken), number)
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._allowed:
-            rise = self._recomputing()
-            # From what was there with a name, not from the meter, when the forward began.
-            smallest = max(taken, self._start - self._died + rise) if rise is not None else taken
+            level, call = self._begins_with or (0, None)
+            rise = self._foresight.recomputing(call) if call is not None else None
+            smallest = max(taken, level - self._died + rise) if rise is not None else taken
             self._refuse(taken, number, smallest, exact=rise is not None)
+
+    def _traced_level(self) -> Bytes | None:
+        windows = self._trace.so_far() if self._trace is not None and not _in_backward() else []
+        return self._origin + windows[-1].level if windows and not self._first else None
+
+    def _least_taken(self, taken: Bytes) -> Bytes:
+        """What is taken now, or less where nobody knows it to the byte."""
+        level = self._traced_level()
+        return taken - COARSE if level is None else level
+
+    def _level_here(self, taken: Bytes) -> Bytes:
+        """What is taken where a forward begins."""
+        level = self._traced_level()
+        if level is not None:
+            return level
+        return self._start if len(self.passes) == 1 else taken
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
@@ -288,7 +410,7 @@ class StepWatch:
         windows = self._trace.so_far() if self._trace is not None else []
         if not windows:
             return 0
-        besides = max(taken + self._overcounted - self._start - windows[-1].level, 0)
+        besides = max(taken + self._overcounted - self._origin - windows[-1].level, 0)
         more = besides - self._overcounted
         self._overcounted = besides
         return more
@@ -329,19 +451,28 @@ class StepWatch:
 
     @property
     def traced(self) -> bool:
-        """Whether peaks are measured."""
-        return bool(self.windows)
+        """Whether peaks are measured, from the beginning."""
+        return bool(self.windows) and not self._first
 
     @property
     def peak(self) -> Bytes:
         """Of the whole step: measured if it was traced, and otherwise the most that was seen or expected."""
-        if self.windows:
-            return self._start + max(window.peak for window in self.windows)
-        return max([self.highest, *(one.expected for one in self.passes)])
+        seen = [self._origin + window.peak for window in self.windows]
+        return max(seen if self.traced else [self.highest, *seen, *(one.expected for one in self.passes)])
+
+    @property
+    def passed(self) -> Bytes:
+        """When it is over: what it took, if that is more than is allowed and no optimizer's doing; else 0."""
+        pairs = zip(self._marks[self._first :], self.windows, strict=False)  # no windows where others profiled
+        peaks = [window.peak for mark, window in pairs if mark.kind != "optimizer"]
+        most = self._origin + max(peaks, default=0) - (COARSE if self._first else 0)
+        return most if peaks and most > self._allowed else 0
 
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""
         latest = 0
+        if not self.traced:
+            return []
         for mark in self._marks:
             latest = max(latest, mark.of)
             if mark.kind == "reached" and mark.of < latest:

@@ -75,6 +75,11 @@ class Conductor:
         """The call of a block that this thread is in."""
         return self._local.frames[-1] if self._local.frames else None
 
+    @property
+    def runs_nothing(self) -> bool:
+        """Whether this thread is in no call of a block, and in no second run."""
+        return self.replay is None and self.frame is None
+
     @contextlib.contextmanager
     def inside(self, frame: Frame) -> Iterator[None]:
         """The first run of a frame."""

@@ -312,7 +312,7 @@ class BlockEngine:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
-        watched = torch.is_grad_enabled() and self._conductor.replay is None and self._conductor.frame is None
+        watched = torch.is_grad_enabled() and self._conductor.runs_nothing
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
                 self.observer.forward_is_over()
@@ -323,10 +323,10 @@ class BlockEngine:
             self._figures, self._frames = [], {}
             self._conductor.begin_step()
             if self.observer is not None:
-                self.called = None
-                with contextlib.suppress(CannotCopyError, RuntimeError):  # or tensors without strides
-                    self.called = rebuilt((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+                self.called = without_bytes(args, kwargs)
                 self.observer.forward_begins()
+        elif self.observer is not None and not torch.is_grad_enabled() and self._conductor.runs_nothing:
+            self.observer.evaluation_begins(args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)
@@ -424,6 +424,15 @@ def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> En
     """What a forward of this model reads: the random streams of its devices and modules, and those that are named."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     return Environment(devices, [*generators, *_generators_of(model)])
+
+
+def without_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """What a forward is called with, tensors without their content; None where that cannot be told."""
+    try:
+        called: tuple[Any, dict[str, Any]] = rebuilt((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+    except (CannotCopyError, RuntimeError):  # or tensors without strides
+        return None
+    return called
 
 
 def _nothing() -> None:

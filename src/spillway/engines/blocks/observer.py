@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Observer(Protocol):
@@ -12,6 +12,9 @@ class Observer(Protocol):
 
     def forward_begins(self) -> None:
         """The model's forward begins, under gradients."""
+
+    def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins without gradients, called with these."""
 
     def forward_is_over(self) -> None:
         """Another forward is about to begin: what the engine knows of the calls so far is forgotten after this."""

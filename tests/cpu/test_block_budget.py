@@ -1,0 +1,165 @@
+"""Steps of the block engine that update nothing keep the budget as well, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spillway
+from spillway.errors import BudgetInfeasible
+from spillway.session import blocks
+from spillway.session.blocks import BlockSession
+from tests.cpu.block_cases import WIDTH, Chain, Residual
+
+METHODS = ("checkpoint", "mimose", "mimose-published")
+Way = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
+
+
+def model_of(depth: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Chain(*(Residual() for _ in range(depth)))
+    return model, torch.optim.Adam(model.parameters())
+
+
+def backward(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    backward(model, optimizer, x)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def retain(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    losses = [model(x).square().mean() for _ in range(3)]
+    for loss in losses:
+        loss.backward(retain_graph=True)
+
+
+def evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+
+
+def update_and_evaluate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    update(model, optimizer, x)
+    with torch.no_grad():
+        model(torch.cat([x, x, x, x]))
+
+
+def allocate(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    backward(model, optimizer, x)
+    torch.ones(1 << 20)
+
+
+WAYS: dict[str, Way] = {
+    "a micro-step": backward, "retained graphs": retain, "an evaluation": evaluate,
+    "an evaluation after the update": update_and_evaluate, "something of the user's": allocate,
+}  # fmt: skip
+
+
+def trained(ways: Sequence[tuple[Way, int]], method: str, budget: int) -> list[int] | BudgetInfeasible:
+    """Peaks of the steps, each on so many rows, or why one was refused; no reported peak is above the budget."""
+    model, optimizer = model_of()
+    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+        try:
+            for way, rows in ways:
+                x = torch.ones(rows, WIDTH)
+                with memory.step(x):
+                    way(model, optimizer, x)
+        except BudgetInfeasible as refusal:
+            return refusal
+        finally:
+            assert all(report.peak_bytes <= budget for report in memory.history)
+        return [report.peak_bytes for report in memory.history]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("what", WAYS)
+def test_a_step_that_passes_the_budget_without_an_update_is_refused(what: str, method: str) -> None:
+    plan = [(WAYS[what], 128)] * 2
+    peaks = trained(plan, method, 1 << 30)
+    assert isinstance(peaks, list)
+    refusal = trained(plan, method, int(0.5 * peaks[0]))
+    assert isinstance(refusal, BudgetInfeasible)
+    for _ in range(4):  # a step of several forwards is told forward by forward
+        if isinstance(refusal, BudgetInfeasible):
+            assert refusal.smallest_budget > refusal.allowed
+            refusal = trained(plan, method, refusal.smallest_budget)
+    assert isinstance(refusal, list)
+
+
+def test_without_that_refusal_it_would_be_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault of the test above."""
+    monkeypatch.setattr(blocks._Step, "_refusal", lambda step: None)
+    with pytest.raises(AssertionError), pytest.warns(UserWarning, match="are allowed"):
+        trained([(allocate, 64)], "checkpoint", 2 << 20)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_no_measured_step_did_is_measured_from_there_on(method: str) -> None:
+    def peak(ways: Sequence[tuple[Way, int]], budget: int) -> list[int] | BudgetInfeasible:
+        model, optimizer = model_of()
+        with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+            assert isinstance(memory, BlockSession)
+            try:
+                for way, rows in ways:
+                    x = torch.ones(rows, WIDTH)
+                    with memory.step(x):
+                        way(model, optimizer, x)
+            except BudgetInfeasible as refusal:
+                return refusal
+            return [report.peak_bytes for report in memory.history]
+
+    first = peak([(update, 4096)] * 8, 1 << 30)
+    assert isinstance(first, list)
+    budget = max(first) + (1 << 20)
+    refusal = peak([*[(update, 4096)] * 8, (retain_many, 4096)], budget)
+    assert isinstance(refusal, BudgetInfeasible)
+
+
+def retain_many(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    sum(model(x).square().mean() for _ in range(8)).backward()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_refused_micro_step_is_refused_before_its_first_op(method: str) -> None:
+    model, optimizer = model_of()
+    before = torch.get_rng_state()
+    with spillway.manage(model, optimizer, budget=64 * 1024, method=method, blocks=["blocks.0", "blocks.1"]) as memory:
+        ran: list[Any] = []
+        model.blocks[0].register_forward_hook(lambda *_: ran.append(1))
+        with pytest.raises(BudgetInfeasible), memory.step(torch.ones(256, WIDTH)):
+            backward(model, optimizer, torch.ones(256, WIDTH))
+    assert ran == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_larger_later_batch_is_refused_again_and_what_is_named_holds_for_it(method: str) -> None:
+    small = trained([(update, 64)] * 2, method, 1 << 30)
+    assert isinstance(small, list)
+    plan = [(update, 64), (update, 64), (update, 512), (update, 512)]
+    refusal = trained(plan, method, max(small))
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.smallest_budget > max(small)
+    assert isinstance(trained(plan, method, refusal.smallest_budget), list)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_error_of_the_users_in_a_step_above_the_budget_is_theirs_and_the_next_step_is_kept(method: str) -> None:
+    model, optimizer = model_of()
+    with spillway.manage(model, optimizer, budget="512KiB", method=method, timeline=True) as memory:
+        with pytest.raises(ZeroDivisionError), memory.step(torch.ones(8, WIDTH)):
+            backward(model, optimizer, torch.ones(8, WIDTH))
+            torch.ones(1 << 20)
+            raise ZeroDivisionError
+        with memory.step(torch.ones(8, WIDTH)):
+            update(model, optimizer, torch.ones(8, WIDTH))
+    assert [report.peak_bytes <= report.allowed for report in memory.history] == [True]
