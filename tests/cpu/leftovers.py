@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from spillway.engines.tensors import escapes, guests, turns
+from spillway.engines.tensors import compiled, dispatch_key, escapes, guests, turns
 from spillway.session import updates
 
 # SIGCHLD is left out: a `DataLoader` installs a handler for it once and leaves it.
@@ -114,12 +115,49 @@ _FLAGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (lambda: torch.get_autocast_dtype("cpu"), lambda value: torch.set_autocast_dtype("cpu", value)),
 )
 
+_OURS: Final = tuple(map(torch._C._dispatch_key_parse, ("Fake", "Python", "PythonTLSSnapshot")))
+
+
+def _dispatch_keys() -> tuple[Any, ...]:
+    """Which keys this thread includes and excludes, and who watches it."""
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return *map(str, keys), dispatch_key.watcher_here()
+
+
+def _set_dispatch_keys(before: tuple[Any, ...]) -> None:
+    watcher = dispatch_key.watcher_here()
+    if watcher is not None and watcher is not before[2]:
+        watcher.end()
+    for key in _OURS:
+        torch._C._dispatch_tls_set_dispatch_key_included(key, f"{key.name}," in before[0].replace(")", ","))
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, f"{key.name}," in before[1].replace(")", ","))
+
+
+def _dynamo() -> tuple[Any, ...]:
+    """What compiles in this thread, whether we stand in its way, what all was told, and how many steps are spared."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return None, False, "default", len(compiled._steps)
+    ours = hasattr(eval_frame._callback_from_stance, "__wrapped__")
+    return compiled.get_eval_frame_callback(), ours, eval_frame._stance.stance, len(compiled._steps)
+
+
+def _give_dynamo_back(before: tuple[Any, ...]) -> None:
+    compiled.forget_steps()
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None:
+        eval_frame._set_stance(eval_frame.DynamoStance(before[2]))
+        eval_frame.set_eval_frame(before[0])
+
+
 KINDS: Final[dict[str, _Kind]] = {
     # First what ends sessions: much of the rest goes with them.
     "open engines": _Kind(lambda: len(tuple(escapes._open)), _close_engines),
     "turns": _Kind(lambda: len(turns._turns), lambda _: turns._turns.clear()),
     "hooks on all modules or optimizers": _Kind(_hooks, _remove_hooks),
     "dispatch modes": _Kind(lambda: tuple(_get_current_dispatch_mode_stack()), _leave_modes),
+    "dispatch keys": _Kind(_dispatch_keys, _set_dispatch_keys),
+    "what dynamo was told": _Kind(_dynamo, _give_dynamo_back),
     "function modes": _Kind(lambda: tuple(_get_current_function_mode_stack()), _leave_function_modes),
     "methods of torch.Tensor": _Kind(
         lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),

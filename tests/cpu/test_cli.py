@@ -67,8 +67,8 @@ def changing(seed):
     return small(seed, lambda model, batch: model(batch[0]).square().mean() * (os.getpid() % 1000003))
 
 
-def crashing(seed):
-    return small(seed, lambda model, batch: model(batch[0]).no_such_name)
+def crashing(seed, batch=8):
+    return small(seed, lambda model, batch: model(batch[0]).no_such_name)  # here
 
 
 def killed(seed):
@@ -204,13 +204,20 @@ def test_a_budget_too_small_is_refused_with_a_larger_one(spillway: Command) -> N
     assert re.search(r"needs .* in memory at once and 97\.66 KiB are allowed: .* \d+ bytes", refusal)
 
 
-def test_a_workload_that_raises_shows_its_traceback_and_a_sentence(spillway: Command) -> None:
-    ended = spillway("train", "workloads.py:crashing", "--budget", "1MiB")
-    assert (ended.code, ended.out) == (1, "")
-    assert "AttributeError: 'Tensor' object has no attribute 'no_such_name'" in ended.err
-    assert ended.err.splitlines()[-1] == (
-        "spillway: The process of the run ended after 0 steps with exit code 1; what it printed stands above."
-    )
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("train", "--budget", "1MiB"), ("record", "-o", "a.step"), ("record", "-o", "a.step", "--fake"),
+        ("advise", "--batches", "2,4"), ("advise", "--simulate", "a100"),
+    ],
+)  # fmt: skip
+def test_what_a_workload_raises_is_told_in_a_sentence_with_its_line(
+    spillway: Command, command: tuple[str, ...]
+) -> None:
+    said = sentence(spillway(command[0], "workloads.py:crashing", *command[1:]))
+    line = WORKLOADS.splitlines().index(next(one for one in WORKLOADS.splitlines() if one.endswith("# here"))) + 1
+    raised = r"AttributeError: '(Fake)?Tensor' object has no attribute 'no_such_name'"
+    assert re.search(rf" raised {raised} \(\S*workloads\.py, line {line}\)", said), said
 
 
 def test_a_run_that_the_system_kills_is_told_in_a_sentence(spillway: Command) -> None:

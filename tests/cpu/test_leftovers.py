@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from spillway.engines.tensors.compiled import begin_eagerly
+from spillway.engines.tensors.dispatch_key import Watcher, unwatched
 from tests.cpu.interrupted import BATCH, Training
 from tests.cpu.leftovers import clean_up, nothing_left, world
 
@@ -39,10 +41,28 @@ def saved_tensors() -> None:
     torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x).__enter__()
 
 
+def a_watched_thread() -> None:
+    KEPT.append(Watcher({}, lambda op: lambda mode, func, types, args, kwargs: func(*args, **kwargs)))
+    KEPT[-1].begin()
+
+
+def a_hidden_thread() -> None:
+    KEPT.append(unwatched())
+    KEPT[-1].__enter__()
+
+
+def a_stance() -> None:
+    torch.compiler.set_stance("force_eager")  # type: ignore[no-untyped-call]
+
+
 LEAKS: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     "session": (an_open_session, "open engines"),
     "step": (an_open_step, "turns"),
     "mode": (lambda: TorchDispatchMode().__enter__(), "dispatch modes"),
+    "watched": (a_watched_thread, "dispatch keys"),
+    "hidden": (a_hidden_thread, "dispatch keys"),
+    "spared": (lambda: begin_eagerly(lambda: None), "what dynamo was told"),
+    "stance": (a_stance, "what dynamo was told"),
     "function mode": (lambda: TorchFunctionMode().__enter__(), "function modes"),
     "handler": (a_handler, "signal handlers"),
     "gradients": (lambda: torch.set_grad_enabled(False), "flags of torch"),

@@ -32,6 +32,7 @@ from spillway.advisor.bench import Trial
 from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
+from spillway.engines.tensors.system import found_no_memory
 from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, WorkloadError
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
@@ -50,8 +51,6 @@ NEVER: Final = 1 << 63
 """Later than any time."""
 _SMALL: Final = (1, 2, 8, 64)
 """Batch sizes at which a workload is built to look at it: the first that it takes."""
-_NO_MEMORY: Final = ("not enough memory", "can't allocate memory", "Cannot allocate memory")
-"""What torch says of the CPU in a RuntimeError."""
 
 
 def main(arguments: list[str]) -> None:
@@ -98,14 +97,14 @@ def _telling(send: Send, what: str) -> Iterator[None]:
     """Send what went wrong: "failed" with a sentence is what the workload raised, maybe at this batch size alone."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError, DeviceFullError):
+    except (torch.OutOfMemoryError, DeviceFullError):
         send({"ran_out": True})
     except WorkloadError as error:
         send({"failed": str(error)})
     except SpillwayError as error:
         send({"error": {"sentence": str(error), "infeasible": None}})
     except Exception as error:
-        if isinstance(error, RuntimeError) and any(sentence in str(error) for sentence in _NO_MEMORY):
+        if found_no_memory(error):
             send({"ran_out": True})
         else:
             send({"failed": f"{what} raised {described(error)}; name sizes that can be trained with --batches."})

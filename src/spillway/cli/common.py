@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from spillway.errors import SpillwayError
-from spillway.ir import RunFile, StepReport, read_run
+from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.report.html import write_report
 from spillway.report.perfetto import write_trace
 from spillway.units import Bytes
@@ -70,6 +70,18 @@ def check_writable(path: Path | None) -> None:
         raise SpillwayError(f"{path} cannot be written: there is no directory {folder}.")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise SpillwayError(f"{path} cannot be written: permission denied.")
+
+
+def record_workload(workload: str, **options: Any) -> Recorded:
+    """Record a step of a workload by its name; what it prints goes to standard error.
+
+    Raises WorkloadError also for what its own code raises, and what `spillway.record` raises.
+    """
+    from spillway.workloads.finding import told
+    from spillway.workloads.recorded import record
+
+    with told(f"A step of the workload {workload}"), redirect_stdout(sys.stderr):
+        return record(workload, **options)
 
 
 def read_figures(path: Path) -> RunFile:

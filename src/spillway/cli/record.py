@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import Json, Seed, check_writable, print_json
+from spillway.cli.common import Json, Seed, check_writable, print_json, record_workload
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, write_step
 from spillway.units import format_bytes, format_seconds
@@ -29,8 +29,6 @@ def record(
 ) -> None:
     """Record one training step, with its optimizer: what every op reads and makes, and how long everything lives."""
     check_writable(output)
-    from spillway.workloads.recorded import record as record_workload
-
     options: dict[str, Any] = {"batch": batch, "length": length}
     given = {name: value for name, value in options.items() if value is not None}
     began = time.perf_counter()

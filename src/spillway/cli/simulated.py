@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spillway.advisor.simulated import SimulatedBench, Steps
+from spillway.cli.common import record_workload
 from spillway.costs.finding import device_of
 from spillway.ir import Step
 
@@ -16,13 +17,11 @@ def simulated_bench(workload: str, device: str, options: Mapping[str, Any] | Non
     Arguments:
         options: Of the workload, but for its batch size.
 
-    Raises UsageError for an unknown device at once, and what `spillway.record` raises when the first step is recorded.
+    Raises UsageError for an unknown device at once, and what `record_workload` raises when the first step is recorded.
     """
     where = device_of(device)
 
     def recorded(size: int) -> Step:
-        from spillway.workloads.recorded import record
-
-        return record(workload, fake=True, **{**(options or {}), "batch": size}).step
+        return record_workload(workload, fake=True, **{**(options or {}), "batch": size}).step
 
     return SimulatedBench(workload, Steps(recorded), where)

@@ -23,6 +23,7 @@ from spillway.session import Session, manage
 from spillway.session.sizes import largest_size
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
+from spillway.workloads.finding import told
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -61,7 +62,9 @@ def _run(request: RunRequest, send: Send) -> None:
 
 def _batches(request: RunRequest) -> list[Batch]:
     """All input of the run, made before memory is measured; the model that comes with it is given up again."""
-    batches = list(get(request.workload, seed=request.seed).batches(request.steps))
+    workload = get(request.workload, seed=request.seed)
+    with told(f"Making the batches of the workload {request.workload}"):
+        batches = list(workload.batches(request.steps))
     if not batches:
         raise WorkloadError(f"The workload {request.workload} has no batches.")
     return batches
@@ -107,11 +110,13 @@ def _train(
     workload: Workload, batches: list[Batch], session: Session | None, memory: PeakMemory, send: Send
 ) -> tuple[list[str], Bytes]:
     """Train one step per batch. Returns the exact losses and the highest resident set above the start."""
-    losses, peak = [], 0
+    losses: list[str] = []
+    peak = 0
     for batch in batches:
         began = time.perf_counter()
         with _step(session, batch):
-            loss = float(workload.train_step(batch))
+            with told(f"Step {len(losses)} of the workload {workload.name}"):
+                loss = float(workload.train_step(batch))
             if session is not None:
                 session.log(loss=loss)
         seconds = time.perf_counter() - began

@@ -3,14 +3,12 @@ recomputed, and the step of an optimizer."""
 
 from __future__ import annotations
 
-import copy
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +18,7 @@ from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
+from spillway.engines.tensors.twins import bare_step, unseen, without_content
 from spillway.units import Bytes
 
 
@@ -78,18 +77,17 @@ def _needs(optimizer: torch.optim.Optimizer) -> Needs:
 
 def _measured(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], options: dict[str, Any]) -> Needs:
     """Of two steps on a few parameters: the first makes state, the second has temporaries alone."""
-    with warnings.catch_warnings(), FakeTensorMode(), torch.enable_grad():
-        warnings.simplefilter("ignore")
+    with unseen(), FakeTensorMode(), torch.enable_grad():
         fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
         for fake in fakes:
             fake.grad = torch.empty(fake.shape, dtype=fake.dtype)
         optimizer = cast(Any, kind)([{**options, "params": fakes}])
         live = _Live()
         with live:
-            optimizer.step()
+            bare_step(optimizer)
             state = live.now()
             live.peak = 0
-            optimizer.step()
+            bare_step(optimizer)
         return Needs(state, max(live.peak - state, 0))
 
 
@@ -117,8 +115,7 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
     around = environment(environment.capture())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with warnings.catch_warnings(), around, torch.set_grad_enabled(trains):
-            warnings.simplefilter("ignore")
+        with unseen(), around, torch.set_grad_enabled(trains):
             twin = _twin(call, fake)
             with fake:
                 args, kwargs = rebuilt(call.called, _empty)
@@ -133,12 +130,7 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
-    with FakeCopyMode(fake):
-        twin = copy.deepcopy(call.model)
-    for module in twin.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
-                hooks.clear()
+    twin = without_content(call.model, fake)
     for name in call.blocks:
         block = twin.get_submodule(name)
         again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

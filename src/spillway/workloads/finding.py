@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from spillway.errors import WorkloadError
+from spillway.errors import SpillwayError, WorkloadError
 from spillway.workloads import deep_narrow, published, resnet, stdlib_lm
 from spillway.workloads.base import Workload
 
@@ -112,10 +114,33 @@ def _importable(folder: Path) -> Iterator[None]:
             sys.path.remove(entry)
 
 
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """What a workload's own code raises within is told in one sentence, as verbs of the command line want it.
+
+    Raises:
+        WorkloadError: From what was raised, and with the place where it was.
+    """
+    try:
+        yield
+    except SpillwayError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"{what} raised {described(error)}.") from error
+
+
 def described(error: BaseException) -> str:
-    """The type and the first line of the message, which says what it is about: one sentence has one line."""
+    """The type, the first line of the message, which says what it is about, and the line of the user's code."""
     message = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {message.rstrip('.')}" if message else type(error).__name__
+    said = f"{type(error).__name__}: {message.rstrip('.')}" if message else type(error).__name__
+    places = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+    return f"{said} ({places[-1].filename}, line {places[-1].lineno})" if places else said
+
+
+def _is_users(file: str) -> bool:
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = [Path(__file__).parents[1], *installed]
+    return not file.startswith("<") and not any(Path(file).is_relative_to(other) for other in others)
 
 
 def _a(thing: object) -> str:

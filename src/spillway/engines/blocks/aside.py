@@ -17,12 +17,13 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.containers import address, over, rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.tensors.twins import function_modes
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""
@@ -37,7 +38,8 @@ def aside(
     Raises:
         CannotCopyError: It is called with something that cannot be told from the rest of the program.
     """
-    reach = Reach(reach_of(modules, args, kwargs))
+    modes = *_get_current_dispatch_mode_stack(), *function_modes()
+    reach = Reach(reach_of(modules, args, kwargs, *modes))
     writes = _Writes()
     with contextlib.ExitStack() as stack:
         stack.callback(reach.restore)

@@ -1,9 +1,10 @@
 """Everything that Python code could have changed: what can be reached from modules, written down and put back.
 
 What is followed: attributes of modules and of objects whose class Python code defines, containers, closures, defaults
-and attributes of functions (hooks and what they are bound to among them), attributes of classes, globals that a
-function names, arrays, counters, random streams, and of tensors gradients, flags and hooks. What is not: generators
-that are running, files, what caches of `functools` hold, and what belongs to torch and to this package.
+and attributes of functions (hooks and what they are bound to among them), attributes of classes (of autograd functions
+and tensors also where only the class is there), globals that a function names, arrays, counters, random streams, and
+of tensors gradients, flags and hooks. What is not: generators that are running, files, what caches of `functools` hold,
+and what belongs to torch and to this package.
 """
 
 from __future__ import annotations
@@ -131,7 +132,10 @@ class Reach:
         elif isinstance(thing, np.ndarray):
             if thing.nbytes <= MOST_BYTES and not thing.dtype.hasobject and thing.flags.writeable:
                 self._note(thing.copy, functools.partial(np.copyto, thing))
-        elif isinstance(thing, type | types.ModuleType):
+        elif isinstance(thing, type):
+            if _runs_by_itself(thing):
+                self._visit_class(thing)
+        elif isinstance(thing, types.ModuleType):
             pass
         elif (
             isinstance(thing, nn.Module)
@@ -187,10 +191,16 @@ class Reach:
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__"):
                     self._note(functools.partial(_slot, thing, name), functools.partial(_put_slot, thing, name))
-            if id(base) not in self._seen and _package(base) not in _LIBRARIES:
+            if id(base) not in self._seen:
                 self._seen[id(base)] = base
-                self._note(functools.partial(_class_values, base), functools.partial(_put_class_values, base))
-                self._next.extend(one for one in vars(base).values() if isinstance(one, types.FunctionType))
+                self._visit_class(base)
+
+    def _visit_class(self, kind: type) -> None:
+        if _package(kind) in _LIBRARIES:
+            return
+        self._note(functools.partial(_class_values, kind), functools.partial(_put_class_values, kind))
+        members = (getattr(one, "__func__", one) for one in vars(kind).values())  # of static and class methods
+        self._next.extend(one for one in members if isinstance(one, types.FunctionType))
 
     def _visit_function(self, function: types.FunctionType) -> None:
         if (function.__module__ or "").partition(".")[0] in _FOREIGN:
@@ -203,7 +213,7 @@ class Reach:
             return
         names = [name for name in _names(function.__code__) if _is_state(function.__globals__.get(name, _MISSING))]
         called = (function.__globals__.get(name) for name in _names(function.__code__))
-        self._next.extend(one for one in called if isinstance(one, types.FunctionType))
+        self._next.extend(one for one in called if isinstance(one, types.FunctionType) or _runs_by_itself(one))
         if names:
             held = function.__globals__
             self._note(functools.partial(_named, held, names), functools.partial(_put_named, held, names))
@@ -243,6 +253,11 @@ def _is_state(value: Any) -> bool:
         and not isinstance(value, types.ModuleType | types.FunctionType | type)
         and (not callable(value) or _package(type(value)) not in _LIBRARIES)
     )
+
+
+def _runs_by_itself(value: Any) -> bool:
+    """Whether it is a class whose methods torch calls where nobody holds an object of it."""
+    return isinstance(value, type) and issubclass(value, torch.autograd.Function | Tensor)
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -11,6 +11,7 @@ import torch
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import is_wrapper
+from spillway.engines.tensors.system import memory_for
 
 Place = int | str | tuple[int | str, int]
 """Where a tensor stands in a call: a position, a keyword, or either with an index into a list."""
@@ -240,7 +241,8 @@ class Call(NamedTuple):
 def random_state(kwargs: Mapping[str, Any] | None, usual: torch.Generator) -> tuple[torch.Generator, torch.Tensor]:
     """The generator that a call draws from, which is the `usual` one if it is given none, and its state now."""
     generator = (kwargs or {}).get("generator") or usual
-    return generator, generator.get_state()
+    with memory_for("the state of a random stream, which a replay draws from"):
+        return generator, generator.get_state()
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:

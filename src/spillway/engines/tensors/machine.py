@@ -24,7 +24,7 @@ import torch
 from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.private import fresh_storage, storage_at, swap_bytes
-from spillway.engines.tensors.system import Reclaimer, give_pages_back, prefer_huge_pages
+from spillway.engines.tensors.system import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError, SpillError
 from spillway.units import Bytes, Seconds
@@ -76,7 +76,8 @@ class CpuMachine:
         call = Call.unpacked(recipe.payload)
         inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
-        results = call.again(inputs)
+        with memory_for(f"what {recipe.name} made, which is computed again"):
+            results = call.again(inputs)
         self._reclaimer.created(recipe.nbytes)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
@@ -157,7 +158,8 @@ class CpuMachine:
 
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)
-        fresh = fresh_storage(nbytes)
+        with memory_for("what comes back from the spill file"):
+            fresh = fresh_storage(nbytes)
         prefer_huge_pages(fresh.data_ptr(), nbytes)
         return fresh
 

@@ -11,22 +11,20 @@ import copy
 import functools
 import inspect
 import itertools
-import random
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
-import numpy
 import torch
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.lists import PARTS, arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS
+from spillway.engines.tensors.twins import bare_step, unseen, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -127,7 +125,7 @@ class _Update:
         most = max(parameters, key=lambda parameter: parameter.nbytes)
         tensors, states, numbers = _UNKNOWN
         if type(optimizer).__module__.startswith("torch.optim"):  # what wraps another would update the user's own
-            with contextlib.suppress(Exception):  # it wants a closure
+            with contextlib.suppress(Exception), unseen():  # it wants a closure
                 tensors, states, numbers = _counted(optimizer, most)
         self.largest: Bytes = int(tensors * most.nbytes)
         """Bytes of the tensors that one op needs at once."""
@@ -144,9 +142,6 @@ _UNKNOWN: Final = (4.0, 2, 1)
 def _counted(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
     tiny = torch.nn.Parameter(torch.zeros([min(length, 16) for length in like.shape], dtype=like.dtype))
     twin: Any = copy.copy(optimizer)
-    for name, value in vars(optimizer).items():
-        if name.endswith("_hooks"):
-            setattr(twin, name, type(value)())
     group = next(group for group in optimizer.param_groups if any(p is like for p in group["params"]))
     twin.param_groups, twin.state = [{**group, "params": [tiny]}], defaultdict(dict)
     together = _Together(tiny.numel())
@@ -155,7 +150,7 @@ def _counted(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[floa
             together.most = 0.0  # the state is there
         tiny.grad = torch.ones_like(tiny)
         with together:
-            type(optimizer).step(twin)
+            bare_step(twin)
     kept = [value for value in twin.state[tiny].values() if isinstance(value, torch.Tensor)]
     together_at_once = any(group.get(flag) for flag in ("foreach", "fused"))
     tensors = together.alive if together_at_once else sum(value.dim() > 0 for value in kept)
@@ -203,36 +198,14 @@ class _Together(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's 
 def _probe(models: Sequence[torch.nn.Module], batch: Any, states: Bytes) -> Bytes | None:
     """Most bytes that one op of a forward and backward of the first model needs, beside small `states`; None if it does
     not run on fakes."""
-    streams = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about tensors of ours that the user does not know of
-            fake = FakeTensorMode(allow_non_fake_inputs=True)
-            model = _without_content(models[0], fake)
-            # Whole numbers have their content at first: a tree, a length, what is looked up.
-            for call, with_content in itertools.product(list(_ways_to_call(model, batch)), (True, False)):
-                with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
-                    return _largest_working_set(model, call, fake, with_content=with_content) + states
-        return None
-    except Exception:  # a model that cannot be copied
-        return None
-    finally:
-        random.setstate(streams[0])
-        numpy.random.set_state(streams[1])
-        torch.set_rng_state(streams[2])
-
-
-def _without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
-    """A copy of the model on fake tensors: what a forward does to a model (counters, buffers) must not happen to the
-    user's, and the user's hooks must not see fakes.
-    """
-    with FakeCopyMode(fake):
-        twin = copy.deepcopy(model)
-    for module in twin.modules():
-        for name, hooks in vars(module).items():
-            if name.endswith("_hooks") and isinstance(hooks, dict):
-                hooks.clear()
-    return twin
+    with contextlib.suppress(Exception), unseen():  # a model that cannot be copied
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        model = without_content(models[0], fake)
+        # Whole numbers have their content at first: a tree, a length, what is looked up.
+        for call, with_content in itertools.product(list(_ways_to_call(model, batch)), (True, False)):
+            with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
+                return _largest_working_set(model, call, fake, with_content=with_content) + states
+    return None
 
 
 _LOSS = 3

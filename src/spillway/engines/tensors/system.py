@@ -8,15 +8,48 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import FileIO
-from typing import cast, final
+from typing import Final, cast, final
 
+from spillway.errors import DeviceFullError
 from spillway.units import Bytes
 
 _PAGE: Bytes = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
+_NO_MEMORY: Final = (
+    "[enforce fail at alloc_cpu.cpp", "not enough memory", "an't allocate memory", "annot allocate memory",
+    "std::bad_alloc",
+)  # fmt: skip
+"""What torch says of the CPU in a RuntimeError."""
+_CUT_SHORT: Final = 15
+"""Characters of its sentence for which it needs no memory; where there is none at all no more of it is heard."""
+
+
+def found_no_memory(error: BaseException) -> bool:
+    """Whether an op or an allocation failed because the system gives no more memory."""
+    said = str(error)
+    told = any(sentence in said for sentence in _NO_MEMORY) or said == _NO_MEMORY[0][:_CUT_SHORT]
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and told)
+
+
+@contextlib.contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Around what is allocated for the engine's own purposes.
+
+    Raises:
+        DeviceFullError: The system gives no memory for it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not found_no_memory(error):
+            raise
+        raise DeviceFullError(
+            f"The system gives this process no memory for {what}: raise `ulimit -v` or what its control group allows, "
+            f"or lower budget=."
+        ) from error
 
 
 @final
