@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from spillway.engines.blocks.containers import address, over, rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
-from spillway.engines.tensors.twins import function_modes
+from spillway.engines.tensors.private import function_modes
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
@@ -34,6 +35,11 @@ CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_subclass)
 """Whether a tensor is a subclass that wraps others: it has a storage with a size and no memory."""
+
+
+def function_modes() -> list[Any]:
+    """Those of this thread, the outermost first."""
+    return cast("list[Any]", cast(Any, _get_current_function_mode_stack)())
 
 
 def unheard(function: Callable[P, R]) -> Callable[P, R]:

@@ -15,9 +15,11 @@ from typing import Any, cast
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+
+from spillway.engines.tensors.private import function_modes
 
 
 @contextmanager
@@ -32,11 +34,6 @@ def unseen() -> Iterator[None]:
         random.setstate(streams[0])
         numpy.random.set_state(streams[1])
         torch.set_rng_state(streams[2])
-
-
-def function_modes() -> list[Any]:
-    """Those of this thread, the outermost first."""
-    return cast("list[Any]", cast(Any, _get_current_function_mode_stack)())
 
 
 @contextmanager
