@@ -7,22 +7,25 @@ import functools
 import gc
 import random
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch.utils._pytree import tree_leaves
 
-from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED
+from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.records import AWAY, HERE, Storage
 from spillway.engines.tensors.calls import operands
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.dispatch_key import Handler, Watcher
 from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.mode import Around
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible, SpillwayError
-from spillway.methods import AbstractPolicy, KeepAll
+from spillway.methods import AbstractPolicy
 from spillway.methods.base import Drop, Move
+from tests.cpu.bits import strided
 from tests.cpu.world import Part, Program, World
 
 
@@ -68,26 +71,63 @@ class Stopped(SpillwayError):
     """A plain run has come to where a managed one was refused."""
 
 
-class Counting(TorchDispatchMode):
-    """Counts ops as the engine does, and may do something before each."""
+class Counting:
+    """Stands before the handlers of an engine, counts ops as it does, and may do something before each.
+
+    It is no dispatch mode: under one torch picks other formulas and counts the versions of what some ops write
+    otherwise, and what is found would be its own doing.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
         self.ops = 0
         self.refused_in = 0
         """The op that was refused; 0 if none was."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops += not _info(func).view
-        self.before(func, args, kwargs or {})
-        try:
-            return func(*args, **(kwargs or {}))
-        except BudgetInfeasible:
-            self.refused_in = self.refused_in or self.ops
-            raise
+    def front(self, func: Any, handler: Handler) -> Handler:
+        """What stands before the handler of an op."""
+        info = _info(func)
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+        def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.ops += not info.view
+            self.before(info, args, kwargs or {})
+            try:
+                out = handler(mode, func, types, args, kwargs)
+            except BudgetInfeasible:
+                self.refused_in = self.refused_in or self.ops
+                raise
+            self.after()
+            return out
+
+        return handle
+
+    def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         """Called before each op, views included."""
+
+    def after(self) -> None:
+        """Called after each."""
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Stand before the ops of this thread, without an engine."""
+        watcher = Watcher({}, lambda func: self.front(func, _looked_at))
+        watcher.begin()
+        try:
+            yield
+        finally:
+            watcher.end()
+
+
+def _looked_at(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op and ask for the storages of what it reads and returns, as who keeps an account has to.
+
+    From then on Python keeps a storage as well, and autograd no longer adds to such a tensor in place where it sums
+    gradients: other versions of the same bits.
+    """
+    out = op(*args, **kwargs)
+    for tensor in tree_leaves((args, kwargs, out)):
+        if isinstance(tensor, torch.Tensor) and strided(tensor) and not tensor.is_nested:
+            tensor.untyped_storage()
+    return out
 
 
 @final
@@ -98,7 +138,7 @@ class StopAt(Counting):
         super().__init__()
         self.last = last
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+    def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         if self.ops == self.last:
             raise Stopped("here")
 
@@ -129,22 +169,14 @@ class Needs(Counting):
     def budget(self) -> int:
         return self.working + self.stuck
 
-    def __enter__(self) -> Needs:
-        self._note_stuck(())
-        return super().__enter__()  # type: ignore[no-any-return]
+    def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
+        found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
+        needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
+        self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
+        self._note_stuck(storage for storage in found if storage)
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> None:
-        info = _info(func)
-        with unwatched():
-            found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
-            needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
-            self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
-            self._note_stuck(storage for storage in found if storage)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+    def after(self) -> None:
         self._note_stuck(())  # what is read between two ops may have to be recomputed beside a result that dies soon
-        return out
 
     def _note_stuck(self, used: Iterable[Storage]) -> None:
         for storage in used:
@@ -162,9 +194,9 @@ class Shake(Counting):
         self.engine = engine
         self.draw = random.Random(seed)
 
-    def before(self, func: Any, args: Any, kwargs: Any) -> None:
+    def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         controller = self.engine.controller
-        with controller.lock, unwatched():
+        with controller.lock:
             for storage in list(self.engine.table.values()):
                 if storage.nbytes >= SMALLEST_MOVABLE and self.draw.random() < 0.15:
                     controller.grant((Drop if self.draw.random() < 0.7 else Move)(storage))
@@ -173,47 +205,46 @@ class Shake(Counting):
 # ---------------------------------------------------------------------- running
 
 
-def plain(program: Program) -> dict[str, Any]:
+def plain(program: Program, front: Counting | None = None) -> dict[str, Any]:
+    """What a program leaves; `front` stands before the ops of its steps."""
     world = World(program.seed)
-    for part in program.parts:
-        world.run(part.inside)
-        world.run(part.outside)
+    _run_plainly(world, program.parts, front)
     return world.state()
 
 
 def plain_until(program: Program, last: int, ops: int) -> dict[str, Any]:
-    """As plain torch would have left everything if the op of that number in the last step had raised.
-
-    The mode that raises stands above an engine that keeps everything, which is judged by itself. Alone it would let
-    backwards pass that plain torch refuses: under a mode torch counts versions of what some ops write otherwise.
-    """
+    """As plain torch would have left everything if the op of that number in the last step had raised."""
     world = World(program.seed)
-    for part in program.parts[:last]:
-        world.run(part.inside)
-        world.run(part.outside)
-    if not ops:
-        return world.state()
-    engine = TensorEngine(KeepAll(), UNLIMITED)
-    try:
-        engine.begin_step(world.named())
-        try:
-            with contextlib.suppress(Stopped), StopAt(ops):
-                world.run(program.parts[last].inside)
-        finally:
-            engine.end_step()
-    finally:
-        engine.close()
+    _run_plainly(world, program.parts[:last], Counting())
+    if ops:
+        stop = StopAt(ops)
+        with contextlib.suppress(Stopped), stop.alone():
+            world.run(program.parts[last].inside)
     return world.state()
 
 
+def _run_plainly(world: World, parts: Iterable[Part], front: Counting | None) -> None:
+    for part in parts:
+        with contextlib.nullcontext() if front is None else front.alone():
+            world.run(part.inside)
+        world.run(part.outside)
+
+
 def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Callable[[TensorEngine], Counting]) -> Ran:
-    """Run it under a budget, with the mode that `above` makes over the engine's own."""
+    """Run it under a budget, with what `above` makes before the engine's handlers."""
     ran, world, engine = Ran(), World(program.seed), TensorEngine(policy, allowed)
-    mode = above(engine)
+    front = above(engine)
+    around = engine._around
+
+    def counted() -> Around:
+        inner = around() or (lambda known: known.handler if engine.recording else known.unrecorded)
+        return lambda known: front.front(known.func, inner(known))
+
+    engine._around = counted  # type: ignore[method-assign]
     try:
         for number, part in enumerate(program.parts):
             ran.part = number
-            _run_part(world, engine, part, ran, mode)
+            _run_part(world, engine, part, ran, front)
             if ran.refusal is not None or ran.wrong:
                 break
             world.run(part.outside)
@@ -231,16 +262,16 @@ def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Calla
     return ran
 
 
-def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, mode: Counting) -> None:
-    mode.ops = 0
+def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, front: Counting) -> None:
+    front.ops = 0
     try:
         engine.begin_step(world.named())
-        with mode:
-            world.run(part.inside)
+        front.after()
+        world.run(part.inside)
     except BudgetInfeasible as error:
         began = error.op != "begin step"
-        ran.refusal, ran.ops = error, (mode.refused_in or mode.ops + 1) if began else 0
-        ran.between_ops = not mode.refused_in
+        ran.refusal, ran.ops = error, (front.refused_in or front.ops + 1) if began else 0
+        ran.between_ops = not front.refused_in
         small = [storage for storage in engine.table.values() if storage.nbytes < SMALLEST_MOVABLE]
         ran.held = sum(storage.nbytes for storage in small if storage.held)
     except Exception as error:

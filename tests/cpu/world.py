@@ -88,7 +88,6 @@ class World:
         self.handles: list[Any] = []
         """Of hooks."""
         self.averaged: Any = None
-        self.widest = False
         self.grad = True
         self.autocast: torch.dtype | None = None
         self.network = _network(seed)

@@ -284,7 +284,7 @@ def gradient(world: World, i: Instruction) -> Any:
             lambda: x.expand(2, *x.shape).sum().backward(),
             lambda: torch.stack([x, x]).unbind()[1].backward(torch.ones_like(x)),
             lambda: x.to_sparse().coalesce().values().sum().backward(),
-            lambda: torch.prod(x.tanh(), 0).sum().backward() if world.widest else None,
+            lambda: torch.prod(x.tanh(), 0).sum().backward(),
             lambda: (x.view(-1)[::2].clone().mul_(2).sum() + x.mean()).backward(),
             lambda: _written_view(x).sum().backward(),
             lambda: x.index_select(0, torch.zeros(3, dtype=torch.long)).sum().backward(),

@@ -140,9 +140,9 @@ def linear_algebra(world: World, i: Instruction) -> Any:
         lambda: torch.pca_lowrank(m.detach(), 4)[1], lambda: torch.lobpcg(spd.detach(), k=2)[0],
         lambda: torch.addbmm(m, m[None], b[None]), lambda: torch.addmv(m[0], m, b[0]), lambda: L.qr(m, mode="r"),
         lambda: m.detach().clone().addbmm_(m[None], b[None]), lambda: torch.trapz(m), lambda: torch.inner(m, b),
-        lambda: L.matrix_exp(m * 0.1) if world.widest else None, lambda: L.eigvalsh(spd) if world.widest else None,
-        lambda: L.svdvals(m) if world.widest else None, lambda: L.cond(m) if world.widest else None,
-        lambda: L.matrix_norm(m, 2) if world.widest else None, lambda: L.pinv(m) if world.widest else None,
+        lambda: L.matrix_exp(m * 0.1), lambda: L.eigvalsh(spd),
+        lambda: L.svdvals(m), lambda: L.cond(m),
+        lambda: L.matrix_norm(m, 2), lambda: L.pinv(m),
         lambda: L.matrix_rank(m), lambda: L.vander(m[0][:8]), lambda: torch.logdet(spd), lambda: L.vector_norm(m, 3),
     )  # fmt: skip
     return calls[i.c % len(calls)]()
@@ -189,23 +189,21 @@ def sparse(world: World, i: Instruction) -> Any:
     odd = world.odd[i.b % len(world.odd)] if world.odd else coo
     calls: tuple[Callable[[], Any], ...] = (
         lambda: coo.to_dense(), lambda: coo.coalesce().values(),
-        lambda: torch.sparse.mm(coo, x.t()) if world.widest else None,
+        lambda: torch.sparse.mm(coo, x.t()),
         lambda: torch.sparse.sum(coo, 0).to_dense(), lambda: (coo + coo).coalesce().indices(),
         lambda: x.detach().relu().to_sparse().values(),
-        lambda: (x * (x > 1)).detach().to_sparse_csr() @ x.t() if world.widest else None,
+        lambda: (x * (x > 1)).detach().to_sparse_csr() @ x.t(),
         lambda: world.odd.append(coo.detach()), lambda: world.odd.append(coo.detach().coalesce()),
         lambda: world.odd.append(x.detach().to_sparse_csr()), lambda: odd.to_dense(),
         lambda: odd.detach().mul_(0.5) and None,
         lambda: torch.sparse.softmax(coo.coalesce(), 1).to_dense(),
         lambda: x.detach().sparse_mask(coo.detach().coalesce()).values(),
         lambda: x.detach().to_sparse(layout=torch.sparse_csc).values(), lambda: world.odd.pop(0) and None,
-        lambda: torch.sparse.sampled_addmm(x.detach().to_sparse_csr(), still, still.t() @ still).to_dense()
-        if world.widest
-        else None,
+        lambda: torch.sparse.sampled_addmm(x.detach().to_sparse_csr(), still, still.t() @ still).to_dense(),
         lambda: odd.coalesce().to_dense() * 2, lambda: x.detach().clone().add_(coo.detach()),
         lambda: (x * 1).add(coo.detach()),
         lambda: world.odd.append(x.detach().to_sparse()),
-        lambda: torch.sparse.addmm(x @ x.t(), coo, x.t()) if world.widest else None,
+        lambda: torch.sparse.addmm(x @ x.t(), coo, x.t()),
         lambda: coo.t().coalesce().values(),
         lambda: world.odd.append(torch.nested.nested_tensor([x.detach()[:3], x.detach()[:5]])),
         lambda: odd.clone().to_dense(), lambda: torch.nested.to_padded_tensor(odd, 0.0),

@@ -71,6 +71,11 @@ def _whole_storage(args: Sequence[Any]) -> Bytes:
     return int(elements * tangent.element_size() * max(tangent.numel() // max(primal.numel(), 1), 1)) + _SLACK
 
 
+def _cloned_with_storage(args: Sequence[Any]) -> Bytes:
+    """What is written into a view is a copy of the whole storage, of which the first argument may show a part."""
+    return int(args[0].untyped_storage().nbytes()) + _SLACK
+
+
 def _bins(args: Sequence[Any]) -> list[int]:
     """Bins per dimension, given as numbers or as tensors of edges, one for all dimensions or one for each."""
     given = args[1] if len(args) > 1 else 100
@@ -192,6 +197,10 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::_to_dense": _dense,
         "aten::col2im": _folded,
         "aten::_new_zeros_with_same_feature_meta": _whole_storage,
+        "aten::select_scatter": _cloned_with_storage,
+        "aten::slice_scatter": _cloned_with_storage,
+        "aten::diagonal_scatter": _cloned_with_storage,
+        "aten::as_strided_scatter": _cloned_with_storage,
         "aten::mse_loss": _loss,
         "aten::smooth_l1_loss": _loss,
         "aten::soft_margin_loss": _loss,
