@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.records import EXACT, HERE, SCAFFOLD, Recipe, Storage, Value
 from spillway.engines.tensors.calls import Environment, operands
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.dispatch_key import Handler
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
@@ -89,15 +88,14 @@ class Watched:
 
 
 @final
-class Audit(TorchDispatchMode):
-    """Entered above an engine's own mode, inside a step that keeps recipes.
+class Audit:
+    """Stands before an engine's handlers in steps that keep recipes.
 
     `seen` are the overloads that ran, `replayed` those of them that were run again, `restored` those whose results were
     dropped and brought back by the controller; `found` says for each complaint in which cases it came up.
     """
 
     def __init__(self, engine: TensorEngine) -> None:
-        super().__init__()
         self.engine = engine
         self.sizes = Sizes()
         self.seen: set[str] = set()
@@ -110,20 +108,24 @@ class Audit(TorchDispatchMode):
     def blame(self, topic: str, info: OpInfo, what: str, numbers: str = "") -> None:
         self.found[topic][f"{info.func} {what}"].add(f"{self.case} {numbers}".rstrip())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        info = self.engine.infos.get(id(func)) or self.engine.learn_op(func)
-        if info.exactness != SCAFFOLD and not self._is_news(func, args, kwargs or {}):
-            return func(*args, **(kwargs or {}))
-        with unwatched():
-            for _, tensor, _ in operands(info, args, kwargs or {}):
-                self.engine.lookup(tensor)
-            watched = Watched(info, args, kwargs or {})
-            key, bounds = self._bounds(info, args, kwargs or {})
-            dirty_the_heap(sum(map(len, watched.before.values())), UNWRITTEN)
+    def front(self, func: Any, handler: Handler) -> Handler:
+        def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._look(func, args, kwargs or {}, handler)
+
+        return handle
+
+    def _look(self, func: Any, args: Any, kwargs: Any, handler: Handler) -> Any:
+        info = self.engine.infos[id(func)]
+        if info.exactness != SCAFFOLD and not self._is_news(func, args, kwargs):
+            return handler(None, func, (), args, kwargs)
+        for _, tensor, _ in operands(info, args, kwargs):
+            self.engine.lookup(tensor)
+        watched = Watched(info, args, kwargs)
+        key, bounds = self._bounds(info, args, kwargs)
+        dirty_the_heap(sum(map(len, watched.before.values())), UNWRITTEN)
         recipes = len(self.engine.controller.recipes)
-        out = func(*args, **(kwargs or {}))
-        with unwatched():
-            self._check(watched, out, key, bounds, self.engine.controller.recipes[recipes:])
+        out = handler(None, func, (), args, kwargs)
+        self._check(watched, out, key, bounds, self.engine.controller.recipes[recipes:])
         return out
 
     def _is_news(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -176,7 +178,7 @@ class Audit(TorchDispatchMode):
         for key, storage in (watched.storages | watched.created).items():
             if key not in table:
                 self.blame("account", watched.info, "left a storage behind that the engine does not know")
-            elif table[key].nbytes != storage.nbytes():
+            elif table[key].nbytes != storage.nbytes() and (key not in watched.before or watched.may_write(key)):
                 self.blame("account", watched.info, "changed the size of a storage, and the account does not know")
 
     # ------------------------------------------------------------------ replays

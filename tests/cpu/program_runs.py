@@ -15,17 +15,17 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.controller import SMALLEST_MOVABLE
-from spillway.engines.records import AWAY, HERE, Storage
+from spillway.engines.records import AWAY, HERE
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.dispatch_key import Handler, Watcher
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.mode import Around
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.methods import AbstractPolicy
 from spillway.methods.base import Drop, Move
 from tests.cpu.bits import strided
+from tests.cpu.fronts import stand_before
 from tests.cpu.world import Part, Program, World
 
 
@@ -72,11 +72,7 @@ class Stopped(SpillwayError):
 
 
 class Counting:
-    """Stands before the handlers of an engine, counts ops as it does, and may do something before each.
-
-    It is no dispatch mode: under one torch picks other formulas and counts the versions of what some ops write
-    otherwise, and what is found would be its own doing.
-    """
+    """Stands before the handlers of an engine, counts ops as it does, and may do something before each."""
 
     def __init__(self) -> None:
         self.ops = 0
@@ -173,15 +169,15 @@ class Needs(Counting):
         found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
         needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
         self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
-        self._note_stuck(storage for storage in found if storage)
+        self.after()
 
     def after(self) -> None:
-        self._note_stuck(())  # what is read between two ops may have to be recomputed beside a result that dies soon
-
-    def _note_stuck(self, used: Iterable[Storage]) -> None:
-        for storage in used:
-            storage.escaped = storage.escaped or self.engine.machine.escaped(storage)
+        """What is read between two ops may have to be recomputed beside a result that dies soon; and what escapes even
+        for a moment may be asked then, and stays."""
         storages = list(self.engine.table.values())
+        for storage in storages:
+            if storage.nbytes >= SMALLEST_MOVABLE and not storage.escaped:
+                storage.escaped = self.engine.machine.escaped(storage)
         self.stuck = max(self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or s.escaped))
 
 
@@ -234,13 +230,7 @@ def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Calla
     """Run it under a budget, with what `above` makes before the engine's handlers."""
     ran, world, engine = Ran(), World(program.seed), TensorEngine(policy, allowed)
     front = above(engine)
-    around = engine._around
-
-    def counted() -> Around:
-        inner = around() or (lambda known: known.handler if engine.recording else known.unrecorded)
-        return lambda known: front.front(known.func, inner(known))
-
-    engine._around = counted  # type: ignore[method-assign]
+    stand_before(engine, front.front)
     try:
         for number, part in enumerate(program.parts):
             ran.part = number

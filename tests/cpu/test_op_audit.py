@@ -15,6 +15,7 @@ from spillway.engines.tensors import ops
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import NEVER_REPLAYED
 from spillway.methods import LRU
+from tests.cpu.fronts import stand_before
 from tests.cpu.op_audit import Audit
 from tests.cpu.op_samples import MORE, Case, cases, database
 
@@ -32,6 +33,7 @@ def audited(found: Iterable[Case]) -> Audit:
     """The cases, each in a step of its own; what fails without the engine too is left out."""
     engine = TensorEngine(LRU(short_chain=32, worth=float("inf")), UNLIMITED)
     audit = Audit(engine)
+    stand_before(engine, audit.front)
     try:
         for case in found:
             run_one(audit, case)
@@ -46,8 +48,7 @@ def run_one(audit: Audit, case: Case) -> None:
     audit.engine.begin_step([])
     versions, failure = None, None
     try:
-        with audit:
-            versions = case.call()
+        versions = case.call()
     except Exception as error:
         failure = error
     audit.engine.end_step()

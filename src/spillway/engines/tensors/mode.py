@@ -222,7 +222,7 @@ def build_completion(engine: TensorEngine) -> Completion:
         seconds = now() - began
         edges: Sequence[tuple[int, Value]] = ()
         if writes:
-            if recipes_exist or info.resizes:
+            if recipes_exist or info.resized:
                 edges = recorder.note_writes(info, reads, writes, replayable=payload is not None)
             else:
                 for storage in writes:
@@ -272,7 +272,7 @@ class Recorder:
         for storage in dict.fromkeys(writes):  # a list may hold several views of one
             old = storage.value
             new = self._controller.overwrite(storage, None)
-            resized = info.resizes and self._engine.check_size(storage)  # a replay would make no room for that
+            resized = info.resized and self._engine.check_size(storage)  # a replay would make no room for that
             if replayable and not resized and old is not None and old.recipe is not None and old in reads:
                 edges.append((reads.index(old), new))
         return edges

@@ -114,6 +114,7 @@ class OpInfo:
         "name",
         "per_element",
         "places",
+        "resized",
         "resizes",
         "safety",
         "schema_writes",
@@ -150,9 +151,12 @@ class OpInfo:
             argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
             for argument in schema.arguments
         )
+        self.resized = self.resizes or self.name == "aten::copy_"
+        """Whether what it writes may be of another size afterwards. Functions made of ops (`linalg.matrix_norm`) resize
+        what they are given as `out=` unseen, and copy their result there."""
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
-        """Whether torch forgets under a dispatch mode to count the versions of what it writes (always its first
-        argument)."""
+        """Whether the ops inside it count the versions of what it writes (always its first argument): none are counted
+        where they are left out."""
         self.per_element = arguments_per_element(schema)
         """Arguments that hold something for each element, of an op that may run on some elements at a time."""
         self.scratch = SCRATCH.get(self.name, ())
