@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from torch.autograd.profiler import KinetoStepTracker
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -96,6 +97,17 @@ def _set_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
+def _profilers() -> tuple[bool, dict[str, int]]:
+    return torch._C._autograd._profiler_enabled(), dict(KinetoStepTracker._step_dict)
+
+
+def _stop_profilers(before: tuple[bool, dict[str, int]]) -> None:
+    if torch._C._autograd._profiler_enabled() > before[0]:
+        torch._C._autograd._disable_profiler()
+    KinetoStepTracker._step_dict.clear()
+    KinetoStepTracker._step_dict.update(before[1])
+
+
 def _flags() -> tuple[Any, ...]:
     return tuple(read() for read, _ in _FLAGS)
 
@@ -164,9 +176,7 @@ KINDS: Final[dict[str, _Kind]] = {
         lambda _: (escapes._uninstall(), guests._uninstall()),
     ),
     "signal handlers": _Kind(lambda: tuple(map(signal.getsignal, _SIGNALS)), _put_handlers_back),
-    "a profiler": _Kind(
-        lambda: torch._C._autograd._profiler_enabled(), lambda _: torch._C._autograd._disable_profiler()
-    ),
+    "a profiler": _Kind(_profilers, _stop_profilers),
     "hooks for saved tensors": _Kind(
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
         lambda _: torch._C._autograd._pop_saved_tensors_default_hooks(),

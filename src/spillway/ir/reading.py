@@ -72,10 +72,9 @@ def fault_in(path: str | PathLike[str], line: int) -> Iterator[None]:
 def opened(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     """A file, opened to be read. Raises FileFormatError for what has no end that can be known, OSError where the system
     does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for who writes to it
-    with open(descriptor, "rb") as file:
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
+    # A pipe would wait for who writes to it.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise FileFormatError("this is a pipe or a device: write what it gives to a file first", path=path, line=1)
         yield file
 
