@@ -152,9 +152,9 @@ class OpInfo:
             for argument in schema.arguments
         )
         self.resized = self.resizes or self.name == "aten::copy_"
-        """Whether what it writes may be of another size afterwards. Functions made of ops resize `out=` unseen, and copy."""
+        """Whether it may leave another size of what it writes. Functions made of ops resize `out=` unseen and copy."""
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
-        """Whether the ops inside it, where they run, count the versions of what it writes (always its first argument)."""
+        """Whether the ops inside it, if run, count the versions of what it writes (always its first argument)."""
         self.per_element = arguments_per_element(schema)
         """Arguments that hold something for each element, of an op that may run on some elements at a time."""
         self.scratch = SCRATCH.get(self.name, ())
