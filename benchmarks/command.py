@@ -18,7 +18,7 @@ NAMES = (
     "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
     "budget", "mimose_budget", "convergence", "mimose_convergence", "reach", "exactness", "block_exactness",
     "block_programs", "block_refusals", "random_programs", "list_optimizers", "data_dependent", "refusals",
-    "collectives",
+    "collectives", "op_audit",
     "recording", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
     "mimose_tasks", "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here",
     "papaya_simulated", "papaya_implications", "compression", "packing", "files", "compare_models",

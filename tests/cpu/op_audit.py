@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.records import EXACT, HERE, SCAFFOLD, Recipe, Storage, Value
-from spillway.engines.tensors.calls import Environment, operands
+from spillway.engines.tensors.calls import Environment, inner_tensors, operands
 from spillway.engines.tensors.dispatch_key import Handler
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
@@ -52,9 +52,10 @@ class Watched:
         self.tensors: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self.created: dict[int, torch.UntypedStorage] = {}
         self.running = set(info.scratch) if info.scratch and info.trains(args) else set()
-        for place, tensor, name in operands(info, args, kwargs):
-            if is_strided(tensor):
-                key = self._note(tensor, self.storages)
+        self._operands = list(operands(info, args, kwargs))
+        for place, tensor, name in self._operands:
+            for part in _with_bytes(tensor):
+                key = self._note(part, self.storages)
                 self.before.setdefault(key, bytes_of(self.storages[key]))
                 self.names[key].add(name)
                 self.places[key].add(place)
@@ -66,10 +67,11 @@ class Watched:
         return key
 
     def finish(self, out: Any) -> None:
-        """Note the storages of the results that are no operand's."""
-        for tensor in filter(is_strided, tree_leaves(out)):
-            if address_of(tensor) not in self.storages:
-                self._note(tensor, self.created)
+        """Note the storages of the results that were no operand's."""
+        for tensor in (*tree_leaves(out), *(tensor for _, tensor, _ in self._operands)):
+            for part in _with_bytes(tensor):
+                if address_of(part) not in self.storages:
+                    self._note(part, self.created)
 
     def made(self) -> int:
         """Bytes that the call added to what is alive."""
@@ -237,6 +239,12 @@ class Audit:
             if not watched.agree(value.storage.key, bytes_of(value.storage.handle()), original):
                 self.blame("replays", watched.info, "came back with other bytes after a drop")
             overwrite(value.storage.handle(), original)  # what nobody wrote is known by its pattern also the next time
+
+
+def _with_bytes(value: Any) -> list[torch.Tensor]:
+    """The tensor, or what a sparse tensor consists of."""
+    sparse = isinstance(value, torch.Tensor) and value.layout is not torch.strided
+    return [tensor for tensor in (inner_tensors(value) if sparse else [value]) if is_strided(tensor)]
 
 
 def _words(error: Exception) -> str:

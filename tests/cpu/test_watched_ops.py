@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.sizes import Sizes
+from tests.cpu.benchmarks_quick import quick
 from tests.cpu.op_samples import database
-from tests.cpu.watched_ops import DTYPES, Program, look_at, programs
+from tests.cpu.watched_ops import DTYPES, Program, look_at, many, programs
 
 FULL = os.environ.get("SPILLWAY_FULL_AUDIT") == "1"
 
@@ -21,10 +24,14 @@ OTHERWISE_UNDER_A_MODE = (
 )  # fmt: skip
 """Ops that came out otherwise while a dispatch mode was active, or passed the budget."""
 
+SPARSE = ("to_sparse", "sparse.sampled_addmm", "nn.functional.gaussian_nll_loss")
+"""Ops whose account was not what was allocated."""
+
 
 def chosen() -> list[Any]:
     ops = database()
-    return list(ops) if FULL else [*(op for op in ops if op.name in OTHERWISE_UNDER_A_MODE), *ops[::12]]
+    some = (*OTHERWISE_UNDER_A_MODE, *SPARSE)
+    return list(ops) if FULL else [*(op for op in ops if op.name in some), *ops[::12]]
 
 
 def test_ops_come_out_the_same_watched_and_the_account_is_what_was_allocated() -> None:
@@ -54,3 +61,34 @@ def test_a_storage_that_is_not_in_the_account_is_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(TensorEngine, "register_new", forgetful)
     found = look_at([program_of(lambda x: x.topk(7))])
     assert list(found.found) == ["another account"]
+
+
+def test_what_a_sparse_tensor_consists_of_that_is_not_in_the_account_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorEngine, "take_in_parts", lambda *given: None)
+    found = look_at([program_of(lambda x: x.to_sparse())])
+    assert list(found.found) == ["another account"]
+
+
+def test_an_op_that_creates_more_than_is_expected_of_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sizes, "expected", lambda *given: (None, 8))
+    found = look_at([program_of(lambda x: x.cumsum(0).cumprod(0))])
+    assert "more created than expected" in found.found
+
+
+def test_tensors_that_share_a_storage_where_they_did_not_are_found() -> None:
+    calls = itertools.count()
+    found = look_at([program_of(lambda x: (x, x.view(-1) if next(calls) else x.clone()))])
+    assert list(found.found) == ["other results watched"]
+
+
+def test_an_op_that_ends_its_process_is_a_row_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    rows = [pair["rows"] for pair in many([0, 1], 1, others=False)]
+    assert [row["found"] for (row,) in rows] == [{"crashed": ["abs[float32]: 1"]}, {"crashed": ["abs[bfloat16]: 1"]}]
+
+
+def test_the_op_audit_counts_what_became_of_every_program() -> None:
+    result = quick("op_audit")
+    assert {row["dtype"] for row in result.rows} >= {"float32", "complex64", "int64"}
+    assert all(row["identical"] + row["unwritten"] >= row["programs"] > 0 for row in result.rows)
+    assert [check.measured for check in result.checks] == [0]

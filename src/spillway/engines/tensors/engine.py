@@ -178,7 +178,7 @@ class TensorEngine:
         """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
         by."""
         if tensor.layout is not torch.strided or tensor.device not in self.place.devices or not _has_storage(tensor):
-            self.unmanaged += 1
+            self.pass_by(tensor)
             return None
         key = _address_or_none(tensor)
         if key == NO_ADDRESS or is_wrapper(tensor) or tensor._is_zerotensor():  # the last two: a size and no memory
@@ -218,11 +218,27 @@ class TensorEngine:
                 before = bisect.bisect_left(starts, end)
                 storage.escaped |= before > 0 and ends[before - 1] > start
 
+    def pass_by(self, out: torch.Tensor | None) -> None:
+        """It is not managed, but for what a sparse tensor consists of."""
+        if isinstance(out, torch.Tensor):
+            self.unmanaged += 1
+            self.take_in_parts(out)
+
+    def take_in_parts(self, tensor: torch.Tensor) -> None:
+        """Take into account what a sparse tensor consists of."""
+        if tensor.layout is not torch.strided and tensor.device in self.place.devices:
+            with unwatched():
+                parts = list(inner_tensors(tensor))
+            for part in parts:
+                storage = self.lookup(part)
+                if storage is not None:
+                    self.check_size(storage)  # an op on the whole may have changed it
+
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
         key = _address_or_none(tensor)
         if key == NO_ADDRESS or tensor.device not in self.place.devices or is_wrapper(tensor):
-            self.unmanaged += 1
+            self.pass_by(tensor)
             return None
         return None if key in self.table else self.register(tensor, key)
 

@@ -137,7 +137,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         try:
             key = _address(out)
         except (RuntimeError, TypeError):
-            engine.unmanaged += out is not None
+            engine.pass_by(out)
             return out
         if key not in table:
             if kwargs and info.places and out.device not in here:
@@ -197,7 +197,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
         try:
             key = _address(out)
         except (RuntimeError, TypeError):
-            engine.unmanaged += out is not None
+            engine.pass_by(out)
             return out
         if key not in table:
             if kwargs and info.places and out.device not in engine.place.devices:

@@ -55,7 +55,7 @@ class Elements:
         kwargs: Mapping[str, Any],
     ) -> None:  # fmt: skip
         names = [argument.name for argument in info.func._schema.arguments]
-        self._find, self._args, self._kwargs = find, args, kwargs
+        self._find, self._args, self._kwargs, self._creates = find, args, kwargs, info.fresh
         self._sliced = {place for place, name in enumerate(names[: len(args)]) if name in info.per_element}
         self._named = info.per_element & kwargs.keys()
         self._given = [value for value in self._each() if len(value)]  # what an optimizer does without is empty
@@ -72,9 +72,13 @@ class Elements:
         return sum({s: n for e in range(self.count)[group] for s, n in self._storages(e).items()}.values())
 
     def groups(self, most: Bytes) -> Iterator[slice]:
-        """Neighbours, as many as need no more together than the largest element does alone, and than `most`."""
+        """Neighbours, as many as need no more together than the largest element does alone, and than `most`. Where the
+        op creates, each element is alone."""
         if self.count < 2:
             yield slice(None)
+            return
+        if self._creates:
+            yield from (slice(element, element + 1) for element in range(self.count))
             return
         needs = [self._storages(element) for element in range(self.count)]
         limit = min(max(sum(storages.values()) for storages in needs), most)

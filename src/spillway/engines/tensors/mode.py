@@ -343,6 +343,9 @@ class General:
             out = self._in_groups(info, Elements(engine.find, info, args, kwargs))
         else:
             out = engine.run_short_of_room(seen, self._complete)
+        if seen.opaque and info.writes:
+            for _, tensor, _ in operands(info, args, kwargs):
+                engine.take_in_parts(tensor)  # of a sparse one they may be others now
         engine.fused_updates += info.name.startswith("aten::_fused_")
         return out
 
@@ -381,34 +384,61 @@ class General:
         results: list[Any] = []
         for group in elements.groups(allowed):
             args, kwargs = elements.take(group)
-            parts = elements.parts(group) if info.writes and not info.fresh and elements.needs(group) > allowed else []
-            if len(parts) > 1 and engine.machine.readable_in_place:
-                self._in_parts(info, args, kwargs, parts)
-            else:
+            creates = engine.sizes.expected(info, args, kwargs)[1] if info.fresh else 0
+            parts = elements.parts(group) if elements.needs(group) + creates > allowed else []
+            if len(parts) < 2 or not engine.machine.readable_in_place or bool(info.writes) == info.fresh:
                 results += self._unrecorded(info, args, kwargs) or ()
+            elif info.fresh:
+                results += self._made_in_parts(info, args, kwargs, parts)
+            else:
+                self._in_parts(info, args, kwargs, parts)
         return results if info.func._schema.returns else None
 
     def _in_parts(self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], parts: Sequence[slice]) -> None:
         """One element of what writes in place: on a copy of one part of its tensors after the other."""
-        clone, copy = (self._engine.info_of(op) for op in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default))
+        copy = self._engine.info_of(torch.ops.aten.copy_.default)
         for part in parts:
-            given = list(args)
-            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for place, value in enumerate(args):
-                if isinstance(value, list) and value and isinstance(value[0], torch.Tensor) and value[0].dim():
-                    with unwatched():
-                        window = value[0].view(-1)[part]
-                    copied = self._unrecorded(clone, [window], {})
-                    given[place] = [copied]
-                    if place in info.writes:
-                        copies.append((window, copied))
+            given, windows = self._copied(args, part)
             self._unrecorded(info, given, kwargs)
+            written = [place for place in windows if place in info.writes]
             preserved: Any = torch.autograd  # its typed names leave this one out
-            with preserved._unsafe_preserve_version_counter(tuple(window for window, _ in copies)):
-                for window, copied in copies:
-                    self._unrecorded(copy, [window, copied], {})
+            with preserved._unsafe_preserve_version_counter(tuple(windows[place] for place in written)):
+                for place in written:
+                    self._unrecorded(copy, [windows[place], *given[place]], {})
+            del given  # before the next are made
         if info.uncounted:  # torch counted for the copies
             torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
+
+    def _made_in_parts(self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], parts: Sequence[slice]) -> Any:
+        """One element of what creates: one part of its result after the other."""
+        aten = torch.ops.aten
+        empty, copy = map(self._engine.info_of, (aten.empty.memory_format, aten.copy_.default))
+        result: Any = None
+        for part in parts:
+            given, windows = self._copied(args, part)
+            (made,) = self._unrecorded(info, given, kwargs)
+            (shape, length), *_ = [(args[place][0].shape, window.shape) for place, window in windows.items()]
+            if made.shape != length:  # not an element for each
+                return self._unrecorded(info, args, kwargs)
+            del given
+            if result is None:
+                result = self._unrecorded(empty, [list(shape)], {"dtype": made.dtype, "device": made.device})
+            with unwatched():
+                window = result.view(-1)[part]
+            self._unrecorded(copy, [window, made], {})
+            del made
+        return [result]
+
+    def _copied(self, args: Sequence[Any], part: slice) -> tuple[list[Any], dict[int, torch.Tensor]]:
+        """Arguments with a copy of one part of each tensor of one element; and by place of what it is a copy."""
+        clone = self._engine.info_of(torch.ops.aten.clone.default)
+        given, windows = list(args), dict[int, torch.Tensor]()
+        for place, value in enumerate(args):
+            if isinstance(value, list) and value and isinstance(value[0], torch.Tensor) and value[0].dim():
+                with unwatched():
+                    windows[place] = value[0].view(-1)[part]
+                given[place] = [self._unrecorded(clone, [windows[place]], {})]
+        return given, windows
 
     def _unrecorded(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         seen = self._look(info, args, kwargs)

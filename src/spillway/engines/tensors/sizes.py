@@ -63,6 +63,15 @@ def _folded(args: Sequence[Any]) -> Bytes:
     return max(int(columns.numel()), int(pixels)) * int(columns.element_size()) + _SLACK
 
 
+def _unfolded(args: Sequence[Any]) -> Bytes:
+    """An image becomes columns in a storage that was made as large as the image is, and keeps its size."""
+    image, *rules = args[:5]
+    each = zip(image.shape[-2:], *([*rule, *rule][:2] for rule in rules), strict=True)
+    places = [(size + 2 * around - apart * (kernel - 1) - 1) // step + 1 for size, kernel, apart, around, step in each]
+    columns = int(math.prod(image.shape[:-2])) * math.prod(([*rules[0], *rules[0]])[:2]) * math.prod(places)
+    return int(max(int(image.numel()), columns) * image.element_size()) + _SLACK
+
+
 def _whole_storage(args: Sequence[Any]) -> Bytes:
     """A tangent has a storage as large as that of what it is the tangent of, however little of it that covers; for each
     of a batch."""
@@ -126,9 +135,33 @@ def _packed(args: Sequence[Any]) -> Bytes:
     return int(int(args[0].numel()) * args[0].element_size() + int(args[1].numel()) * int(args[0].shape[0]) * 8)
 
 
+def _bags(args: Sequence[Any]) -> Bytes:
+    """A row for each bag, which bag each index is in and one more, and how many and which are in each."""
+    table, indices, bags = args[0], int(args[1].numel()), int(args[2].numel())
+    row, largest = int(table.shape[-1]), len(args) > 4 and args[4] == 2
+    return bags * (row * int(table.element_size()) + 8 + 8 * (row if largest else 1)) + 8 * (indices + 1) + 4 * _SLACK
+
+
 def _sparse_product(args: Sequence[Any]) -> Bytes:
     """The product of a sparse and a dense matrix, and where its largest or smallest terms stood."""
     return int(args[0].shape[0] * args[1].shape[1]) * (int(args[1].element_size()) + 8) + 2 * _SLACK
+
+
+def _sparse(args: Sequence[Any]) -> Bytes:
+    """All elements in another layout: a number for each dimension beside each, or pointers to rows or columns."""
+    tensor = args[0]
+    pointers: Bytes = 8 * (sum(map(int, tensor.shape)) + 2) * math.prod(map(int, tensor.shape[:-2]))
+    if tensor.layout is not torch.strided:
+        return 2 * _widened(tensor) + pointers + 4 * _SLACK
+    return int(tensor.numel()) * (int(tensor.element_size()) + 8 * max(int(tensor.dim()), 2)) + pointers + 4 * _SLACK
+
+
+def _sparse_square(args: Sequence[Any]) -> Bytes:
+    """The product of two sparse matrices: in a row no more than the other has columns."""
+    left, right = args[:2]
+    rows, columns = int(left.shape[0]), int(right.shape[1])
+    numbers = min(rows * columns, int(left._nnz()) * columns, int(right._nnz()) * rows)
+    return numbers * (int(left.element_size()) + 16) + 8 * (rows + columns + 2) + 4 * _SLACK
 
 
 def _ternary_lists(args: Sequence[Any]) -> Bytes:
@@ -169,7 +202,18 @@ def _rnn_layer_backward(args: Sequence[Any]) -> Bytes:
 
 
 _FROM_SHAPES: Final = frozenset(
-    {_folded, _sparse_product, _dense, _loss, _edges, _histogram, _ternary_lists, _rnn_layer, _rnn_layer_backward}
+    {
+        _folded,
+        _bags,
+        _sparse_product,
+        _dense,
+        _loss,
+        _edges,
+        _histogram,
+        _ternary_lists,
+        _rnn_layer,
+        _rnn_layer_backward,
+    }
 )
 """Formulas that look at nothing but shapes and numbers."""
 
@@ -190,12 +234,17 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::_ctc_loss": _ctc,
         "aten::_pack_padded_sequence": _packed,
         "aten::_sparse_mm_reduce_impl": _sparse_product,
+        "aten::_embedding_bag": _bags,
+        "aten::_embedding_bag_forward_only": _bags,
         "aten::histogram": _histogram,
         "aten::_histogramdd_bin_edges": _edges,
         "aten::_histogramdd_from_bin_cts": _histogram,
         "aten::_histogramdd_from_bin_tensors": _histogram,
         "aten::_to_dense": _dense,
+        **{f"aten::_to_sparse{layout}": _sparse for layout in ("", "_csr", "_csc", "_bsr", "_bsc")},
+        "aten::_sparse_sparse_matmul": _sparse_square,
         "aten::col2im": _folded,
+        "aten::im2col": _unfolded,
         "aten::_new_zeros_with_same_feature_meta": _whole_storage,
         "aten::select_scatter": _cloned_with_storage,
         "aten::slice_scatter": _cloned_with_storage,
@@ -263,6 +312,9 @@ class Sizes:
         formula = FORMULAS.get(info.name)
         if formula is not None and info.name not in DEPENDS_ON_CONTENT:
             return formula(args)
+        if any(tensor.layout is not torch.strided for _, tensor, _ in operands(info, args, kwargs)):
+            self._guessed.add(key)
+            return _guess(info, args, kwargs)
         try:
             if not kwargs and (evident := _evident(info, args)) is not None:
                 return evident
@@ -273,8 +325,13 @@ class Sizes:
 
 
 def _guess(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
-    """Twice what it is given, of at least single precision: what is narrow may be widened, as by `dequantize`."""
-    return 2 * sum(_widened(tensor) for _, tensor, _ in operands(info, args, kwargs)) + _SLACK
+    """Twice what it is given, of at least single precision: what is narrow may be widened, as by `dequantize`. A
+    product may be dense."""
+    given = 2 * sum(_widened(tensor) for _, tensor, _ in operands(info, args, kwargs)) + _SLACK
+    if info.name not in _PRODUCTS:
+        return given
+    left, right = args[-2:]
+    return int(given + math.prod(left.shape[:-1]) * right.shape[-1] * max(left.element_size(), right.element_size()))
 
 
 def _widened(tensor: torch.Tensor) -> Bytes:
@@ -312,7 +369,9 @@ def _needs_formula(info: OpInfo, args: Sequence[Any]) -> bool:
 
 def _key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.stride() if value.layout is torch.strided else value.layout, value.dtype
+        if value.layout is torch.strided:
+            return value.shape, value.stride(), value.dtype
+        return value.shape, value.layout, value.dtype, *(_key(part) for part in inner_tensors(value))
     if isinstance(value, list | tuple):
         return tuple(_key(element) for element in value)
     if isinstance(value, dict):
