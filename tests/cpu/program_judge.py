@@ -80,7 +80,10 @@ class Known:
 
         self.program = program
         self.state = plain(program) | {"versions": plain(program, Counting())["versions"]}
-        kept = managed(program, KeepAll(), UNLIMITED, above)
+        kept = managed(program, KeepAll(), UNLIMITED, lambda engine: Counting())
+        managed(
+            program, KeepAll(), UNLIMITED - 1, above
+        )  # without a budget nobody asks who holds what comes from outside
         self.enough = needs[0].budget
         self.peak = max(kept.peak, self.enough)
         self.row = self.row_of(WATCHED, kept, UNLIMITED, _complaints(self, kept, UNLIMITED))
