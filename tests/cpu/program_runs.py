@@ -169,15 +169,13 @@ class Needs(Counting):
         found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
         needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
         self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
+        for storage in filter(None, found):
+            storage.escaped = storage.escaped or self.engine.machine.escaped(storage)
         self.after()
 
     def after(self) -> None:
-        """What is read between two ops may have to be recomputed beside a result that dies soon; and what escapes even
-        for a moment may be asked then, and stays."""
+        """What is read between two ops may have to be recomputed beside a result that dies soon."""
         storages = list(self.engine.table.values())
-        for storage in storages:
-            if storage.nbytes >= SMALLEST_MOVABLE and not storage.escaped:
-                storage.escaped = self.engine.machine.escaped(storage)
         self.stuck = max(self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or s.escaped))
 
 
