@@ -143,13 +143,13 @@ def _judge_refusal(known: Known, name: str, ran: Ran, allowed: int) -> list[str]
 
 
 def judge_all(seed: int, policies: int = len(POLICIES)) -> list[dict[str, Any]]:
-    """One program, watched and under so many of the policies, each with a budget of its own."""
+    """One program, watched and under the next so many of the policies, each with a budget of its own."""
     known = Known(random_program(seed))
-    names = random.Random(f"policies of {seed}").sample(list(POLICIES), policies)
-    return [known.row, *(judge(known, name, _shares(seed)[name]) for name in names)]
+    names = [list(POLICIES)[number % len(POLICIES)] for number in range(seed * policies, (seed + 1) * policies)]
+    return [known.row, *(judge(known, name, shares(seed)[name]) for name in names)]
 
 
-def _shares(seed: int) -> dict[str, float]:
+def shares(seed: int) -> dict[str, float]:
     """Where each policy's budget lies: mostly little above what is needed, now and then below it."""
     draw = random.Random(f"budgets of {seed}")
     return {name: draw.random() ** 2 - 0.02 for name in POLICIES}
@@ -198,7 +198,7 @@ def many(first: int, count: int, policies: int = len(POLICIES)) -> Iterator[dict
 def shrunk(seed: int) -> tuple[Any, ...]:
     """The shortest program found, the policy and the place of the budget with which it fails, and what is wrong."""
     program = random_program(seed)
-    for name, share in ((WATCHED, 0.0), *_shares(seed).items()):
+    for name, share in ((WATCHED, 0.0), *shares(seed).items()):
         found = _way_it_ends(program, name, share)
         if found:
             program = shortest(program, lambda p, n=name, s=share, f=found: _way_it_ends(p, n, s) == f)
