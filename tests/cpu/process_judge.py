@@ -138,13 +138,16 @@ def plainly(processes: Group, program: str) -> Plain:
     return Plain(answers, max(answer["peak"] for answer in watched))
 
 
-def judged(processes: Group, program: str, method: str, plain: Plain, share: float) -> Verdict:
-    """Run it under a share of the plain peak, or under the budget that refusals name."""
+def judged(processes: Group, program: str, method: str, plain: Plain, share: float, *, plant: bool = False) -> Verdict:
+    """Run it under a share of the plain peak, or under the budget that refusals name.
+
+    The peak of every step is measured, also where the block engine would not do that by itself.
+    """
     budget, refusals = int(share * plain.peak), 0
-    blocks = BLOCKS if method in BLOCK_METHODS else None
+    options = {"blocks": BLOCKS, "timeline": True} if method in BLOCK_METHODS else {}
     while True:
         try:
-            answers = processes.ask(program=program, method=method, budget=budget, blocks=blocks)
+            answers = processes.ask(program=program, method=method, budget=budget, plant=plant, **options)
         except GroupDied as death:
             return Verdict([str(death)], refusals)
         named = [answer["refused"] for answer in answers if "refused" in answer]
@@ -167,6 +170,8 @@ def _complaints_about(answers: Sequence[dict[str, Any]], plain: Sequence[dict[st
                 i for i, pair in enumerate(zip(answer["trace"], wanted["trace"], strict=True)) if len({*pair}) > 1
             )
             complaints.append(f"rank {rank}: other bits, first in tensor {first} of {len(wanted['trace'])}")
+        elif answer["unmeasured"]:
+            complaints.append(f"rank {rank}: the peaks of {answer['unmeasured']} steps were not measured")
         elif answer["peak"] > answer["allowed"]:
             complaints.append(f"rank {rank}: a peak of {answer['peak']} under {answer['allowed']}")
     equal = len({tuple(one["weights"]) for one in plain}) == 1

@@ -8,6 +8,7 @@ on the standard output for what came of it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import spillway
+from spillway.engines.flights import Flights
 from spillway.errors import BudgetInfeasible, SpillwayError
 
 STEPS: Final = 3
@@ -131,11 +134,36 @@ def communicating(block: type[Block] = Communicating) -> nn.Module:
     return Chain(block=block)
 
 
+class Pace:
+    """The ranks take turns in being late: what the others have begun stays in flight until they are ready to wait."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.store: dist.Store | None = None
+
+    def fall_behind(self) -> None:
+        """The late one goes on when all others have said that they are ahead, or wait for it already."""
+        world = dist.get_world_size()
+        if self.store is not None and dist.get_rank() == self.turn % world:
+            others = [f"{self.turn}.{rank}" for rank in range(world) if rank != dist.get_rank()]
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(others, timedelta(seconds=3))
+
+    def get_ahead(self) -> None:
+        """From here on this one waits for others."""
+        if self.store is not None:
+            self.store.set(f"{self.turn}.{dist.get_rank()}", "")
+
+
+PACE: Final = Pace()
+
+
 def input_of(model: nn.Module, rows: int = 96) -> Tensor:
+    PACE.turn += 1
     return torch.randn(rows, getattr(model, "module", model).width)
 
 
-def replicated(model: Callable[[], nn.Module] = Chain, hook: Any = None, **options: Any) -> Any:
+def replicated(model: Callable[[], Any] = Chain, hook: Any = None, paced: bool = False, **options: Any) -> Any:
     """The default of DDP but for its buckets, which are as small as the models are."""
 
     def build() -> tuple[nn.Module, nn.Module]:
@@ -146,6 +174,9 @@ def replicated(model: Callable[[], nn.Module] = Chain, hook: Any = None, **optio
         elif hook is not None:
             state = hook[1]() if isinstance(hook, tuple) else None
             whole.register_comm_hook(state, hook[0] if isinstance(hook, tuple) else hook)
+        if paced:
+            inner.last.weight.register_hook(lambda _: PACE.fall_behind())
+            inner.blocks[0].norm.weight.register_hook(lambda _: PACE.get_ahead())
         return whole, inner
 
     return build
@@ -178,6 +209,23 @@ def usual(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> Ite
             loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
+        yield from state_of(model, loss)
+
+
+def pressing(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> Iterator[Tensor]:
+    """So much is made in the backward that buckets in flight would have to leave."""
+    held: list[Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: held.append(torch.full((64, 256), float(len(held)))))
+    for _ in range(STEPS):
+        x = input_of(model)
+        with step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            loss = loss.detach() + sum(one.sum() for one in held)
+            held.clear()
         yield from state_of(model, loss)
 
 
@@ -235,8 +283,10 @@ def one_by_one(model: nn.Module) -> None:
 
 
 def asynchronously(model: nn.Module) -> None:
+    PACE.fall_behind()
     works = [dist.all_reduce(gradient, async_op=True) for gradient in gradients_of(model)]
     noise = torch.ones(256, 256)
+    PACE.get_ahead()
     for work in works:
         noise = noise @ noise / 256  # what is computed meanwhile
         work.wait()
@@ -246,9 +296,11 @@ def in_parts(model: nn.Module) -> None:
     """Both halves of one storage under way while the end of it is computed with."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients_of(model)] + [torch.ones(5000)])
     half = (len(flat) - 5000) // 2
+    PACE.fall_behind()
     works = [dist.all_reduce(flat[:half], async_op=True), dist.all_reduce(flat[half:-5000], async_op=True)]
     flat[-5000:].mul_(2)
     beside = flat[-5000:] * 3
+    PACE.get_ahead()
     for work in works:
         work.wait()
     place = 0
@@ -256,6 +308,21 @@ def in_parts(model: nn.Module) -> None:
         gradient.copy_(flat[place : place + gradient.numel()].view_as(gradient))
         place += gradient.numel()
     gradients_of(model)[0].add_(beside.sum() * 1e-6)
+
+
+def pressed(model: nn.Module) -> None:
+    """So much is made meanwhile that what is in flight would have to leave."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients_of(model)])
+    PACE.fall_behind()
+    work = dist.all_reduce(flat, async_op=True)
+    held = [torch.full((64, 256), float(number)) for number in range(32)]
+    PACE.get_ahead()
+    work.wait()
+    place = 0
+    for gradient in gradients_of(model):
+        gradient.copy_(flat[place : place + gradient.numel()].view_as(gradient))
+        place += gradient.numel()
+    gradients_of(model)[0].add_(sum(one.sum() for one in held) * 1e-9)
 
 
 def together(model: nn.Module) -> None:
@@ -292,7 +359,7 @@ def in_a_batch(model: nn.Module) -> None:
 
 def every_kind(model: nn.Module) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    for gradient in gradients_of(model):
+    for gradient in gradients_of(model)[:6]:
         if gradient.dim() < 2:
             continue
         gathered = [torch.empty_like(gradient) for _ in range(world)]
@@ -383,11 +450,12 @@ def between_steps(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step
 
 POWER = (powerSGD_hook.powerSGD_hook, lambda: powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2))
 PROGRAMS: Final[dict[str, Program]] = {
-    "ddp": Program(replicated(), usual),
-    "ddp, views": Program(replicated(gradient_as_bucket_view=True), usual),
+    "ddp": Program(replicated(paced=True), usual),
+    "ddp, views": Program(replicated(paced=True, gradient_as_bucket_view=True), usual),
     "ddp, unused": Program(replicated(Partly, find_unused_parameters=True), usual),
-    "ddp, static": Program(replicated(static_graph=True), usual),
+    "ddp, static": Program(replicated(paced=True, static_graph=True), usual),
     "ddp, no_sync": Program(replicated(), accumulating),
+    "ddp, pressed": Program(replicated(paced=True), pressing),
     "ddp, fp16": Program(replicated(hook=default_hooks.fp16_compress_hook), usual),
     "ddp, fp16 in C++": Program(replicated(hook=dist.BuiltinCommHookType.FP16_COMPRESS), usual),
     "ddp, PowerSGD": Program(replicated(hook=POWER, bucket_cap_mb=25), usual),
@@ -396,6 +464,7 @@ PROGRAMS: Final[dict[str, Program]] = {
     "all_reduce": Program(alone(), by_hand(one_by_one)),
     "all_reduce, async": Program(alone(), by_hand(asynchronously)),
     "all_reduce, parts": Program(alone(), by_hand(in_parts)),
+    "all_reduce, pressed": Program(alone(), by_hand(pressed)),
     "all_reduce, coalesced": Program(alone(), by_hand(together)),
     "all_reduce, in the forward": Program(alone(communicating), by_hand(one_by_one)),
     "ring": Program(alone(), by_hand(ring)),
@@ -420,7 +489,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 
 def one_run(asked: dict[str, Any]) -> dict[str, Any]:
-    """Train once: plainly without a "method", and else under it and its "budget"."""
+    """Train once: plainly without a "method", and else under it and its "budget", which may be one for each rank; with
+    a "plant" what is in flight is not held."""
     program = PROGRAMS[asked["program"]]
     torch.manual_seed(0)
     whole, managed = program.build()
@@ -429,8 +499,19 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
     if "method" not in asked:
         found = digest(program.train(whole, optimizer, lambda batch: contextlib.nullcontext()))
         return {"trace": found, "weights": digest(iter(whole.parameters()))}
-    options = {"blocks": asked["blocks"]} if asked.get("blocks") else {}
-    with spillway.manage(managed, optimizer, budget=asked["budget"], method=asked["method"], **options) as memory:
+    options = {name: asked[name] for name in ("blocks", "timeline") if asked.get(name)}
+    if asked.get("plant"):
+        with mock.patch.object(Flights, "begin", return_value=None):
+            return under_a_session(program, whole, managed, optimizer, asked, options)
+    return under_a_session(program, whole, managed, optimizer, asked, options)
+
+
+def under_a_session(
+    program: Program, whole: nn.Module, managed: nn.Module, optimizer: Any, asked: dict[str, Any], options: Any
+) -> dict[str, Any]:
+    """What came of it."""
+    budget = asked["budget"][dist.get_rank()] if isinstance(asked["budget"], list) else asked["budget"]
+    with spillway.manage(managed, optimizer, budget=budget, method=asked["method"], **options) as memory:
         try:
             found = digest(program.train(whole, optimizer, memory.step))
         except BudgetInfeasible as refusal:
@@ -442,6 +523,7 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
         "trace": found,
         "weights": digest(iter(whole.parameters())),
         "peak": max((report.peak_bytes for report in history if report.peak_measured), default=0),
+        "unmeasured": sum(not report.peak_measured for report in history),
         "allowed": memory.allowed,
         "moves": sum(report.moves for report in history),
         "drops": sum(report.drops for report in history),
@@ -454,12 +536,14 @@ def main(rank: int, world: int, store: str) -> None:
     shared = dist.FileStore(store, world)
     for number, line in enumerate(sys.stdin):
         prefix = dist.PrefixStore(str(number), shared)
+        PACE.turn, PACE.store = 0, dist.PrefixStore("pace", prefix)
         dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world, timeout=PATIENCE)
         try:
             answer = one_run(json.loads(line))
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         finally:
+            gc.collect()  # a reducer holds the group, and is part of a cycle
             dist.destroy_process_group()
         print(json.dumps(answer), flush=True)
 

@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 import spillway
 from spillway.errors import ModelError
-from tests.cpu.process_judge import Group, group, judged, plainly
+from tests.cpu.process_judge import BLOCKS, Group, group, judged, plainly
 from tests.cpu.process_programs import Block, Communicating
 
 pytestmark = pytest.mark.skipif(
@@ -24,6 +24,7 @@ RUNS = {
     "ddp, views": ("dtr",),
     "ddp, fp16 in C++": ("delta",),
     "ddp, PowerSGD": ("lru",),
+    "ddp, pressed": ("lru", "delta"),
     "all_reduce, parts": ("dtr",),
     "ring": ("lru",),
     "every kind": ("delta", "dtr"),
@@ -118,3 +119,30 @@ def test_a_block_that_communicates_runs_once(method: str) -> None:
                 model(x).sum().backward()
     assert [model[0].calls, model[2].calls] == [2, 2]
     assert memory.history[0].recomputed_blocks == 1
+
+
+def test_what_is_in_flight_and_not_held_is_told_by_these_programs(tmp_path: Path) -> None:
+    """The planted fault: the engine forgets what is in flight."""
+    with group(2, tmp_path) as processes:
+        plain = plainly(processes, "all_reduce, pressed")
+        assert judged(processes, "all_reduce, pressed", "lru", plain, 0.5).complaints == []
+        assert judged(processes, "all_reduce, pressed", "lru", plain, 0.5, plant=True).complaints != []
+
+
+@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+def test_where_one_rank_refuses_the_others_are_told_when_its_process_group_is_gone(two: Group, method: str) -> None:
+    program = "ddp"
+    plain = plainly(two, program)
+    options = {"blocks": BLOCKS, "timeline": True} if method == "checkpoint" else {}
+    answers = two.ask(program=program, method=method, budget=[1 << 30, plain.peak // 8], **options)
+    assert "refused" in answers[1]
+    assert "Connection closed by peer" in answers[0]["error"] or "Connection reset" in answers[0]["error"]
+    again = two.ask(program=program, method=method, budget=1 << 30, **options)
+    assert [answer["trace"] for answer in again] == [answer["trace"] for answer in plain.answers]
+
+
+def test_a_refusal_inside_a_communication_hook_is_a_refusal(two: Group) -> None:
+    plain = plainly(two, "ddp, PowerSGD")
+    answers = two.ask(program="ddp, PowerSGD", method="lru", budget=int(0.4 * plain.peak))
+    assert any("refused" in answer for answer in answers)
+    assert not any("callback" in answer.get("error", "") for answer in answers)

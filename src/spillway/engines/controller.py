@@ -38,7 +38,7 @@ from spillway.engines.records import AWAY, DROPPED, GONE, HERE, Counters, Recipe
 from spillway.engines.replay import Ancestry, PlannedReturn, grow_chains, replay
 from spillway.engines.room import ask_policy, refusal, use_last_resort
 from spillway.engines.view import View
-from spillway.errors import EngineError, SpillFullError
+from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.ir.step import Phase
 from spillway.ir.timeline import Change
 from spillway.methods.base import AbstractPolicy, Copy, Drop, Fetch, Proposal, Restore
@@ -64,8 +64,8 @@ class Controller:
     __slots__ = (
         "_copied", "_drops_allowed", "_graveyard", "_next_number", "_next_temporary", "allowed", "away",
         "chain_cap", "clock", "copies", "counters", "created", "dropped", "events", "first_op", "flights", "lending",
-        "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "reserved", "resident", "tier_full",
-        "view", "young",
+        "lock", "machine", "peak", "phase", "planned", "policy", "recipes", "refused", "reserved", "resident",
+        "tier_full", "view", "young",
     )  # fmt: skip
 
     def __init__(self, machine: Machine, policy: AbstractPolicy, allowed: Bytes, chain_cap: int = CHAIN_CAP) -> None:
@@ -85,6 +85,7 @@ class Controller:
         self.events: list[tuple[int, Storage, Change]] | None = None
         self._graveyard: list[Value] = []
         self._copied: list[Value] = []  # present values whose home is still valid, and some that left again
+        self.refused: BudgetInfeasible | None = None  # what was said last; never raised itself, or it would hold frames
         self.tier_full = ""  # what the slower tier said when room was last made
         self._next_number, self._next_temporary = 0, FIRST_TEMPORARY
         self._drops_allowed = True

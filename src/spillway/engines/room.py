@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from spillway.errors import BudgetInfeasible, SpillFullError
@@ -84,7 +85,9 @@ def refusal(controller: Controller, needed: Bytes, name: str) -> BudgetInfeasibl
     if controller.tier_full and controller.counters.floor_bytes <= controller.allowed:
         return SpillFullError(controller.tier_full)
     smallest = max(controller.resident + needed, controller.counters.floor_bytes)
-    return BudgetInfeasible(
-        needed=smallest, allowed=controller.allowed, op=name, op_index=controller.view.op_index,
+    said = partial(
+        BudgetInfeasible, needed=smallest, allowed=controller.allowed, op=name, op_index=controller.view.op_index,
         smallest_budget=smallest, exact=False,
     )  # fmt: skip
+    controller.refused = said()
+    return said()

@@ -91,6 +91,11 @@ class AbstractStep(ABC):
         return refusal
 
     @property
+    def refused(self) -> BudgetInfeasible | None:
+        """What it was refused with last, said again."""
+        return None
+
+    @property
     def lost(self) -> bool:
         """Whether nobody can leave it any more, so that the running thread may."""
         gone = self._owner() is None or self.thread is not threading.current_thread()
@@ -327,6 +332,8 @@ class Session(ABC):
             self.__exit__(None, error, None)
         self._deliver()
         refusal = error or late
+        if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
+            refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
         told = step.told(refusal) if isinstance(refusal, BudgetInfeasible) else refusal
         if told is not error and told is not None:
             raise told from None

@@ -455,6 +455,10 @@ class _Step(AbstractStep):
             needed=taken, allowed=session._allowed, op="the step", op_index=calls, smallest_budget=taken, exact=True
         )
 
+    @property
+    def refused(self) -> BudgetInfeasible | None:
+        return self._watch.refused if self._watch is not None else None
+
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
         session, watch = self._session, self._watch

@@ -216,6 +216,10 @@ class _Step(AbstractStep):
         self._ended = True
         return late
 
+    @property
+    def refused(self) -> BudgetInfeasible | None:
+        return self._engine.controller.refused
+
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         session = self._session
         return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch)

@@ -166,6 +166,8 @@ class StepWatch:
         self._foresight = foresight
         self._measured = measured
         self._late_trace = late_trace
+        self.refused: BudgetInfeasible | None = None
+        """What was said last; never raised itself, or it would hold frames."""
         self.path = ""
         """Of this step so far, as `measured` takes it."""
         self._first = 0
@@ -386,9 +388,12 @@ class StepWatch:
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
-        raise BudgetInfeasible(
-            needed=needed, allowed=self._allowed, op=name, op_index=number, smallest_budget=smallest, exact=exact
-        )
+        said = partial(
+            BudgetInfeasible,
+            needed=needed, allowed=self._allowed, op=name, op_index=number, smallest_budget=smallest, exact=exact,
+        )  # fmt: skip
+        self.refused = said()
+        raise said()
 
     def _taken(self, needed: Bytes = 0) -> Bytes:
         """Now, by the meter; where that leaves no room for what is needed, by the trace as well if there is one."""
