@@ -49,7 +49,8 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
         self.small: Bytes = 0
         """Bytes of all that is alive and too small to leave."""
         self._known: dict[int, weakref.ref[Any]] = {}
-        self._larger: dict[int, Bytes] = {}
+        self._larger: dict[int, tuple[Bytes, weakref.ref[Any]]] = {}
+        """What the storages of workspaces really are, as long as they live: their keys are used again."""
         for tensor in tensors:
             self._note({}, tensor)
 
@@ -61,7 +62,9 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
             out = func(*args, **(kwargs or {}))
         if func._schema.name in _UNTOLD:
             others = sum(result.untyped_storage().nbytes() for result in out[:-1])
-            self._larger[out[-1].untyped_storage()._cdata] = FORMULAS[func._schema.name](args) - others
+            workspace = out[-1].untyped_storage()
+            died = weakref.ref(workspace, lambda _, key=workspace._cdata: self._larger.pop(key))  # type: ignore[misc]
+            self._larger[workspace._cdata] = FORMULAS[func._schema.name](args) - others, died
         storages: dict[int, Bytes] = {}
         tree_map_only(torch.Tensor, lambda tensor: self._note(storages, tensor), (args, kwargs, out))
         self.largest = max(self.largest, sum(storages.values()) + self.small)
@@ -70,7 +73,8 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
     def _note(self, storages: dict[int, Bytes], tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key, nbytes = storage._cdata, storage.nbytes()
-        nbytes = max(nbytes, self._larger.get(key, 0))
+        if key in self._larger:
+            nbytes = max(nbytes, self._larger[key][0])
         if nbytes >= SMALLEST_MOVABLE:
             storages[key] = nbytes
         elif key not in self._known:
