@@ -42,8 +42,9 @@ def run(size: Size, tell: Tell) -> Result:
         if number % 50 == 49:
             tell(f"{number + 1} of {len(chosen)} ops and dtypes, {sum(row['wrong'] for row in ran)} programs wrong")
     ways = dict.fromkeys((_dtype(row), *row["way"]) for row in ran)
+    programs = sum(row["counts"].get("programs", 0) for row in ran)
     return Result(
-        title=f"{len(chosen)} ops and dtypes, {sum(row['counts'].get('programs', 0) for row in ran)} programs",
+        title=f"{len({row['name'] for row in ran})} of {len(pairs())} ops with a dtype, {programs} programs",
         columns=text_columns(
             dtype="dtype", order="order", autocast="autocast", programs="programs", identical="identical watched",
             accounts="accounts equal", numbers="but for numbers", under="under a budget", left="something left",
