@@ -111,7 +111,10 @@ def least(call: Call, environment: Environment) -> Bytes | None:
 
 
 def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool) -> Bytes | None:
+    if any(isinstance(part, torch.jit.ScriptModule) for part in call.model.modules()):
+        return None  # copies share their parameters, and kernels depend on how often they have run
     reach = Reach(reach_of((call.model,), *call.called))
+    gradients = [(parameter, parameter.grad) for parameter in call.model.parameters()]
     around = environment(environment.capture())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -127,6 +130,8 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
         return None
     finally:
         reach.restore()
+        for parameter, gradient in gradients:  # a closure may hold a module, which then has no copy
+            parameter.grad = gradient
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
