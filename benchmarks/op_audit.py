@@ -77,8 +77,8 @@ NOTES: Final = (
     "profiler; but for numbers: and those of numbers from Python (8 or 16 bytes each) that autograd keeps as tensors, "
     "which torch makes before it calls an op and shows as numbers.",
     "Under a budget: of 45 % of what the program takes, or 75 or 95 % where it was refused. Its peak is never above.",
-    f"Unwritten memory, the only exception: {', '.join(sorted(UNWRITTEN))} return bytes that nobody wrote, and are "
-    "compared in all else.",
+    f"Unwritten memory, the only exception: {', '.join(sorted(UNWRITTEN))} return bytes that nobody wrote, or use such "
+    "(the pivots of `lstsq`), differ from one plain run to the next, and are compared in all else.",
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.tensors.lists import arguments_per_element
+from spillway.engines.tensors.lists import Elements, arguments_per_element
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.training import frozen
 
@@ -108,6 +108,13 @@ def test_an_element_of_many_tensors_needs_no_more_than_two(name: str) -> None:
             with memory.step():
                 assert _called(op) == plainly, op
     assert all(report.peak_bytes <= report.allowed for report in memory.history)
+
+
+def test_an_element_without_numbers_has_no_parts() -> None:
+    with spillway.manage(nn.Linear(2, 2), budget=ONE) as memory, memory.step():
+        lists, engine = [[torch.zeros(0) + 1] for _ in range(3)], memory._engine
+        info = engine.info_of(torch.ops.aten._foreach_addcmul.Scalar)
+        assert Elements(engine.find, info, lists, {}).parts(slice(None)) == []
 
 
 def _in_place_over_views() -> list[Tensor]:

@@ -110,7 +110,7 @@ class Elements:
             return []
         numbers = shaped[0].numel()
         length = -(-numbers // (PARTS * _ALIGNED)) * _ALIGNED
-        return [slice(begin, begin + length) for begin in range(0, numbers, length)]
+        return [slice(begin, begin + length) for begin in range(0, numbers, max(length, 1))]
 
     def take(self, group: slice) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a call for these elements alone."""
