@@ -213,7 +213,7 @@ def test_a_trial_that_dies_or_finds_no_memory_takes_nobody_with_it(workload: str
         with pytest.raises(SpillwayError, match=r"measured plain at batch 2 ended: it was ended by SIGTERM"):
             dying.measure("plain", 2)
         assert dying.measure("plain", 3).ran_out
-        with pytest.raises(TrialError, match=r"^A step of plain at batch 5 raised ValueError: no more than 4; name"):
+        with pytest.raises(TrialError, match=r"^A step of plain at batch 5 raised ValueError: no more than 4 \("):
             dying.measure("plain", 5)
         with pytest.raises(SpillwayError, match="9 samples is no multiple"):
             dying.measure(accumulated(4), 9)
@@ -232,8 +232,8 @@ def test_what_a_step_raises_is_one_sentence(workload: str) -> None:
 
     assert told("plain", 1)["failed"].startswith("The step raised ValueError: Expected more than 1 value per channel")
     assert told("plain", 2)["trial"]["peak"]
-    why = "The step raised ValueError: no more than 4; name sizes that can be trained with --batches."
-    assert told("plain", 8) == {"failed": why}
+    why = "The step raised ValueError: no more than 4"
+    assert told("plain", 8)["failed"].startswith(why)
     blockless = told("checkpoint", 2)["error"]["sentence"]
     assert blockless.startswith("No blocks were found in the workload's Sequential")
     assert "give the model layers that repeat" in blockless

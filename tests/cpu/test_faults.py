@@ -22,7 +22,7 @@ import spillway
 from spillway.engines.tensors import machine
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tiers.spill_file import SpillFile
-from spillway.errors import SpillError, SpillFullError
+from spillway.errors import DeviceFullError, SpillError, SpillFullError
 from spillway.methods import Copy, Move
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
@@ -133,9 +133,9 @@ def nothing_is_left_open() -> Iterator[None]:
 PLACES: dict[
     str, tuple[Any, str, Callable[[], BaseException], type[BaseException] | tuple[type[BaseException], ...]]
 ] = {
-    "no memory to bring back into": (machine, "fresh_storage", allocator, RuntimeError),
+    "no memory to bring back into": (machine, "fresh_storage", allocator, DeviceFullError),
     "no memory to map": (machine.CpuMachine, "_mapping", no_memory, MemoryError),
-    "no memory in a replay": (Call, "again", allocator, RuntimeError),
+    "no memory in a replay": (Call, "again", allocator, DeviceFullError),
     "no memory to write": (SpillFile, "write", no_memory, MemoryError),
     "no memory to read": (SpillFile, "read", no_memory, MemoryError),
     "an error of the disk when writing": (SpillFile, "write", damaged, SpillError),

@@ -117,6 +117,17 @@ def test_an_element_without_numbers_has_no_parts() -> None:
         assert Elements(engine.find, info, lists, {}).parts(slice(None)) == []
 
 
+@pytest.mark.parametrize("scalars", [torch.ones(3), torch.tensor(1.0)])
+def test_lists_that_do_not_match_are_complained_of_by_torch_or_refused(scalars: Tensor) -> None:
+    lists = [list(torch.ones(4, WIDTH, WIDTH).unbind()) for _ in range(3)]
+    with (
+        pytest.raises((RuntimeError, spillway.BudgetInfeasible)),
+        spillway.manage(nn.Linear(2, 2), budget=8 * ONE) as memory, memory.step(),
+    ):  # fmt: skip
+        made = [[one + 0 for one in each] for each in lists]
+        torch._foreach_addcmul(*made, scalars)
+
+
 def _in_place_over_views() -> list[Tensor]:
     flat = torch.linspace(0, 1, ELEMENTS * WIDTH * WIDTH)
     views = list(flat.view(ELEMENTS, WIDTH, WIDTH).unbind())

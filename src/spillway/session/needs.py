@@ -18,7 +18,7 @@ from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.twins import bare_step, unseen, without_content
+from spillway.engines.tensors.twins import bare_step, gradients_kept, unseen, without_content
 from spillway.units import Bytes
 
 
@@ -55,6 +55,8 @@ def needs_of(optimizers: Sequence[torch.optim.Optimizer]) -> Needs:
 
 def _needs(optimizer: torch.optim.Optimizer) -> Needs:
     total = NOTHING
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return total  # a step of somebody's own may change what only the user's may: a counter, a random stream
     for group in optimizer.param_groups:
         options = {name: value for name, value in group.items() if name != "params"}
         trained = [one for one in group["params"] if one.requires_grad]
@@ -114,11 +116,10 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
     if any(isinstance(part, torch.jit.ScriptModule) for part in call.model.modules()):
         return None  # copies share their parameters, and kernels depend on how often they have run
     reach = Reach(reach_of((call.model,), *call.called))
-    gradients = [(parameter, parameter.grad) for parameter in call.model.parameters()]
     around = environment(environment.capture())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with unseen(), around, torch.set_grad_enabled(trains):
+        with unseen(), gradients_kept(call.model), around, torch.set_grad_enabled(trains):
             twin = _twin(call, fake)
             with fake:
                 args, kwargs = rebuilt(call.called, _empty)
@@ -130,8 +131,6 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
         return None
     finally:
         reach.restore()
-        for parameter, gradient in gradients:  # a closure may hold a module, which then has no copy
-            parameter.grad = gradient
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:

@@ -35,13 +35,13 @@ class Updates:
             _open.add(self)
             if not _handles:
                 _handles.append(register_optimizer_step_pre_hook(_heard))
+        weakref.finalize(self, _forget).atexit = False
 
     def close(self) -> None:
         """Hear of nothing any more. Calling it again does nothing."""
         with _lock:
             _open.discard(self)
-            while _handles and not tuple(_open):
-                _handles.pop().remove()
+            _forget()
 
     def step_begins(self) -> None:
         """In this thread."""
@@ -63,6 +63,13 @@ class Updates:
                 f"update are far apart, put memory.begin(batch) and memory.end() around both.",
                 stacklevel=4,
             )
+
+
+def _forget() -> None:
+    """With the last session, closed or collected, the hook is gone."""
+    with _lock:
+        while _handles and not tuple(_open):
+            _handles.pop().remove()
 
 
 def _heard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

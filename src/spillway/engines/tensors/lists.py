@@ -58,7 +58,8 @@ class Elements:
         self._find, self._args, self._kwargs, self._creates = find, args, kwargs, info.fresh
         self._sliced = {place for place, name in enumerate(names[: len(args)]) if name in info.per_element}
         self._named = info.per_element & kwargs.keys()
-        self._given = [value for value in self._each() if len(value)]  # what an optimizer does without is empty
+        flat = [value.flatten() if isinstance(value, torch.Tensor) else value for value in self._each()]
+        self._given = [value for value in flat if len(value)]  # what an optimizer does without is empty
         lengths = {len(value) for value in self._given}
         self.count = lengths.pop() if len(lengths) == 1 else 0
         """How many there are; none where torch will complain of lists that do not match."""
@@ -101,6 +102,8 @@ class Elements:
 
     def parts(self, element: slice) -> list[slice]:
         """Of the tensors of one element, laid out flat; none where they are not all of one shape, dense and apart."""
+        if not self.count:
+            return []
         (number,) = range(self.count)[element]
         shaped = [tensor for tensor in self._tensors(number) if tensor.dim()]
         apart = {(self._find(tensor), tensor.storage_offset()) for tensor in shaped}
@@ -114,6 +117,8 @@ class Elements:
 
     def take(self, group: slice) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a call for these elements alone."""
+        if group == slice(None):  # also of lists that torch will complain of
+            return list(self._args), dict(self._kwargs)
         with unwatched():  # a slice of a tensor is no op of the step
             args = [value[group] if place in self._sliced else value for place, value in enumerate(self._args)]
             kwargs = {name: value[group] if name in self._named else value for name, value in self._kwargs.items()}

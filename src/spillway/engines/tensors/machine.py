@@ -204,7 +204,8 @@ class CpuMachine:
 
     def measure_link(self) -> None:
         """Copy a little out and in; the disk tier keeps account of how long copies take."""
-        scratch = fresh_storage(_PROBE)
+        with memory_for("the copies that tell how quick the spill file is"):
+            scratch = fresh_storage(_PROBE)
         with contextlib.suppress(SpillError):  # whoever needs the room will hear of it
             for _ in range(_PROBES):
                 slot = self.tier.write(scratch.data_ptr(), _PROBE)

@@ -22,9 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.lists import PARTS, arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS
-from spillway.engines.tensors.twins import bare_step, unseen, without_content
+from spillway.engines.tensors.twins import bare_step, gradients_kept, unseen, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -55,6 +56,8 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
             self._note({}, tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith(NAMESPACES):
+            raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
         given: list[torch.Tensor] = []
         tree_map_only(torch.Tensor, given.append, (args, kwargs))
         has_content = bool(given) and not any(isinstance(tensor, FakeTensor) for tensor in given)
@@ -202,7 +205,9 @@ class _Together(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's 
 def _probe(models: Sequence[torch.nn.Module], batch: Any, states: Bytes) -> Bytes | None:
     """Most bytes that one op of a forward and backward of the first model needs, beside small `states`; None if it does
     not run on fakes."""
-    with contextlib.suppress(Exception), unseen():  # a model that cannot be copied
+    if any(isinstance(part, torch.jit.ScriptModule) for part in models[0].modules()):
+        return None  # copies share their parameters
+    with contextlib.suppress(Exception), unseen(), gradients_kept(models[0]):  # a model that cannot be copied
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = without_content(models[0], fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.
@@ -222,7 +227,7 @@ def _largest_working_set(
 ) -> Bytes:
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         whole = with_content and not (tensor.is_floating_point() or tensor.is_complex())
-        return tensor if whole else fake.from_tensor(tensor)
+        return tensor.clone() if whole else fake.from_tensor(tensor)
 
     with fake:
         sets = _WorkingSets([*model.parameters(), *model.buffers()])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +28,24 @@ def unseen() -> Iterator[None]:
     """Around such runs. Global random streams end where they began, and nobody is warned."""
     streams = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
-        with warnings.catch_warnings(), _disable_current_modes(), _functions_unseen():
+        with warnings.catch_warnings(), _disable_current_modes(), _functions_unseen(), _nothing_cached():
             warnings.simplefilter("ignore")
             yield
     finally:
         random.setstate(streams[0])
         numpy.random.set_state(streams[1])
         torch.set_rng_state(streams[2])
+
+
+@contextmanager
+def _nothing_cached() -> Iterator[None]:
+    """What autocast has cast and kept for the user's step is real, and what is cast here is not."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
@@ -61,8 +73,21 @@ def without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Mo
     with FakeCopyMode(fake):
         twin = copy.deepcopy(model)
     for module in twin.modules():
+        if isinstance(vars(module).get("forward"), types.FunctionType):  # it would run the user's model
+            del vars(module)["forward"]
         vars(module)["_call_impl"] = functools.partial(_call, module)
     return twin
+
+
+@contextmanager
+def gradients_kept(model: torch.nn.Module) -> Iterator[None]:
+    """A closure may hold one of the model's modules, which then has no copy: afterwards its gradients are as before."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
