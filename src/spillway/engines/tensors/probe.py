@@ -1,7 +1,8 @@
 """The smallest budget that would have worked, for a step that was refused.
 
 What the ops that ran needed is known; what the rest of the step would have needed is asked of torch's fake tensors,
-on the model and the batch of the refused step: shapes are computed, nothing is allocated.
+on the model and the batch of the refused step: shapes are computed, and no tensor with content is made but of whole
+numbers of the batch.
 """
 
 from __future__ import annotations
