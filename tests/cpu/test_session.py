@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.engines.tensors.ops import OpInfo
+from spillway.errors import SessionError
 from spillway.ir import read_run
 from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
@@ -99,6 +100,14 @@ def test_a_step_that_is_not_finished_is_not_in_the_history() -> None:
         with pytest.raises(ZeroDivisionError), memory.step():
             memory.log(loss=1 / 0)
         assert memory.history == []
+
+
+def test_a_name_that_no_run_file_would_be_read_with_is_refused(tmp_path: Path) -> None:
+    with spillway.manage(network(), budget=None, run_file=tmp_path / "run.jsonl") as memory, memory.step():
+        with pytest.raises(SessionError, match=r"log\('a\\tb'=...\): give it a name"):
+            memory.log(**{"a\tb": 1.0})
+        memory.log(loss=1.0)
+    assert [step.logged for step in read_run(tmp_path / "run.jsonl").steps] == [{"loss": 1.0}]
 
 
 @pytest.mark.parametrize("timeline", [False, True])

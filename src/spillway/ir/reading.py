@@ -236,10 +236,15 @@ def _nothing(value: Any) -> None:
         raise _Unfit(f"{shown(value)}, not null")
 
 
+def fits_on_a_line(text: str) -> bool:
+    """Whether a name can be written to a file and read from it again."""
+    return not _UNPRINTABLE.search(text)
+
+
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise _Unfit(f"{shown(value)}, not text")
-    if _UNPRINTABLE.search(value):
+    if not fits_on_a_line(value):
         raise _Unfit(f"{shown(value)}, which cannot be printed on one line")
     return value
 

@@ -32,6 +32,7 @@ from spillway.engines.tensors.interrupts import WATCHED, DeferredInterrupts, del
 from spillway.engines.tensors.turns import end_lost_steps, may_end
 from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
+from spillway.ir.reading import fits_on_a_line
 from spillway.report.html import write_report
 from spillway.session.inputs import check_not_sharded, in_process_group, leaves, storages
 from spillway.session.updates import Updates
@@ -258,6 +259,8 @@ class Session(ABC):
         if self._running is None:
             raise SessionError("log() belongs inside a step: with memory.step(batch): ... memory.log(loss=loss).")
         for name, value in numbers.items():
+            if not fits_on_a_line(name):
+                raise SessionError(f"log({name!r}=...): give it a name that can be printed on one line.")
             self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
 
     def report(self, path: str | os.PathLike[str]) -> None:
