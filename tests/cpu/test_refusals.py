@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spillway
 from benchmarks import block_refusals, refusals
 from benchmarks.refusal_cases import Case, cases
 from spillway.errors import BudgetInfeasible
@@ -35,3 +40,48 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
     assert isinstance(block_refusals.trained(3, method, refusal.smallest_budget), int)
     less = int(refusal.smallest_budget / block_refusals.TOO_MUCH)
     assert isinstance(block_refusals.trained(3, method, less), BudgetInfeasible)
+
+
+class Counts(nn.Module):
+    """Its forward writes to its batch of whole numbers, and a part of it that stands in no list of modules is shared by
+    every copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.line = nn.Embedding(100, 256), nn.Linear(256, 256)
+        line = self.line
+        self.shared = lambda x: line(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = self.shared(self.table(ids.sub_(1)))
+        return made
+
+
+def test_a_refusal_leaves_the_batch_and_the_gradients_alone() -> None:
+    model, ids = Counts(), torch.full((4096,), 50)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        spillway.manage(model, optimizer, budget="3MiB", method="lru") as memory,
+        pytest.raises(spillway.BudgetInfeasible), memory.step(ids),
+    ):  # fmt: skip
+        model(ids).square().mean().backward()
+    assert ids.unique().tolist() == [49]
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 3
+
+
+def test_an_optimizer_of_the_users_own_is_stepped_by_the_user_alone() -> None:
+    class Own(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Own.steps += 1
+            return super().step(closure)
+
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
+    optimizer = Own(model.parameters(), 0.1, momentum=0.9)
+    with spillway.manage(model, optimizer, budget="64MiB", method="checkpoint", blocks=list("0123")) as memory:
+        for _ in range(3):
+            with memory.step(batch := torch.ones(8, 32)):
+                model(batch).square().mean().backward()
+                optimizer.step()
+    assert Own.steps == 3
