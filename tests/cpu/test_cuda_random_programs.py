@@ -16,7 +16,7 @@ from tests.cpu import program_runs
 from tests.cpu.late_device import LateDriver, late_engine
 from tests.cpu.program_judge import judge_all
 
-PROGRAMS = int(os.environ.get("SPILLWAY_LATE_PROGRAMS", "4"))
+PROGRAMS = int(os.environ.get("SPILLWAY_LATE_PROGRAMS", "3"))
 
 
 @pytest.fixture

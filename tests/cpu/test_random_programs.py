@@ -20,7 +20,7 @@ PROGRAMS = int(os.environ.get("SPILLWAY_PROGRAMS", "10"))
 ONCE_WRONG = {9: "recompute first", 11: "lru", 13: "dtr", 30: "copy beside", 79: "largest", 139: "copy beside"}
 """Programs with which something was found, and the policy under which it was."""
 
-POLICIES_EACH = 6
+POLICIES_EACH = 4
 
 
 @pytest.fixture(scope="module")
