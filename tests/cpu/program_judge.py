@@ -163,6 +163,8 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_warn_always(False)
     first, count, policies = map(int, arguments[:3])
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through again for each program
     if "--shrink" in arguments:
         print(*shrunk(first))
         return

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from tests.cpu.actions import autograd, basics, control, layers, numbers, storages, training
+from tests.cpu.actions import aliases, autograd, basics, control, layers, numbers, storages, training
 from tests.cpu.world import ACTIONS, Instruction, Part, Program
 
-THEMES = (basics, storages, numbers, layers, autograd, training, control)
+THEMES = (basics, storages, numbers, layers, autograd, training, control, aliases)
 """What was imported has registered its instructions."""
 
 OUTSIDE = (
@@ -33,4 +33,17 @@ def random_program(seed: int) -> Program:
         first, last = draw.choices(["make", "leaf", "draw"], k=4), draw.choices(["learn", "optimize", "die"], k=2)
         outside = draw.choices(OUTSIDE, k=draw.randint(0, 4))
         parts.append(Part(tuple(instructions([*first, *middle, *last])), tuple(instructions(outside))))
-    return Program(seed, tuple(parts))
+    return Program(seed, tuple(parts) if seed % 4 else _with_aliases(seed, parts))
+
+
+def _with_aliases(seed: int, parts: list[Part]) -> tuple[Part, ...]:
+    """The same, and in some places an alias is taken or used, or autograd is left for good."""
+    draw = random.Random(f"aliases of {seed}")
+    names = draw.choices(("inferred", "alias", "through_alias"), (1, 2, 3), k=draw.randint(2, 8))
+    for name in ["alias", *names]:
+        place = draw.randrange(len(parts))
+        both = [list(instructions) for instructions in parts[place]]
+        chosen = both[draw.random() < 0.25]
+        chosen.insert(draw.randint(0, len(chosen)), Instruction(name, *(draw.randrange(1 << 16) for _ in "abc")))
+        parts[place] = Part(*map(tuple, both))
+    return tuple(parts)

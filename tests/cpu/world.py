@@ -87,6 +87,8 @@ class World:
         """Sparse and nested tensors."""
         self.handles: list[Any] = []
         """Of hooks."""
+        self.aliases: list[Any] = []
+        """Other ways to the bytes of tensors."""
         self.averaged: Any = None
         self.grad = True
         self.autocast: torch.dtype | None = None

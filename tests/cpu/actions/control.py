@@ -90,7 +90,7 @@ _HELD_BACK = ("under", "fails", "in_thread", "change_mode")
 
 def inner(i: Instruction, count: int) -> Iterator[Instruction]:
     """Instructions within an instruction, drawn from its numbers."""
-    names = [name for name in ACTIONS if name not in _HELD_BACK]
+    names = [name for name, (weight, _) in ACTIONS.items() if weight and name not in _HELD_BACK]
     number = i.a * 65521 + i.b
     for _ in range(count):
         number = (number * 1103515245 + 12345) % (1 << 31)

@@ -256,8 +256,19 @@ def held_elsewhere(
         if not suspects:
             break
         sharing: dict[int, list[torch.Tensor]] = {storage_address(tensor): [] for tensor in suspects}
-        for one in known():
-            if issubclass(type(one), torch.Tensor) and torch._C._has_storage(one):
+        kinds = _tensor_types()
+        for one in [one for one in known() if type(one) in kinds]:
+            if torch._C._has_storage(one):
                 sharing.get(storage_address(one), []).append(one)
         suspects = [tensor for tensor in suspects if not explained(tensor, sharing[storage_address(tensor)])]
     return suspects
+
+
+def _tensor_types() -> set[type]:
+    """Of tensors: asked for each of very many objects, a set answers sooner than `isinstance`."""
+    kinds: set[type] = {torch.Tensor}
+    newer = list(kinds)
+    while newer:
+        newer = [kind for kind in type.__subclasses__(newer.pop()) if kind not in kinds] + newer
+        kinds.update(newer)
+    return kinds
