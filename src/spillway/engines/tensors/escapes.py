@@ -266,9 +266,7 @@ def held_elsewhere(
 
 def _tensor_types() -> set[type]:
     """Of tensors: asked for each of very many objects, a set answers sooner than `isinstance`."""
-    kinds: set[type] = {torch.Tensor}
-    newer = list(kinds)
-    while newer:
-        newer = [kind for kind in type.__subclasses__(newer.pop()) if kind not in kinds] + newer
-        kinds.update(newer)
-    return kinds
+    kinds: list[type] = [torch.Tensor]
+    for kind in kinds:
+        kinds += type.__subclasses__(kind)
+    return set(kinds)
