@@ -18,7 +18,7 @@ from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.twins import bare_step, gradients_kept, unseen, without_content
+from spillway.engines.tensors.twins import bare_step, unseen, untouched, without_content
 from spillway.units import Bytes
 
 
@@ -47,6 +47,7 @@ class Needs(NamedTuple):
 NOTHING: Final = Needs(0, 0)
 
 
+@unseen()
 def needs_of(optimizers: Sequence[torch.optim.Optimizer]) -> Needs:
     """Of several optimizers that step one after the other; nothing of one that does not run on such tensors."""
     found = [_needs(one) for one in optimizers]
@@ -79,7 +80,7 @@ def _needs(optimizer: torch.optim.Optimizer) -> Needs:
 
 def _measured(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.Tensor], options: dict[str, Any]) -> Needs:
     """Of two steps on a few parameters: the first makes state, the second has temporaries alone."""
-    with unseen(), FakeTensorMode(), torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad():
         fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
         for fake in fakes:
             fake.grad = torch.empty(fake.shape, dtype=fake.dtype)
@@ -112,6 +113,7 @@ def least(call: Call, environment: Environment) -> Bytes | None:
     return None if fresh is None else min(peak, fresh - held)
 
 
+@unseen()
 def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool) -> Bytes | None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in call.model.modules()):
         return None  # copies share their parameters, and kernels depend on how often they have run
@@ -119,7 +121,7 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
     around = environment(environment.capture())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with unseen(), gradients_kept(call.model), around, torch.set_grad_enabled(trains):
+        with untouched(call.model), around, torch.set_grad_enabled(trains):
             twin = _twin(call, fake)
             with fake:
                 args, kwargs = rebuilt(call.called, _empty)

@@ -26,7 +26,7 @@ from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.lists import PARTS, arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS
-from spillway.engines.tensors.twins import bare_step, gradients_kept, unseen, without_content
+from spillway.engines.tensors.twins import bare_step, unseen, untouched, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -90,6 +90,7 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
         del self._known[key]
 
 
+@unseen()
 def smallest_budget(
     error: BudgetInfeasible,
     engine: TensorEngine,
@@ -133,7 +134,7 @@ class _Update:
         most = max(parameters, key=lambda parameter: parameter.nbytes)
         tensors, states, numbers = _UNKNOWN
         if type(optimizer).__module__.startswith("torch.optim"):  # what wraps another would update the user's own
-            with contextlib.suppress(Exception), unseen():  # it wants a closure
+            with contextlib.suppress(Exception):  # it wants a closure
                 tensors, states, numbers = _counted(optimizer, most)
         self.largest: Bytes = int(tensors * most.nbytes)
         """Bytes of the tensors that one op needs at once."""
@@ -208,7 +209,7 @@ def _probe(models: Sequence[torch.nn.Module], batch: Any, states: Bytes) -> Byte
     not run on fakes."""
     if any(isinstance(part, torch.jit.ScriptModule) for part in models[0].modules()):
         return None  # copies share their parameters
-    with contextlib.suppress(Exception), unseen(), gradients_kept(models[0]):  # a model that cannot be copied
+    with contextlib.suppress(Exception), untouched(models[0]):  # a model that cannot be copied
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         model = without_content(models[0], fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.

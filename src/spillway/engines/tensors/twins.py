@@ -1,5 +1,5 @@
 """Copies of the user's model, and optimizers like the user's, that run on tensors without content: what they do tells
-what the real ones will need. No hook, no mode and no random stream of the user's hears of it.
+what the real ones will need. No hook, no context, no mode and no random stream of the user's hears of it.
 """
 
 from __future__ import annotations
@@ -7,34 +7,107 @@ from __future__ import annotations
 import copy
 import functools
 import random
+import threading
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, cast
 
 import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.nn.modules import module as _modules
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from spillway.engines.tensors.private import function_modes
 
+_autograd: Final[Any] = torch._C._autograd
+
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Around such runs. Global random streams end where they began, and nobody is warned."""
+    """Around such runs. Global random streams end where they began, nobody is warned, and what the user has opened
+    (modes, hooks on saved tensors, a profiler, anomaly detection) or registered for all modules is told nothing.
+
+    Anomaly detection is global by nature: other threads are without it meanwhile.
+    """
+    with ExitStack() as stack:
+        for others in (_disable_current_modes, _functions_unseen, _nothing_profiled, _nothing_cached, _nothing_packed):
+            stack.enter_context(others())
+        stack.enter_context(_streams_kept())
+        # With its checks a backward would ask for numbers that are not there.
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        stack.enter_context(_unheard_in(vars(_modules)[name] for name in _OF_ALL_MODULES))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
     streams = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     try:
-        with warnings.catch_warnings(), _disable_current_modes(), _functions_unseen(), _nothing_cached():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         random.setstate(streams[0])
         numpy.random.set_state(streams[1])
         torch.set_rng_state(streams[2])
+
+
+_OF_ALL_MODULES: Final = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+    "_global_module_registration_hooks", "_global_parameter_registration_hooks", "_global_buffer_registration_hooks",
+)  # fmt: skip
+"""Copies are called without hooks; what their forward makes, or finds in a closure, is not."""
+_OF_ONE_MODULE: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_OF_ONE_TENSOR: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+@contextmanager
+def _unheard_in(registered: Iterable[dict[int, Any] | None]) -> Iterator[None]:
+    """Hooks, by their numbers, are not called from this thread; other threads go on calling them."""
+    thread = threading.get_ident()
+
+    def elsewhere(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if threading.get_ident() == thread else hook(*args, **kwargs)
+
+    quiet: list[tuple[dict[int, Any], int, Any, Any]] = []
+    try:
+        for hooks in registered:
+            for number, hook in list((hooks or {}).items()):
+                quiet.append((cast(Any, hooks), number, hook, elsewhere(hook)))
+        for hooks, number, _, instead in quiet:
+            hooks[number] = instead
+        yield
+    finally:
+        for hooks, number, hook, instead in reversed(quiet):
+            if hooks.get(number) is instead:  # else it was removed meanwhile
+                hooks[number] = hook
+
+
+@contextmanager
+def _nothing_packed() -> Iterator[None]:
+    hooks: list[Any] = []
+    try:
+        while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks.append(top)
+            _autograd._pop_saved_tensors_default_hooks()
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextmanager
+def _nothing_profiled() -> Iterator[None]:
+    _autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        _autograd._enable_record_function(True)
 
 
 @contextmanager
@@ -80,13 +153,18 @@ def without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Mo
 
 
 @contextmanager
-def gradients_kept(model: torch.nn.Module) -> Iterator[None]:
-    """A closure may hold one of the model's modules, which then has no copy: afterwards its gradients are as before."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+def untouched(model: torch.nn.Module) -> Iterator[None]:
+    """A closure may hold one of the model's modules, which then has no copy: its hooks are told nothing, and afterwards
+    its gradients are as before."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    registered = [vars(module)[name] for module in model.modules() for name in _OF_ONE_MODULE]
+    registered += [getattr(parameter, name) for parameter in parameters for name in _OF_ONE_TENSOR]
     try:
-        yield
+        with _unheard_in(registered):
+            yield
     finally:
-        for parameter, gradient in gradients:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
 
 

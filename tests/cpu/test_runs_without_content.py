@@ -1,0 +1,158 @@
+"""What only tells what a step will need, on tensors without content, is heard of by nothing of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spillway
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.tensors.probe import smallest_budget
+from spillway.errors import BudgetInfeasible
+from spillway.session import needs
+from spillway.session.needs import Call
+from spillway.session.tensors import TensorSession
+from spillway.units import Bytes
+
+Heard = list[str]
+
+
+class Blocks(nn.Module):
+    """Two blocks; what its forward makes, and what it finds in a closure, are the only ones of their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2))
+        self.line = line = nn.Linear(32, 32)
+        self.shared = lambda x: line(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = nn.Softsign()(self.shared(x))
+        return made
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, heard: Heard) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(f"{func}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Ops(TorchDispatchMode):  # type: ignore[misc]  # torch's class has no annotations
+    def __init__(self, heard: Heard) -> None:
+        super().__init__()
+        self.heard = heard
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.heard.append(f"{func}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _profiled(heard: Heard) -> Iterator[None]:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        yield
+    heard += [event.name for event in profiler.events() or () if event.name.startswith("aten::")]
+
+
+@contextmanager
+def _hooked(model: Blocks, heard: Heard) -> Iterator[None]:
+    def hook(*_: Any) -> None:
+        heard.append("hook")
+
+    handles: list[Any] = [
+        torch_module.register_module_forward_pre_hook(hook),
+        torch_module.register_module_forward_hook(hook),
+        torch_module.register_module_full_backward_hook(hook),
+        torch_module.register_module_parameter_registration_hook(hook),
+        model.line.register_forward_hook(hook),
+        model.line.register_full_backward_pre_hook(hook),
+        model.line.weight.register_hook(hook),
+        model.line.weight.register_post_accumulate_grad_hook(hook),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _packed(heard: Heard) -> Iterator[None]:
+    def packed(tensor: Tensor) -> Tensor:
+        heard.append("saved")
+        return tensor
+
+    with saved_tensors_hooks(packed, packed), saved_tensors_hooks(packed, packed):
+        yield
+
+
+OPENED: Final[dict[str, Callable[[Blocks, Heard], AbstractContextManager[Any]]]] = {
+    "saved tensors": lambda model, heard: _packed(heard),
+    "functions": lambda model, heard: _Functions(heard),
+    "ops": lambda model, heard: _Ops(heard),
+    "profiler": lambda model, heard: _profiled(heard),
+    "anomalies": lambda model, heard: torch.autograd.set_detect_anomaly(True),
+    "hooks": _hooked,
+}
+
+
+def _needs(model: Blocks, x: Tensor) -> tuple[Bytes | None, ...]:
+    call, environment = Call(model, ["layers.0", "layers.1"], ((x,), {}), {}), Environment([], [])
+    return needs.recomputing(call, environment), needs.least(call, environment)
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_nothing_that_the_user_opened_hears_of_them(opened: str) -> None:
+    model, x, heard = Blocks(), torch.zeros(64, 32), Heard()
+    plain = _needs(model, x)
+    with OPENED[opened](model, heard):
+        found = _needs(model, x)
+    assert None not in plain
+    assert found == plain
+    assert heard == []
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_what_the_user_opened_goes_on_hearing_afterwards(opened: str) -> None:
+    def heard_by_it(*, needs_told: bool) -> Heard:
+        model, x, heard = Blocks(), torch.zeros(64, 32, requires_grad=True), Heard()
+        with OPENED[opened](model, heard):
+            if needs_told:
+                _needs(model, x)
+            model(x).sum().backward()
+        return heard
+
+    heard = heard_by_it(needs_told=True)
+    assert heard == heard_by_it(needs_told=False)
+    assert heard or opened == "anomalies"
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_refusal_of_the_tensor_engine_is_told_as_unheard(opened: str) -> None:
+    model, heard, batch = Blocks(), Heard(), torch.zeros(512, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    refusal = BudgetInfeasible(needed=1, allowed=0, op="aten::mm", op_index=0, smallest_budget=1, exact=False)
+    with spillway.manage(model, optimizer, budget="1MiB", method="lru") as memory:
+        assert isinstance(memory, TensorSession)
+        plain = smallest_budget(refusal, memory._engine, [model], [optimizer], batch)
+        with OPENED[opened](model, heard):
+            told = smallest_budget(refusal, memory._engine, [model], [optimizer], batch)
+    assert heard == []
+    assert told.exact
+    assert told.smallest_budget == plain.smallest_budget
