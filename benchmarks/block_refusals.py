@@ -7,8 +7,9 @@ under which all steps run, found by bisection.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -33,6 +34,8 @@ class Size:
 
     trainings: int
     """Each is refused at two budgets under every method."""
+    large: int
+    """As many have blocks that read something large."""
     among: int = 60
     """The smallest budget is found to one part in so many."""
 
@@ -68,8 +71,67 @@ OPTIMIZERS: Final[Sequence[Callable[[Any], torch.optim.Optimizer]]] = (
 )
 
 
+@final
+class Masked(nn.Module):
+    """Blocks that all read something large, which lies in one of `PLACES`."""
+
+    def __init__(self, place: str, width: int, blocks: int) -> None:
+        super().__init__()
+        self.place = place
+        self.blocks = nn.ModuleList(_Masked(width) for _ in range(blocks))
+        self.register_buffer("mask", torch.rand(64, 2048))
+        for block in self.blocks if PLACES[place] is None else ():
+            held = torch.rand(64, 2048)
+            block.register_buffer("mask", held) if place == "a buffer" else setattr(block, "mask", [held])
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = PLACES[self.place]
+        for block in self.blocks:
+            x = block(x, given(self.mask) if given is not None else None)
+        return x
+
+
+class _Masked(nn.Module):
+    mask: Any
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        given = self.mask if given is None else given
+        mask = given[0] if isinstance(given, list) else given
+        return x + torch.tanh(self.line(x)) * mask[:, : x.shape[1]]
+
+
+PLACES: Final[Mapping[str, Callable[[Tensor], Any] | None]] = MappingProxyType(
+    {
+        "an argument": lambda mask: mask,
+        "an argument of its own": lambda mask: mask.clone(),
+        "a view of an argument": lambda mask: mask[:, :64],
+        "a list": lambda mask: [mask],
+        "a buffer": None,
+        "an attribute": None,
+    }
+)
+"""Where blocks find something large, and what they are called with where that is an argument."""
+
+LARGE: Final = 1000
+"""The seeds of such trainings begin here."""
+
+
+def _masked_of(seed: int) -> Training:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    model = Masked([*PLACES][(seed - LARGE) % len(PLACES)], width := draw.choice([32, 64]), draw.randint(2, 5))
+    optimizer = draw.choice(OPTIMIZERS)(model.parameters())
+    return Training(model, optimizer, torch.randn(64, width), lambda out: out.square().mean())
+
+
 def training_of(seed: int) -> Training:
     """The training of a seed."""
+    if seed >= LARGE:
+        return _masked_of(seed)
     draw = random.Random(seed)
     torch.manual_seed(seed)
     width, classes = draw.choice([32, 64, 128]), draw.choice([10, 256])
@@ -121,7 +183,8 @@ def _smallest(seed: int, method: str, among: int) -> Bytes:
 def run(size: Size, tell: Tell) -> Result:
     """Refuse every training twice under every method."""
     rows: list[Row] = []
-    for seed in range(size.trainings):
+    seeds = [*range(size.trainings), *range(LARGE, LARGE + size.large)]
+    for number, seed in enumerate(seeds):
         draw = random.Random(f"budgets of {seed}")
         for method in METHODS:
             smallest = _smallest(seed, method, size.among)
@@ -132,8 +195,8 @@ def run(size: Size, tell: Tell) -> Result:
                     answer = trained(seed, method, named)
                     works = not isinstance(answer, BudgetInfeasible) and answer <= named
                     rows.append({"method": method, "seed": seed, "works": works, "ratio": named / smallest})
-        if seed % 5 == 4:
-            tell(f"{seed + 1} of {size.trainings} trainings")
+        if number % 5 == 4:
+            tell(f"{number + 1} of {len(seeds)} trainings")
     wrong = [row for row in rows if not row["works"] or row["ratio"] > TOO_MUCH]
     return Result(
         title=f"{len(rows)} refusals of the block engine",
@@ -162,4 +225,6 @@ def _summary(method: str, rows: Sequence[Row]) -> Row:
     }  # fmt: skip
 
 
-BENCHMARK: Final = Benchmark(name="block_refusals", run=run, full=Size(trainings=45), quick=Size(trainings=1, among=8))
+BENCHMARK: Final = Benchmark(
+    name="block_refusals", run=run, full=Size(trainings=45, large=12), quick=Size(trainings=1, large=1, among=8)
+)

@@ -42,6 +42,16 @@ def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: 
     assert isinstance(block_refusals.trained(3, method, less), BudgetInfeasible)
 
 
+@pytest.mark.parametrize("seed", range(block_refusals.LARGE, block_refusals.LARGE + len(block_refusals.PLACES)))
+def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: int) -> None:
+    refusal = block_refusals.trained(seed, "checkpoint", 100_000)
+    assert isinstance(refusal, BudgetInfeasible)
+    assert refusal.exact
+    assert isinstance(block_refusals.trained(seed, "checkpoint", refusal.smallest_budget), int)
+    less = int(refusal.smallest_budget / block_refusals.TOO_MUCH)
+    assert isinstance(block_refusals.trained(seed, "checkpoint", less), BudgetInfeasible)
+
+
 class Counts(nn.Module):
     """Its forward writes to its batch of whole numbers, and a part of it that stands in no list of modules is shared by
     every copy."""

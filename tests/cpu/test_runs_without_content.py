@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.errors import BudgetInfeasible
@@ -112,17 +113,22 @@ OPENED: Final[dict[str, Callable[[Blocks, Heard], AbstractContextManager[Any]]]]
 }
 
 
-def _needs(model: Blocks, x: Tensor) -> tuple[Bytes | None, ...]:
-    call, environment = Call(model, ["layers.0", "layers.1"], ((x,), {}), {}), Environment([], [])
+def _call(model: Blocks, x: Tensor) -> Call:
+    with BlockEngine(model, ["layers.0", "layers.1"]) as engine:
+        return Call(engine, ((x,), {}), {})
+
+
+def _needs(call: Call) -> tuple[Bytes | None, ...]:
+    environment = Environment([], [])
     return needs.recomputing(call, environment), needs.least(call, environment)
 
 
 @pytest.mark.parametrize("opened", OPENED)
 def test_nothing_that_the_user_opened_hears_of_them(opened: str) -> None:
-    model, x, heard = Blocks(), torch.zeros(64, 32), Heard()
-    plain = _needs(model, x)
+    model, heard = Blocks(), Heard()
+    plain = _needs(call := _call(model, torch.zeros(64, 32)))
     with OPENED[opened](model, heard):
-        found = _needs(model, x)
+        found = _needs(call)
     assert None not in plain
     assert found == plain
     assert heard == []
@@ -132,9 +138,10 @@ def test_nothing_that_the_user_opened_hears_of_them(opened: str) -> None:
 def test_what_the_user_opened_goes_on_hearing_afterwards(opened: str) -> None:
     def heard_by_it(*, needs_told: bool) -> Heard:
         model, x, heard = Blocks(), torch.zeros(64, 32, requires_grad=True), Heard()
+        call = _call(model, x)
         with OPENED[opened](model, heard):
             if needs_told:
-                _needs(model, x)
+                _needs(call)
             model(x).sum().backward()
         return heard
 

@@ -385,7 +385,7 @@ class _Step(AbstractStep):
         engine, model = self._session._engine, self._session._model
         assert engine is not None
         gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
-        return Call(model, engine.blocks, called, gradients)
+        return Call(engine, called, gradients)
 
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""

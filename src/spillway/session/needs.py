@@ -3,7 +3,6 @@ recomputed, and the step of an optimizer."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -12,23 +11,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.twins import bare_step, unseen, untouched, without_content
+from spillway.methods.actions import Action
 from spillway.units import Bytes
 
 
 class Call(NamedTuple):
     """A call of a model's forward."""
 
-    model: torch.nn.Module
-    """A copy of it runs, without the user's hooks; what that changes beside the copy is put back."""
-    blocks: Sequence[str]
-    """Names of its blocks."""
+    engine: BlockEngine
+    """A copy of its model runs, without the user's hooks; what that changes beside the copy is put back."""
     called: tuple[Any, dict[str, Any]]
     """Its arguments; of tensors only shape, strides, dtype and device count."""
     gradients: Mapping[str, Bytes]
@@ -96,36 +94,44 @@ def _measured(kind: type[torch.optim.Optimizer], parameters: Sequence[torch.Tens
 
 def recomputing(call: Call, environment: Environment) -> Bytes | None:
     """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins,
-    with a loss that needs what the usual ones do. None where the model does not run on tensors without content."""
-    return _peak(call, environment, lambda out: cast(Any, _loss(out[0])).backward(), trains=True)
+    with a loss that needs what the usual ones do, and for an engine that has learnt nothing yet. None where the model
+    does not run on tensors without content."""
+    return _peak(call, environment, lambda out: cast(Any, _loss(out[0])).backward(), trains=True, taught=False)
 
 
 def least(call: Call, environment: Environment) -> Bytes | None:
-    """The same with a loss that needs nothing, or of a forward alone if it runs without gradients: less cannot do."""
+    """The same for the engine as it is, with a loss that needs nothing, or of a forward alone if it runs without
+    gradients: less cannot do."""
     if not torch.is_grad_enabled():
-        return _peak(call, environment, lambda out: None, trains=False)
+        return _peak(call, environment, lambda out: None, trains=False, taught=True)
     held = sum(call.gradients.values())
-    peak = _peak(call, environment, _descend, trains=True)
+    peak = _peak(call, environment, _descend, trains=True, taught=True)
     if peak is None or not held:
         return peak
     # They may be given up between forward and backward.
-    fresh = _peak(call._replace(gradients={}), environment, _descend, trains=True)
+    fresh = _peak(call._replace(gradients={}), environment, _descend, trains=True, taught=True)
     return None if fresh is None else min(peak, fresh - held)
 
 
 @unseen()
-def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool) -> Bytes | None:
-    if any(isinstance(part, torch.jit.ScriptModule) for part in call.model.modules()):
+def _peak(
+    call: Call, environment: Environment, goes_on: Callable[[list[Any]], None], *, trains: bool, taught: bool
+) -> Bytes | None:
+    model = call.engine.model
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters, and kernels depend on how often they have run
-    reach = Reach(reach_of((call.model,), *call.called))
+    reach = Reach(reach_of((model,), *call.called))
     around = environment(environment.capture())
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
     try:
-        with untouched(call.model), around, torch.set_grad_enabled(trains):
+        with untouched(model), around, torch.set_grad_enabled(trains):
             twin = _twin(call, fake)
-            with fake:
+            live = _Live()
+            with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:
+                if taught:
+                    engine.learn_from(call.engine)
                 args, kwargs = rebuilt(call.called, _empty)
-                live = _Live()
                 with live:
                     goes_on([twin(*args, **kwargs)])
         return live.peak
@@ -136,15 +142,15 @@ def _peak(call: Call, environment: Environment, goes_on: Callable[[list[Any]], N
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
-    twin = without_content(call.model, fake)
-    for name in call.blocks:
-        block = twin.get_submodule(name)
-        again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        block.forward = again
+    twin = without_content(call.engine.model, fake)
     with fake:
         for name, parameter in twin.named_parameters():
             parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
     return twin
+
+
+def _again(block: str, call: int) -> Action:
+    return Action.RECOMPUTE
 
 
 def _descend(out: list[Any]) -> None:
@@ -169,6 +175,13 @@ def _results(out: Any) -> list[torch.Tensor]:
     return [one for one in tree_leaves(dict(out) if isinstance(out, dict) else out) if isinstance(one, torch.Tensor)]
 
 
+_WITH_STORAGE: Final = (torch.Tensor, torch.UntypedStorage)
+
+
+def _storage(one: torch.Tensor | torch.UntypedStorage) -> torch.UntypedStorage:
+    return one.untyped_storage() if isinstance(one, torch.Tensor) else one
+
+
 @final
 class _Live(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
     """Bytes of the storages that were made in it and are alive."""
@@ -185,7 +198,9 @@ class _Live(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().startswith(NAMESPACES):
             raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
-        given = {one.untyped_storage()._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        if func is torch.ops.aten.equal.default and args[0].dtype is torch.uint8:
+            return True  # bytes that the engine looks at, before and after a block: there are none
+        given = {_storage(one)._cdata for one in tree_leaves((args, kwargs)) if isinstance(one, _WITH_STORAGE)}
         result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.environment import Generator
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST_OBJECTS: Final = 4096
 """An argument from which more can be reached is no cache but half of the program."""
+PLAIN: Final = (Tensor, FakeTensor)
+"""Of no other class are the bytes all that there is to a tensor."""
 _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
 _storage_address: Final = cast("Callable[[Tensor], int]", vars(torch._C)["_storage_address"])
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...), torch.Size})
@@ -117,14 +120,19 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
     """A copy with the same strides over the same whole storage, so that kernels take the same path."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
         return tensor.clone()
     key = address(tensor)
     if key not in copies:
-        copies[key] = cast(Any, tensor.untyped_storage()).clone()
+        copies[key] = raw(tensor).clone().untyped_storage()
     copy = over(copies[key], tensor)
     copy = torch.conj(copy) if tensor.is_conj() else copy
     return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of its whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast(Any, tensor.untyped_storage()))
 
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:

@@ -293,6 +293,11 @@ class BlockEngine:
         with self._conductor.lock:
             return frame.revoke()
 
+    def learn_from(self, other: BlockEngine) -> None:
+        """Take over what calls of the same blocks, of a model of the same modules, have taught another engine."""
+        for mine, theirs in zip(self._sites, other._sites, strict=True):
+            mine.learn_from(theirs)
+
     def close(self) -> None:
         """Give the model its own forwards back. Graphs that are still there can be run backward."""
         self.closed = True  # blocks run plainly; what follows may be done again, where it was interrupted

@@ -78,6 +78,13 @@ class ModuleState:
         self._rewritten = ""
         """The name of a parameter that is written to although its version does not say so."""
 
+    def learn_from(self, other: ModuleState) -> None:
+        """Take over which buffers of the same block of another model change, and whether anything deeper does."""
+        mine = dict(zip(other._modules, self._modules, strict=True))
+        for training, watched in other._watched.items():
+            self._watched[training] = {(mine[module], name) for module, name in watched}
+        self._looks, self._deep = other._looks, other._deep
+
     def snapshot(self) -> Snapshot:
         """The block now."""
         training = tuple([module.training for module in self._modules])

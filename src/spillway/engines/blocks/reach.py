@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from spillway.engines.blocks.containers import PLAIN, raw
 from spillway.engines.blocks.environment import Generator, stream
 from spillway.units import Bytes, MiB
 
@@ -93,7 +94,7 @@ class Reach:
 
     def written(self) -> bool:
         """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(_raw(tensor), was) for tensor, was in self._bytes)
+        return any(not torch.equal(raw(tensor), was) for tensor, was in self._bytes)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
@@ -106,7 +107,7 @@ class Reach:
                 entry.write(entry.was)
         for tensor, was in self._bytes:
             with torch.no_grad(), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
-                _raw(tensor).copy_(was)
+                raw(tensor).copy_(was)
 
     # ------------------------------------------------------------------------------------------------------- the walk
 
@@ -226,7 +227,7 @@ class Reach:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
             self._room -= nbytes
-            self._bytes.append((tensor.detach(), _raw(tensor).clone()))
+            self._bytes.append((tensor.detach(), raw(tensor).clone()))
 
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
@@ -234,12 +235,8 @@ def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
     return *modules, *others, torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast(Any, tensor.untyped_storage()))
-
-
 def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and torch._C._has_storage(tensor)
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
 def _package(kind: type) -> str:

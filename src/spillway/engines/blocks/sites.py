@@ -48,6 +48,12 @@ class Site:
         self.communicates: bool | None = None
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
+    def learn_from(self, other: Site) -> None:
+        """Take over what calls have taught about the same module of another model."""
+        self.judged, self.written = set(other.judged), set(other.written)
+        self.rewritten, self.communicates = set(other.rewritten), other.communicates
+        self.state.learn_from(other.state)
+
     def checkpoints_itself(self) -> bool:
         """Whether a layer of transformers was told to, after the engine was there."""
         return self._may_checkpoint and bool(self.module.gradient_checkpointing) and self.module.training
