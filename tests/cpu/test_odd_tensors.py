@@ -107,10 +107,28 @@ def resized(model: nn.Module) -> list[Tensor]:
     return [*first, *second, whole, later]
 
 
+def inferred(model: nn.Module) -> list[Tensor]:
+    """Without autograd nobody takes attention apart: which of its kernels it takes is a setting of that moment."""
+    q = torch.randn(1, 2, 128, 32)
+    with torch.inference_mode(), nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        found = nn.functional.scaled_dot_product_attention(q, q, q)
+    first = trained(model, torch.randn(256, 64))
+    return [found.clone(), *first]
+
+
+def batched(model: nn.Module) -> list[Tensor]:
+    """Random numbers are drawn again while gradients are batched, within which `vmap` refuses to draw any."""
+    x = torch.randn(256, 64, requires_grad=True)
+    y = nn.functional.dropout(x, 0.3).sin()
+    first = trained(model, torch.randn(256, 64))
+    (gradients,) = torch.autograd.grad(y, x, torch.ones(2, 256, 64), is_grads_batched=True)
+    return [gradients.sum(0), *first]
+
+
 @pytest.mark.filterwarnings("ignore:torch.quantize_per", "ignore:TypedStorage")
 @pytest.mark.parametrize("share", [0.8, 0.6])
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("body", [sparse, wrapped, conjugated, quantised, resized])
+@pytest.mark.parametrize("body", [sparse, wrapped, conjugated, quantised, resized, inferred, batched])
 def test_a_step_on_odd_tensors_is_the_same_under_a_budget(body: Body, order: str, share: float) -> None:
     expected = plain(body)
     found, report = managed(body, order, share)

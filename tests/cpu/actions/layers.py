@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import rnn
 
 from tests.cpu.world import Instruction, World, action
@@ -137,13 +138,13 @@ def attend(world: World, i: Instruction) -> Any:
         lambda: F.multi_head_attention_forward(
             x.reshape(-1, 1, 64), x.reshape(-1, 1, 64), x.reshape(-1, 1, 64), 64, 2, torch.ones(192, 64) * 0.01,
             torch.zeros(192), None, None, False, 0.0, torch.eye(64), torch.zeros(64))[0],
-        lambda: nn.attention.bias.causal_lower_right(n, n) and None, lambda: sdpa(q, k, k, scale=0.3) * 2,
+        lambda: sdpa(q, k, k, scale=0.3) * 2,
     )  # fmt: skip
     return calls[i.c % len(calls)]()
 
 
 def _mathematically(call: Callable[[], Tensor]) -> Tensor:
-    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH):
         return call()
 
 

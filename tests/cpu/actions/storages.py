@@ -69,6 +69,7 @@ def carried(world: World, i: Instruction) -> Any:
 def another_storage(world: World, i: Instruction) -> Any:
     """What a tensor's bytes are changes: their number, or where they are."""
     x, y = _strangers(world, i.a), _strangers(world, i.b)
+    world.aliases.clear()  # of memory that is given another size plain PyTorch leaves them nothing
     n = x.numel()
     parameter = list(world.network.parameters())[i.a % 6]
     calls: tuple[Callable[[], Any], ...] = (
@@ -80,7 +81,9 @@ def another_storage(world: World, i: Instruction) -> Any:
         lambda: _emptied_and_back(parameter),
         lambda: x.set_(y),
         lambda: x.set_(y.untyped_storage(), 0, (min(n, y.numel()),)) if x.dtype == y.dtype else None,
-        lambda: x.set_(y.detach(), 1, (4, 4), (4, 1)),
+        lambda: (
+            x.set_(y.detach(), 1, (4, 4), (4, 1)) if y.untyped_storage().nbytes() >= 17 * y.element_size() else None
+        ),
         lambda: x.set_(),
         lambda: setattr(x, "data", y),
         lambda: setattr(x, "data", x.data[: max(len(x) // 2, 1)]),
@@ -103,10 +106,12 @@ def another_storage(world: World, i: Instruction) -> Any:
 
 def _emptied_and_back(x: Tensor) -> None:
     """As sharded training frees what it has gathered."""
-    storage, content = x.untyped_storage(), x.detach().clone()
+    storage = x.untyped_storage()
     nbytes = storage.nbytes()
-    if storage.nbytes() != x.numel() * x.element_size():
+    whole = nbytes == x.numel() * x.element_size() and x.storage_offset() == 0 and x.is_contiguous()
+    if not whole or storage.is_shared():
         return
+    content = x.detach().clone()
     storage.resize_(0)
     storage.resize_(nbytes)
     x.detach().copy_(content)
@@ -183,6 +188,7 @@ def out(world: World, i: Instruction) -> Any:
     """Results written where the caller says: of the right size, of another, or a view of something."""
     x = world.floats(i.a).detach()
     y = world.like(i.b, x).detach()
+    world.aliases.clear()
     targets: tuple[Callable[[], Tensor], ...] = (
         lambda: torch.empty(0, dtype=x.dtype),
         lambda: torch.zeros_like(x),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, cast, final
@@ -127,18 +129,28 @@ def surroundings_with(settings: Settings) -> Surroundings | DeviceSurroundings:
     return Surroundings() if settings is NO_SETTINGS else DeviceSurroundings(settings)
 
 
+_TRANSFORMS: Final = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+        for key in ("VmapMode", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
+    ),
+)
+"""By which `vmap` and `torch.func` hear of ops."""
+
 _GUARDS: Final = (
     torch._C._AutoDispatchBelowADInplaceOrView,
     torch._C._DisableAutocast,
+    functools.partial(torch._C._ExcludeDispatchKeyGuard, _TRANSFORMS),
     unwatched,
 )
 
 
 @final
 class InEnvironment:
-    """Context manager: the settings of the original call, without autograd, which stood above it, and unseen by the
-    user's own dispatch modes, which saw the original. Autocast, too, stood above it, but for ops that it passes by and
-    that consist of others (`_trilinear`, products of sparse tensors).
+    """Context manager: the settings of the original call, without autograd, which stood above it, unseen by the user's
+    own dispatch modes, which saw the original, and by transforms, within which another op may be wanted. Autocast, too,
+    stood above it, but for ops that it passes by and that consist of others (`_trilinear`, products of sparse tensors).
     """
 
     def __init__(self, environment: Environment) -> None:

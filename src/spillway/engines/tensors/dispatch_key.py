@@ -128,11 +128,20 @@ def _register() -> list[torch.library.Library]:
     for full in _of_torch._dispatch_get_all_op_names():
         namespace, _, name = full.partition("::")
         library = libraries.get(namespace)
-        if full in ("aten::detach", "aten::alias"):
-            # Views that touch no storage. torch makes parameters of what they return, which must be new to Python.
-            libraries["aten"].impl(name, torch.library.fallthrough_kernel, "Fake")  # type: ignore[no-untyped-call]
-        elif library is not None:
+        if library is None:
+            continue
+        if full in ("aten::detach", "aten::alias") or _has_parts(full):
+            # Two views that touch no storage: torch makes parameters of what they return, which must be new to Python.
+            # And what autograd takes apart before it comes here, which without autograd (`inference_mode`) nobody does:
+            # run as one op it would choose its parts by settings that are others when it is run again.
+            library.impl(name, torch.library.fallthrough_kernel, "Fake")  # type: ignore[no-untyped-call]
+        else:
             packet, _, overload = name.partition(".")
             op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
             cast(Any, library).m.impl(full, "Fake", functools.partial(_arrive, op), False)
     return list(libraries.values())
+
+
+def _has_parts(full: str) -> bool:
+    has_kernel = _of_torch._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(full, "CompositeImplicitAutograd") and not (has_kernel(full, "CPU") or has_kernel(full, "CUDA"))

@@ -210,13 +210,12 @@ class TensorEngine:
         self._foreign = [storage for storage in self._foreign if storage.value is not None] + foreign
         if not self._foreign:
             return
-        ranges = sorted(map(_range_of, self._foreign))
+        ranges = sorted(filter(None, map(_range_of, self._foreign)))
         starts, ends = [start for start, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
         for storage in list(self.table.values()) if foreign else newcomers:
-            if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE:
-                start, end = _range_of(storage)
-                before = bisect.bisect_left(starts, end)
-                storage.escaped |= before > 0 and ends[before - 1] > start
+            if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE and (place := _range_of(storage)):
+                before = bisect.bisect_left(starts, place[1])
+                storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
     def pass_by(self, out: torch.Tensor | None) -> None:
         """It is not managed, but for what a sparse tensor consists of."""
@@ -632,9 +631,10 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
 def _nothing() -> None: ...
 
 
-def _range_of(storage: Storage) -> tuple[int, int]:
-    start = real_storage(storage).data_ptr()
-    return start, start + storage.nbytes
+def _range_of(storage: Storage) -> tuple[int, int] | None:
+    """Where its bytes lie; nowhere if it is just dying, in a cycle of references that is being collected."""
+    real = storage.handle() if storage.handle is not None else None
+    return None if real is None else (real.data_ptr(), real.data_ptr() + storage.nbytes)
 
 
 def _ready(seen: Seen) -> bool:
