@@ -6,6 +6,11 @@ tensor for a subclass: in 55 functions of torch 2.13 it then picks formulas that
 calls is cast by autocast a second time. Nothing in torch asks for this key. It is `Fake`, for which torch has no
 kernels, so that every op of a thread that includes it comes to the fallback below. It stands right below `Python`: the
 user's own dispatch modes and subclasses of tensors have their say first, and what they make of an op arrives.
+
+NOTE [Several threads]. Threads that torch starts for a step (`torch.jit.fork`, deep calls of reentrant backwards) have
+key and watcher too. A handler that is between looking for its op's operands and registering the results may not meet
+another one. So ops are handled one after the other: what arrives from a second thread waits, and only what arrives from
+the thread whose op is under way is a part of that op. A custom op that waits for such a thread waits for ever.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from threading import get_ident
 from typing import Any, Final, cast, final
 
 import torch
@@ -59,14 +65,16 @@ class Watcher:
         learn: Makes the handler of an op that has none.
     """
 
-    __slots__ = ("busy", "handlers", "learn", "watching")
+    __slots__ = ("handlers", "learn", "turn", "watching", "within")
 
     def __init__(self, handlers: dict[int, Handler], learn: Callable[[Any], Handler]) -> None:
         self.handlers = handlers
         self.learn = learn
         self.watching = False
-        self.busy = False
-        """Whether a handler is running; what arrives meanwhile is a part of its op."""
+        self.turn = threading.RLock()
+        """Of the thread whose op is under way. See NOTE [Several threads]."""
+        self.within = 0
+        """That thread's identifier: what arrives from it meanwhile is a part of its op."""
 
     def begin(self) -> None:
         """In the thread whose ops are meant."""
@@ -81,31 +89,40 @@ class Watcher:
 
     def end(self) -> None:
         """A thread that still includes the key leaves with its next op. Calling it again does what was not done."""
-        self.watching = False
+        with self.turn:
+            self.watching = False
         if _of_torch._is_key_in_tls(_NAME) and _watcher(_NAME) is self:
             _include(_KEY, False)
             _of_torch._stash_obj_in_tls(_NAME, None)
 
     def disarm(self) -> None:
         """In a forked child, which may be in the middle of an op: let everything through."""
-        self.watching = False
+        self.watching, self.turn, self.within = False, threading.RLock(), 0
         _include(_KEY, False)
 
 
 def _arrive(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     watcher = _watcher(_NAME)
     if watcher is None or not watcher.watching:
-        _include(_KEY, False)
-        return op._op(*args, **kwargs)
-    if watcher.busy or _is_excluded(_PYTHON):
+        return _unwatched(op, args, kwargs)
+    thread = get_ident()
+    if watcher.within == thread or _is_excluded(_PYTHON):
         return _below(op, args, kwargs)
-    try:
-        watcher.busy = True
-        _include(_KEY, False)
-        return (watcher.handlers.get(id(op)) or watcher.learn(op))(None, op, (), args, kwargs)
-    finally:
-        _include(_KEY, watcher.watching)
-        watcher.busy = False
+    with watcher.turn:
+        if not watcher.watching:  # the step ended in the meantime
+            return _unwatched(op, args, kwargs)
+        try:
+            watcher.within = thread
+            _include(_KEY, False)
+            return (watcher.handlers.get(id(op)) or watcher.learn(op))(None, op, (), args, kwargs)
+        finally:
+            _include(_KEY, watcher.watching)
+            watcher.within = 0
+
+
+def _unwatched(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    _include(_KEY, False)
+    return op._op(*args, **kwargs)
 
 
 def _below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
