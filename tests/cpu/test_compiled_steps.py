@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import spillway
 from spillway.errors import SessionError
+from tests.cpu.another_process import run_python
 from tests.cpu.pressure import Image, image
 
 SIDE = 64
@@ -286,3 +287,33 @@ def test_compiled_autograd_runs_op_by_op(tmp_path: Path) -> None:
         for _ in range(2):
             with memory.step(batch()), torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
                 assert trained(net, net) == expected
+
+
+def test_a_compiler_that_is_first_imported_within_a_step_is_treated_alike() -> None:
+    done = run_python(
+        """
+        import sys, warnings
+        import torch, spillway
+
+        runs, finders = [], list(sys.meta_path)
+        def backend(graph, examples):
+            return lambda *args: runs.append(graph) or graph(*args)
+
+        warnings.simplefilter("ignore")
+        with spillway.manage(torch.nn.Linear(8, 8), budget=None, method="lru") as memory:
+            with memory.step():
+                assert "torch._dynamo" not in sys.modules
+            assert sys.meta_path == finders
+            with memory.step():
+                call = torch.compile(torch.nn.Linear(8, 8), backend=backend)
+                call(torch.ones(2, 8))
+                assert "torch._dynamo" in sys.modules
+                print(len(runs))
+            call(torch.ones(2, 8))
+            print(len(runs))
+            with memory.step():
+                call(torch.ones(2, 8))
+            print(len(runs), sys.meta_path == finders)
+        """
+    )
+    assert done.stdout.split() == ["0", "1", "1", "True"], done.stdout + done.stderr
