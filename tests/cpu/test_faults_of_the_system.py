@@ -23,7 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import spillway
+from spillway.errors import SessionError
+from spillway.ir.files import read_run
 from spillway.methods import Copy, Fetch, Move
+from spillway.session.base import Session
 from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS, PLENTY, is_moved, put_away
@@ -280,6 +283,114 @@ def test_a_fork_while_another_thread_holds_the_books_does_not_hang_the_child() -
         go.set()
         thread.join()
         assert status == 42
+
+
+# ---------------------------------------------------------------------- reports that cannot be written
+
+
+BATCH = torch.ones(8, 32)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.line(x))
+
+
+def blocks() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    return model, torch.optim.SGD(model.parameters(), 0.1)
+
+
+def step_of_blocks(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(BATCH).sum().backward()
+    optimizer.step()
+
+
+@contextmanager
+def full_disk(memory: Session) -> Iterator[None]:
+    """Nothing more can be written to its run file."""
+    assert memory._writer is not None
+    written = memory._writer._file.fileno()
+    kept, full = os.dup(written), os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, written)
+    try:
+        yield
+    finally:
+        if not memory._writer._file.closed:
+            os.dup2(kept, written)
+        os.close(kept)
+        os.close(full)
+
+
+FULL = r"^The run file '.*' cannot be written \(No space left on device\)"
+
+
+@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+def test_a_report_that_finds_a_full_disk_is_one_sentence_and_is_written_later(method: str, tmp_path: Path) -> None:
+    model, optimizer = blocks()
+    with spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run") as memory:
+        with full_disk(memory), pytest.raises(OSError, match=FULL), memory.step(BATCH):
+            step_of_blocks(model, optimizer)
+        with full_disk(memory), pytest.raises(KeyError) as raised, memory.step(BATCH):
+            raise KeyError
+        assert not hasattr(raised.value, "__notes__")
+        with memory.step(BATCH):
+            step_of_blocks(model, optimizer)
+    assert [report.step for report in memory.history] == [0, 1]
+    assert [report.step for report in read_run(tmp_path / "run").steps] == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+def test_where_no_report_can_be_written_a_session_that_closes_with_its_step_closes(method: str, tmp_path: Path) -> None:
+    model, optimizer = blocks()
+    memory = spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run")
+    refusals: list[SessionError] = []
+
+    def close() -> None:
+        try:
+            memory.close()
+        except SessionError as refusal:
+            refusals.append(refusal)
+
+    with full_disk(memory), pytest.raises(OSError, match=FULL) as raised, memory.step(BATCH):
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+    assert len(refusals) == 1
+    assert memory._given_up
+    assert raised.value.__notes__[0].startswith("Closing the session failed as well: OSError: The run file")
+    with spillway.manage(model, optimizer, budget=PLENTY, method=method) as other, other.step(BATCH):
+        step_of_blocks(model, optimizer)
+
+
+@pytest.mark.parametrize("method", ["lru", "checkpoint"])
+def test_where_no_report_can_be_written_a_signal_that_waited_is_raised(method: str, tmp_path: Path) -> None:
+    model, optimizer = blocks()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run") as memory:
+        with full_disk(memory), pytest.raises(KeyboardInterrupt) as raised, memory.step(BATCH):
+            step_of_blocks(model, optimizer)
+            memory._pending.append(interrupt)
+        assert raised.value.__notes__[0].startswith("Ending the step failed as well: OSError: The run file")
+
+
+def test_a_refusal_is_seen_although_nothing_can_be_told_of_an_optimizer() -> None:
+    model, optimizer = fresh()
+    optimizer.param_groups.clear()
+    with (
+        pytest.raises(spillway.BudgetInfeasible) as raised,
+        spillway.manage(model, optimizer, budget="5KiB", method="lru") as memory,
+        memory.step(),
+    ):
+        model(torch.ones(64, model[0].in_features)).sum().backward()
+    assert "ValueError" in raised.value.__notes__[0]
 
 
 # ---------------------------------------------------------------------- the spill directory, limits

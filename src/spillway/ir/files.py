@@ -42,6 +42,7 @@ class RunWriter:
         self._checksum = 0
         self._pending = b""
         self._end = 0
+        self._path = path
         self._file = FileIO(path, "w")
         self._write(first)
 
@@ -80,9 +81,17 @@ class RunWriter:
     def _write_pending(self) -> None:
         # Every write names its offset, so one that was interrupted, or met a full disk half-way, is done again as it
         # was. A buffered file would forget the rest of a large line.
-        while self._pending:
-            written = os.pwrite(self._file.fileno(), self._pending, self._end)
-            self._end, self._pending = self._end + written, self._pending[written:]
+        try:
+            while self._pending:
+                written = os.pwrite(self._file.fileno(), self._pending, self._end)
+                self._end, self._pending = self._end + written, self._pending[written:]
+        except OSError as error:
+            told = type(error)(
+                f"The run file {os.fspath(self._path)!r} cannot be written ({error.strerror}): what it lacks is "
+                f"written with the next step or on closing, if there is room by then."
+            )
+            told.errno = error.errno
+            raise told from None
 
 
 @final

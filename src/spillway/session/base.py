@@ -311,7 +311,7 @@ class Session(ABC):
             self._deliver()
         except BaseException as error:
             step.give_back()
-            if isinstance(error, BudgetInfeasible) and (told := step.told(error)) is not error:
+            if isinstance(error, BudgetInfeasible) and (told := _told(step, error)) is not error:
                 raise told from None
             raise
         return step
@@ -321,23 +321,32 @@ class Session(ABC):
         if not may_end(step.thread):
             raise SessionError("This step began in another thread, and has to be left by that thread.")
         late: SpillwayError | None = None
+        fault: BaseException | None = None
         try:
             late = step.end()
             if error is None and late is None:
                 step.conclude()
-        except Exception as fault:
-            if error is None:
-                raise
-            _add_note(error, "Ending the step", fault)
+        except BaseException as raised:
+            fault = raised
         finally:
             step.give_back()
+        if error is not None and isinstance(fault, Exception):
+            _add_note(error, "Ending the step", fault)
+            fault = None
         if self._closes_with_step:
-            self.__exit__(None, error, None)
-        self._deliver()
+            self.__exit__(None, error or fault, None)
+        try:
+            self._deliver()
+        except BaseException as waited:
+            if isinstance(fault, Exception):
+                _add_note(waited, "Ending the step", fault)
+            raise
+        if fault is not None:
+            raise fault
         refusal = error or late
         if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
             refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
-        told = step.told(refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
         if told is not error and told is not None:
             raise told from None
 
@@ -367,10 +376,19 @@ class Session(ABC):
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)
-        if self._writer is not None:
-            self._writer.append({"step": report.to_json()})
-        if self._live is not None:
-            self._live.update(report)
+        with contextlib.ExitStack() as stack:
+            if self._live is not None:
+                stack.callback(self._live.update, report)
+            if self._writer is not None:
+                self._writer.append({"step": report.to_json()})
+
+
+def _told(step: AbstractStep, refusal: BudgetInfeasible) -> BudgetInfeasible:
+    try:
+        return step.told(refusal)
+    except Exception as fault:
+        _add_note(refusal, "Telling the budget that works", fault)
+        return refusal
 
 
 def _add_note(error: BaseException, what: str, fault: Exception) -> None:

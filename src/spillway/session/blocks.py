@@ -475,9 +475,11 @@ class _Step(AbstractStep):
 
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
-        self._say_if_unseen()
-        self._learn()
-        self._report(seconds)
+        try:
+            self._learn()
+            self._report(seconds)
+        finally:
+            self._say_if_unseen()
 
     def _say_if_unseen(self) -> None:
         if self._optimized and not (self._watch is not None and self._watch.passes) and not self._session._told_unseen:
