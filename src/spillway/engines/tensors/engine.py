@@ -255,6 +255,11 @@ class TensorEngine:
         self.controller.resize(storage, real.nbytes())
         return True
 
+    def growth(self, storages: Iterable[Storage]) -> Bytes:
+        """By how much they have grown out of sight, as a lazily negated `out=` does before `copy_` fills it."""
+        real = ((storage.nbytes, storage.handle()) for storage in storages if storage.handle is not None)
+        return sum(max(now.nbytes() - known, 0) for known, now in real if now is not None)
+
     # ------------------------------------------------------------------ ops
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
@@ -270,6 +275,7 @@ class TensorEngine:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
                 needed = needed if bound is None else min(needed, bound)
+        needed += self.growth(seen.writes) if info.resized else 0
         guess = 0
         if self.place.workspaces is not None and key is not None:
             guess = self.place.workspaces.guess(seen, key, needed, controller.allowed)

@@ -58,7 +58,8 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual, *, recipes: bo
         if info.fresh and not info.writes:
             return (_creating_with_recipe if recorded else _creating)(info, engine, usual)
         if not info.fresh and info.writes in ((), (0,)):
-            return _writing(info, engine, usual)
+            write = _writing(info, engine, usual)
+            return _filling(info, engine, write, usual) if info.resized else write
     return lambda _, func, types, args=(), kwargs=None: usual(info, args, kwargs)
 
 
@@ -318,6 +319,22 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
         if writes and (old.recorded or old.home is not None):
             overwrite(first, None)
         return out
+
+    return handle
+
+
+def _filling(info: OpInfo, engine: TensorEngine, write: Handler, usual: Usual) -> Handler:
+    """For `copy_`, whose target may have grown out of sight: there is room for that before anybody writes to it."""
+    controller, find = engine.controller, engine.find
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        target = find(args[0]) if controller.allowed < UNLIMITED else None
+        grown = 0 if target is None else engine.growth((target,))
+        if not grown:
+            return write(_, func, types, args, kwargs)
+        with controller.lock:
+            controller.make_room(grown, info.name)
+        return usual(info, args, kwargs)
 
     return handle
 
