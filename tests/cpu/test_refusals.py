@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import spillway
 from benchmarks import block_refusals, refusals
 from benchmarks.refusal_cases import Case, cases
 from spillway.errors import BudgetInfeasible
+from spillway.session.tensors import TensorSession
 from spillway.units import Bytes
 
-CASES = {case.network: case for case in cases(40) if case.network in ("autoencoder", "bridged", "recurrent", "tree")}
+NETWORKS = ("autoencoder", "bridged", "language", "recurrent", "tree")
+CASES = {case.network: case for case in cases(40) if case.network in NETWORKS}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=str)
@@ -77,6 +81,20 @@ def test_a_refusal_leaves_the_batch_and_the_gradients_alone() -> None:
         model(ids).square().mean().backward()
     assert ids.unique().tolist() == [49]
     assert [parameter.grad for parameter in model.parameters()] == [None] * 3
+
+
+def test_copies_of_a_model_that_are_made_in_a_step_do_not_tell_how_they_are_called() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    with spillway.manage(model, budget="64MiB", method="lru") as memory:
+        assert isinstance(memory, TensorSession)
+        with memory.step(x):
+            step: Any = memory._running
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                copied(x[:1])
+            assert step._calls.found == []
+            model(x[:1])
+            assert [one.model() for one in step._calls.found] == [model]
+        assert not model._forward_pre_hooks
 
 
 def test_an_optimizer_of_the_users_own_is_stepped_by_the_user_alone() -> None:

@@ -17,7 +17,7 @@ from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.twins import bare_step, unseen, untouched, without_content
+from spillway.engines.tensors.twins import bare_step, results_of, unseen, untouched, usual_loss, without_content
 from spillway.methods.actions import Action
 from spillway.units import Bytes
 
@@ -96,7 +96,7 @@ def recomputing(call: Call, environment: Environment) -> Bytes | None:
     """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins,
     with a loss that needs what the usual ones do, and for an engine that has learnt nothing yet. None where the model
     does not run on tensors without content."""
-    return _peak(call, environment, lambda out: cast(Any, _loss(out[0])).backward(), trains=True, taught=False)
+    return _peak(call, environment, _go_back, trains=True, taught=False)
 
 
 def least(call: Call, environment: Environment) -> Bytes | None:
@@ -153,26 +153,18 @@ def _again(block: str, call: int) -> Action:
     return Action.RECOMPUTE
 
 
+def _go_back(out: list[Any]) -> None:
+    cast(Any, usual_loss(results_of(out[0]))).backward()
+
+
 def _descend(out: list[Any]) -> None:
     """From a result that nobody holds."""
-    sums = [one.sum().real.float() for one in _results(out.pop()) if one.requires_grad]
+    sums = [one.sum().real.float() for one in results_of(out.pop()) if one.requires_grad]
     cast(Any, torch.stack(sums).sum()).backward()
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-
-
-def _loss(out: Any) -> torch.Tensor:
-    """Its own, or one that needs what the usual ones do: twice the result that is kept, and a gradient of its size."""
-    if isinstance(out, dict) and isinstance(out.get("loss"), torch.Tensor):
-        own: torch.Tensor = out["loss"]
-        return own
-    return torch.stack([one.float().square().mean() for one in _results(out) if one.requires_grad]).sum()
-
-
-def _results(out: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(dict(out) if isinstance(out, dict) else out) if isinstance(one, torch.Tensor)]
 
 
 _WITH_STORAGE: Final = (torch.Tensor, torch.UntypedStorage)

@@ -26,6 +26,7 @@ from spillway.engines.tensors.turns import end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
 from spillway.ir import RunWriter, StepReport, Timeline
 from spillway.session.base import AbstractStep, Session, header
+from spillway.session.called import Calls
 from spillway.session.inputs import in_process_group, signature_of
 from spillway.units import Bytes
 
@@ -182,6 +183,7 @@ class _Step(AbstractStep):
     def __init__(self, session: TensorSession, batch: Any, owner: weakref.ref[Any]) -> None:
         super().__init__(session, batch, owner)
         self._engine = session._engine
+        self._calls = Calls()
         self._ended = False
 
     @unheard
@@ -195,15 +197,17 @@ class _Step(AbstractStep):
         self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
-        abandon = functools.partial(_abandon, engine, self.deferred)
+        abandon = functools.partial(_abandon, engine, self._calls, self.deferred)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         reset_peak()
         engine.begin_step(
             named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
             signature=self._signature, recipes=not known_to_fit,
         )  # fmt: skip
+        self._calls.begin(session._models)
 
     def end(self) -> SpillwayError | None:
+        self._calls.end()
         if self._ended:
             return None
         late: SpillwayError | None = None
@@ -222,7 +226,8 @@ class _Step(AbstractStep):
 
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         session = self._session
-        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch)
+        found = self._calls.found
+        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch, found)
 
     @unheard
     def conclude(self) -> None:
@@ -270,9 +275,10 @@ class _Step(AbstractStep):
         )  # fmt: skip
 
 
-def _abandon(engine: TensorEngine, deferred: DeferredInterrupts) -> None:
+def _abandon(engine: TensorEngine, calls: Calls, deferred: DeferredInterrupts) -> None:
     """The step of a session that is gone."""
     try:
+        calls.end()
         engine.close()
     finally:
         deferred.shut()

@@ -159,13 +159,13 @@ def thaw(value: Any) -> Any:
     return _Walk(FrozenTensor, FrozenTensor.thaw).rebuilt(value)
 
 
-def rebuilt(value: Any, leaf: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with `leaf(tensor)` for every tensor, and copies of all containers as `freeze` makes them.
+def rebuilt(value: Any, leaf: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """The same structure with `leaf(x)` for every x of a kind, and copies of all containers as `freeze` makes them.
 
     Raises:
         CannotCopyError: As `freeze` does.
     """
-    return _Walk(Tensor, leaf).rebuilt(value)
+    return _Walk(kind, leaf).rebuilt(value)
 
 
 def tensors(value: Any) -> list[Tensor]:

@@ -15,7 +15,8 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -26,7 +27,7 @@ from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.lists import PARTS, arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS
-from spillway.engines.tensors.twins import bare_step, unseen, untouched, without_content
+from spillway.engines.tensors.twins import bare_step, results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -90,6 +91,38 @@ class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch
         del self._known[key]
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Like:
+    """A tensor that a model was called with."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    needs_grad: bool
+    content: Callable[[], torch.Tensor | None]
+    """The tensor itself, as long as it is there, of whole numbers."""
+
+    def again(self, *, with_content: bool) -> torch.Tensor:
+        """One like it, or the same numbers if they are asked for and there."""
+        content = self.content() if with_content else None
+        if content is not None:
+            return content.clone()
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return made.requires_grad_(self.needs_grad)
+
+
+class Called(NamedTuple):
+    """A call of a model."""
+
+    model: Callable[[], torch.nn.Module | None]
+    again: Callable[[Callable[[Like], torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+    """Its arguments, positional and named, with new tensors."""
+    trains: bool
+    """Whether it ran under gradients."""
+
+
 @unseen()
 def smallest_budget(
     error: BudgetInfeasible,
@@ -97,20 +130,22 @@ def smallest_budget(
     models: Sequence[torch.nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
     batch: Any,
+    calls: Sequence[Called] = (),
 ) -> BudgetInfeasible:
     """The same error with the smallest budget that works, where that can be told.
 
-    It is exact if the model could be run on fake tensors with the batch (`model(**batch)`, `model(*batch)` or
-    `model(batch)`, or as much of the batch as the model takes), a bound from below otherwise.
+    It is exact if the models could be run on fake tensors as they were called, or the first of them, if none was called
+    by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
+    a bound from below otherwise.
     """
     updates = [_Update(optimizer) for optimizer in optimizers]
     states = sum(update.small for update in updates)
-    probed = _probe(models, batch, states) if batch is not None else None
+    probed = _probe(models, batch, calls)
     largest = max(
         error.needed,  # with what could not leave then
         engine.controller.counters.floor_bytes + engine.never_leaves(),
         max((update.largest for update in updates), default=0) + states + _small(models),
-        (probed or 0) + sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped),
+        (probed or 0) + states + sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped),
     )
     reserved = engine.place.measured().reserved
     return BudgetInfeasible(
@@ -204,18 +239,30 @@ class _Together(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's 
             self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key))
 
 
-def _probe(models: Sequence[torch.nn.Module], batch: Any, states: Bytes) -> Bytes | None:
-    """Most bytes that one op of a forward and backward of the first model needs, beside small `states`; None if it does
-    not run on fakes."""
-    if any(isinstance(part, torch.jit.ScriptModule) for part in models[0].modules()):
+def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> Bytes | None:
+    """Most bytes that one op of forwards and backwards needs; None if one of them does not run on fakes."""
+    found = [_probe_call(model, [called.again], trains=called.trains) for called in calls if (model := called.model())]
+    if None not in found:
+        known = [needed for needed in found if needed is not None]
+        if known:
+            return max(known)
+    return _probe_call(models[0], list(_ways_to_call(models[0], batch)), trains=True) if batch is not None else None
+
+
+_Way = Callable[[Callable[[Any], torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Takes what makes a tensor fake, and returns what a model is called with."""
+
+
+def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -> Bytes | None:
+    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters
-    with contextlib.suppress(Exception), untouched(models[0]):  # a model that cannot be copied
+    with contextlib.suppress(Exception), untouched(model), torch.set_grad_enabled(trains):  # it cannot be copied
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        model = without_content(models[0], fake)
+        twin = without_content(model, fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.
-        for call, with_content in itertools.product(list(_ways_to_call(model, batch)), (True, False)):
+        for way, with_content in itertools.product(ways, (True, False)):
             with contextlib.suppress(Exception):  # whatever the model does with tensors that have no content
-                return _largest_working_set(model, call, fake, with_content=with_content) + states
+                return _largest_working_set(twin, way, fake, with_content=with_content)
     return None
 
 
@@ -224,35 +271,37 @@ _LOSS = 3
 result: `_log_softmax_backward_data` reads two tensors of its size and makes a third."""
 
 
-def _largest_working_set(
-    model: torch.nn.Module, call: Callable[[Any], Any], fake: FakeTensorMode, *, with_content: bool
-) -> Bytes:
-    def faked(tensor: torch.Tensor) -> torch.Tensor:
+def _largest_working_set(model: torch.nn.Module, way: _Way, fake: FakeTensorMode, *, with_content: bool) -> Bytes:
+    def faked(tensor: torch.Tensor | Like) -> torch.Tensor:
+        if isinstance(tensor, Like):
+            return tensor.again(with_content=with_content)
         whole = with_content and not (tensor.is_floating_point() or tensor.is_complex())
         return tensor.clone() if whole else fake.from_tensor(tensor)
 
     with fake:
         sets = _WorkingSets([*model.parameters(), *model.buffers()])
         with sets:
-            out = call(lambda tree: tree_map_only(torch.Tensor, faked, tree))
-            results: list[torch.Tensor] = []
-            tree_map_only(FakeTensor, results.append, dict(out) if hasattr(out, "items") else out)
-            ends = [result for result in results if result.requires_grad]
-            ends = [result for result in ends if result.numel() == 1] or ends  # a loss that is among them
-            torch.autograd.backward(ends, [torch.empty_like(result) for result in ends])
-    return max(sets.largest, _LOSS * max((result.nbytes for result in results), default=0) + sets.small)
+            args, kwargs = way(faked)
+            results = results_of(model(*args, **kwargs))
+            most = max((result.nbytes for result in results), default=0)
+            if any(result.requires_grad for result in results):
+                loss = [usual_loss(results)]
+                del results  # the graph alone holds them, as in a step
+                cast(Any, loss.pop()).backward()
+    return max(sets.largest, _LOSS * most + sets.small)
 
 
-def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[Callable[[Any], Any]]:
-    """Each takes the function that makes the batch fake: everything the batch has first, then less of it."""
+def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[_Way]:
+    """Everything the batch has first, then less of it."""
     if isinstance(batch, dict):
         accepted = inspect.signature(model.forward).parameters
         known = {name: value for name, value in batch.items() if name in accepted}
-        yield lambda fake: model(**fake(batch))
-        yield lambda fake: model(**fake(known))
+        for named in (batch, known):
+            yield functools.partial(lambda fake, named: ((), tree_map_only(torch.Tensor, fake, named)), named=named)
     items = list(batch.values()) if isinstance(batch, dict) else list(batch) if _many(batch) else [batch]
     for count in range(len(items), 0, -1):
-        yield functools.partial(lambda fake, taken: model(*fake(taken)), taken=items[:count])
+        taken = tuple(items[:count])
+        yield functools.partial(lambda fake, taken: (tree_map_only(torch.Tensor, fake, taken), {}), taken=taken)
 
 
 def _many(batch: Any) -> bool:

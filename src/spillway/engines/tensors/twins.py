@@ -21,6 +21,7 @@ from torch.nn.modules import module as _modules
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.private import function_modes
 
@@ -170,6 +171,19 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
 
 def _call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module.forward(*args, **kwargs)
+
+
+def results_of(out: Any) -> list[torch.Tensor]:
+    """What a model has made."""
+    return [one for one in tree_leaves(dict(out) if hasattr(out, "items") else out) if isinstance(one, torch.Tensor)]
+
+
+def usual_loss(results: list[torch.Tensor]) -> torch.Tensor:
+    """The model's own, or one that needs what the usual ones do: twice the result that is kept, and a gradient of its
+    size."""
+    ends = [one for one in results if one.requires_grad]
+    own = [one for one in ends if one.numel() == 1]
+    return torch.stack([one.float().sum() for one in own] or [one.float().square().mean() for one in ends]).sum()
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
