@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import spillway
 from spillway.errors import SessionError
+from spillway.ir import files
 from spillway.ir.files import read_run
 from spillway.methods import Copy, Fetch, Move
 from spillway.session.base import Session
@@ -379,6 +380,19 @@ def test_where_no_report_can_be_written_a_signal_that_waited_is_raised(method: s
             step_of_blocks(model, optimizer)
             memory._pending.append(interrupt)
         assert raised.value.__notes__[0].startswith("Ending the step failed as well: OSError: The run file")
+
+
+def test_a_timeline_that_could_not_be_read_is_left_out_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = blocks()
+    monkeypatch.setattr(files, "MOST_OPS", 5)
+    memory = spillway.manage(model, optimizer, budget=PLENTY, method="lru", run_file=tmp_path / "run", timeline=True)
+    with memory.step(BATCH):
+        step_of_blocks(model, optimizer)
+    with pytest.warns(UserWarning, match="leaves out what could not be read again: a timeline of"):
+        memory.close()
+    assert [report.step for report in read_run(tmp_path / "run").steps] == [0]
 
 
 def test_a_refusal_is_seen_although_nothing_can_be_told_of_an_optimizer() -> None:

@@ -17,7 +17,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.errors import FileFormatError
-from spillway.ir import Change, Event, Kind, RunFile, RunWriter, StepReport, StorageLine, Timeline, read_run
+from spillway.ir import (
+    Change,
+    Event,
+    Kind,
+    RunFile,
+    RunWriter,
+    StepReport,
+    StorageLine,
+    Timeline,
+    files,
+    read_run,
+    reading,
+)
+from spillway.ir.lanes import Lane, Span, Work
+from spillway.ir.timeline import MOST_OPS
 
 TIMELINE = Timeline(
     step=1,
@@ -322,3 +336,28 @@ def test_every_report_is_read_as_it_was_written(
         for one in reports:
             run.append({"step": one.to_json()})
     assert read_run(path).steps == reports
+
+
+def test_what_a_run_file_could_not_be_read_with_is_not_written_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def timeline(ops: int, name: str = "") -> dict[str, Any]:
+        span = Span(
+            lane=Lane.COMPUTE, work=Work.OP, began=0.0, ended=1.0, op=0, name=name, storage=None, nbytes=0, stalled=0.0
+        )
+        return {"timeline": Timeline(step=0, allowed=1, ops=ops, storages=(), events=(), spans=(span,)).to_json()}
+
+    for module in (files, reading):
+        monkeypatch.setattr(module, "LONGEST", 2_000)
+        monkeypatch.setattr(module, "MOST", 6_000)
+    with RunWriter(tmp_path / "run", {}) as writer:
+        writer.append(timeline(MOST_OPS))
+        with pytest.raises(ValueError, match=r"leaves out .* a timeline of 1000001 ops, where 1000000 is the most"):
+            writer.append(timeline(MOST_OPS + 1))
+        with pytest.raises(ValueError, match=r"with which the line would be longer than 1\.95 KiB\.$"):
+            writer.append(timeline(1, "a" * 2_000))
+        for _ in range(4):
+            writer.append(timeline(1, "a" * 1_200))
+        with pytest.raises(ValueError, match=r"with which the file would be longer than 5\.86 KiB\.$"):
+            writer.append(timeline(1, "a" * 1_200))
+    assert [one.ops for one in read_run(tmp_path / "run").timelines] == [MOST_OPS, 1, 1, 1, 1]

@@ -71,7 +71,9 @@ def _write(path: Path, ran: Simulation, header: dict[str, Any]) -> None:
             writer.append({"step": report_of(ran).to_json()})
             writer.append({"timeline": ran.timeline.to_json()})
     except OSError as error:
-        raise SpillwayError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise SpillwayError(f"{path} cannot be written: {error.strerror}." if error.strerror else str(error)) from error
+    except ValueError as error:
+        raise SpillwayError(str(error)) from error
 
 
 def _figures(ran: Simulation) -> dict[str, Any]:

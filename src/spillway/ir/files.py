@@ -15,10 +15,11 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from spillway.ir.reading import fault_in, lines_of, read_value
+from spillway.ir.reading import LONGEST, MOST, fault_in, lines_of, read_value
 from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
 from spillway.ir.step_report import StepReport
-from spillway.ir.timeline import Timeline
+from spillway.ir.timeline import MOST_OPS, Timeline
+from spillway.units import format_bytes
 
 FORMAT: Final = "spillway-run"
 """What the first line of every run file names."""
@@ -49,11 +50,15 @@ class RunWriter:
     def append(self, record: Mapping[str, Any]) -> None:
         """Add one record, `{"step": {...}}` or `{"timeline": timeline.to_json()}`, and hand it to the system.
 
-        Raises ValueError for other records and TypeError for what JSON cannot hold, before anything is written. After
+        Raises ValueError for other records, and with one sentence for what could not be read again (too many ops in a
+        timeline, too long a line or file), and TypeError for what JSON cannot hold, before anything is written. After
         an OSError or Ctrl-C the record is kept, and written whole before the next one or on closing.
         """
         if record.keys() not in ({"step"}, {"timeline"}):
             raise ValueError(f"a record is one step or one timeline, not {', '.join(map(repr, record)) or 'nothing'}")
+        ops = record.get("timeline", {}).get("ops", 0)
+        if ops > MOST_OPS:
+            raise ValueError(self._left_out(f"a timeline of {ops} ops, where {MOST_OPS} is the most that is read"))
         self._write(encoded(record))
 
     def close(self) -> None:
@@ -75,8 +80,19 @@ class RunWriter:
 
     def _write(self, body: bytes) -> None:
         line, checksum = seal(body, self._checksum)
+        for what, nbytes, most in (
+            ("line", len(line), LONGEST),
+            ("file", self._end + len(self._pending) + len(line), MOST),
+        ):
+            if nbytes > most:
+                raise ValueError(
+                    self._left_out(f"a record with which the {what} would be longer than {format_bytes(most)}")
+                )
         self._checksum, self._pending = checksum, self._pending + line
         self._write_pending()
+
+    def _left_out(self, what: str) -> str:
+        return f"The run file {os.fspath(self._path)!r} leaves out what could not be read again: {what}."
 
     def _write_pending(self) -> None:
         # Every write names its offset, so one that was interrupted, or met a full disk half-way, is done again as it

@@ -18,6 +18,7 @@ import os
 import platform
 import sys
 import threading
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -170,6 +171,7 @@ class Session(ABC):
         self._given_up = False
         """Whether closing is done."""
         self._closes_with_step = False
+        self._told_left_out = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -379,8 +381,17 @@ class Session(ABC):
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.callback(self._live.update, report)
+            self._write({"step": report.to_json()})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """Into the run file, if there is one and it could be read afterwards."""
+        try:
             if self._writer is not None:
-                self._writer.append({"step": report.to_json()})
+                self._writer.append(record)
+        except ValueError as left_out:
+            if not self._told_left_out:
+                self._told_left_out = True
+                warnings.warn(str(left_out), stacklevel=7)
 
 
 def _told(step: AbstractStep, refusal: BudgetInfeasible) -> BudgetInfeasible:

@@ -92,7 +92,7 @@ class TensorSession(Session):
                 stack.callback(self._writer.close)
                 unwritten, self._unwritten = self._unwritten, None
                 if unwritten is not None:
-                    self._writer.append({"timeline": unwritten.to_json()})
+                    self._write({"timeline": unwritten.to_json()})
 
     # ------------------------------------------------------------------ for _Step
 
