@@ -7,6 +7,7 @@ too; with the last one it is gone.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 import weakref
@@ -17,9 +18,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from spillway.engines.locks import renew_in_children
+
 _open: Final[weakref.WeakSet[Updates]] = weakref.WeakSet()
 _handles: Final[list[RemovableHandle]] = []
 _lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock")
 
 
 @final

@@ -21,6 +21,7 @@ from spillway.engines.blocks.replays import Passing, Replay
 from spillway.engines.blocks.selective import AbstractSelecting
 from spillway.engines.blocks.sites import Site
 from spillway.engines.blocks.stores import Store
+from spillway.engines.locks import renew_in_children
 from spillway.units import Bytes
 
 Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
@@ -55,6 +56,7 @@ class Conductor:
         self.compressor = compressor
         self.lock = threading.RLock()
         """One second run at a time: it changes random streams and modules for a while."""
+        renew_in_children(self, "lock")
         self.removed: tuple[Hook | CompiledHook, ...] = ()
         """Hooks of an engine that was closed."""
         self.ahead = ahead

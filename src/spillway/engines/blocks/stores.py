@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeAlias, cast, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from spillway.engines.locks import renew_in_children
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillError, SpillFullError
 from spillway.units import Bytes, Seconds
@@ -308,6 +309,7 @@ class DiskLanes:
         self.tier = tier
         self._when_freed = when_freed
         self._letting_go = threading.RLock()
+        renew_in_children(self, "_letting_go")
         self._held: list[tuple[Any, int, Bytes]] = []
         """What is out and its sender may hold: a weak reference, its address and bytes."""
 

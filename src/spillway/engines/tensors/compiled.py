@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from spillway.engines.locks import renew_in_children
 from spillway.errors import SessionError
 
 STEP_COMPILED: Final = (
@@ -31,7 +32,8 @@ _ASKED: Final = "_callback_from_stance"
 
 _steps: Final[dict[int, Callable[[], None]]] = {}
 """Whom to tell that something ran eagerly, by the thread whose step is watched."""
-_lock = threading.Lock()
+_lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock")
 
 
 def check_not_compiling() -> None:
@@ -120,7 +122,5 @@ def _asks_for_itself(caller: FrameType) -> bool:
 
 def forget_steps() -> None:
     """In a forked child, where no step is watched."""
-    global _lock
-    _lock = threading.Lock()
     _steps.clear()
     end_eagerly(threading.get_ident())

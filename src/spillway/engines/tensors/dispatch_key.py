@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +25,8 @@ from threading import get_ident
 from typing import Any, Final, cast, final
 
 import torch
+
+from spillway.engines.locks import renew_in_children
 
 Handler = Callable[..., Any]
 """Takes an op as a mode would: of the mode, the op, types, arguments and keywords only the last two matter."""
@@ -38,7 +41,8 @@ _include: Final = _of_torch._dispatch_tls_set_dispatch_key_included
 _is_excluded: Final = _of_torch._dispatch_tls_is_dispatch_key_excluded
 _watcher: Final = _of_torch._get_obj_in_tls
 
-_registering: Final = threading.Lock()
+_registering = threading.RLock()
+renew_in_children(sys.modules[__name__], "_registering")
 
 _HIDDEN: Final = functools.reduce(
     operator.or_, map(_of_torch.DispatchKeySet, (_PYTHON, _of_torch.DispatchKey.PythonTLSSnapshot, _KEY))

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, final
 import torch
 import torch.utils.dlpack
 
+from spillway.engines.locks import renew_in_children
 from spillway.engines.tensors.compiled import forget_steps
 from spillway.engines.tensors.private import owners, storage_address, storage_of
 from spillway.engines.tensors.turns import forget_turns
@@ -62,6 +64,7 @@ MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _installed = False
 _lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while the lock is held
+renew_in_children(sys.modules[__name__], "_lock")
 
 
 @final
@@ -107,8 +110,6 @@ def _await_copies() -> None:
 
 
 def _disarm_all() -> None:
-    global _lock
-    _lock = threading.RLock()
     forget_turns()
     forget_steps()
     for engine in tuple(_open):

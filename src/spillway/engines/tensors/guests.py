@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
+from spillway.engines.locks import renew_in_children
 from spillway.engines.records import Storage
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
@@ -44,6 +46,7 @@ REPLAYS_REFUSED: Final = (
 
 _open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
 _lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock")
 _running = threading.local()
 _originals: dict[tuple[Any, str], Any] = {}
 """What was replaced, and nothing while torch is as it was."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from io import FileIO
 from typing import Final, cast, final
 
+from spillway.engines.locks import renew_in_children
 from spillway.errors import DeviceFullError
 from spillway.units import Bytes
 
@@ -159,7 +160,8 @@ _M_MMAP_THRESHOLD = -3
 _LARGEST_THRESHOLD: Bytes = 32 << 20
 """What glibc lets blocks grow to at most before each gets a mapping of its own (64-bit)."""
 
-_holding = threading.Lock()
+_holding = threading.RLock()
+renew_in_children(sys.modules[__name__], "_holding")
 _holders = 0
 
 
