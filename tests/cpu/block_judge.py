@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ class After(NamedTuple):
     loss: Tensor
     state: State
     facts: Any
+    said: str
+    """What it has printed until then."""
 
 
 class Verdict(NamedTuple):
@@ -34,19 +38,25 @@ class Verdict(NamedTuple):
 def plainly(seed: int) -> list[After]:
     """After each step."""
     program = program_of(seed)
-    return [
-        After(loss, state_of(program.model, program.optimizer), program.model.facts())
-        for loss in steps(program, lambda _: contextlib.nullcontext())
-    ]
+    with _listening() as said:
+        return [
+            After(loss, state_of(program.model, program.optimizer), program.model.facts(), said.getvalue())
+            for loss in steps(program, lambda _: contextlib.nullcontext())
+        ]
 
 
 def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> Verdict:
     """Train the program of a seed under a method and a budget, and compare after each step."""
     program, peak = program_of(seed), 0
     try:
-        with spillway.manage(program.model, program.optimizer, method=method, budget=budget, timeline=True) as memory:
+        with (
+            _listening() as said,
+            spillway.manage(program.model, program.optimizer, method=method, budget=budget, timeline=True) as memory,
+        ):
             for number, loss in enumerate(steps(program, memory.step)):
                 wrong = _different(expected[number], loss, program)
+                if not wrong and said.getvalue() != expected[number].said:
+                    wrong = f"it has printed {said.getvalue()!r} and not {expected[number].said!r}"
                 peak = max(peak, memory.history[-1].peak_bytes)
                 if not wrong and budget is not None and peak > budget:
                     wrong = f"the peak of {peak} is over the budget of {budget}"
@@ -55,6 +65,14 @@ def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> 
     except SpillwayError as error:
         return Verdict("", error, peak)
     return Verdict("", None, peak)
+
+
+@contextlib.contextmanager
+def _listening() -> Iterator[io.StringIO]:
+    """To what is printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        yield said
 
 
 def _different(expected: After, loss: Tensor, program: Any) -> str:

@@ -17,7 +17,9 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from tests.cpu import block_elsewhere as elsewhere
 from tests.cpu.block_parts import PARTS, WIDTH, Box, InPlace, Part, Scripted, forget_globals
+from tests.cpu.block_state import KINDS, Stateful
 
 # ---------------------------------------------------------------------- blocks and models
 
@@ -163,17 +165,20 @@ class Program(NamedTuple):
 def program_of(seed: int) -> Program:
     """The program of a seed, and all random streams where its training begins."""
     forget_globals()
+    elsewhere.forget()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     kinds = random.sample(PARTS, random.randint(1, 3))
     if seed % 11 == 3:
         kinds[0] = Scripted
+    own = random.Random(f"state of {seed}")  # so that what else is drawn stays what it was
+    stateful = own.sample(KINDS, own.choice([0, 1, 2, 3]))
     fails = random.choice([0, 0, 0, 3, 4])
     answers = random.choice(["tensor", "tensor", "tuple", "dict", "dataclass"])
 
     def block() -> Block:
-        return Block([kind() for kind in kinds], answers, fails)
+        return Block([*(kind() for kind in kinds), *map(Stateful, stateful)], answers, fails)
 
     count = random.randint(2, 4)
     nests = random.random() < 0.2
@@ -206,7 +211,7 @@ def program_of(seed: int) -> Program:
         "adamw fused": lambda: torch.optim.AdamW(trained, lr=1e-3, fused=True),
         "foreach": lambda: torch.optim.RMSprop(trained, lr=1e-3, foreach=True),
     }
-    return Program(seed, model, make[loop.optimizer](), loop, tuple(kind.__name__ for kind in kinds))
+    return Program(seed, model, make[loop.optimizer](), loop, (*(kind.__name__ for kind in kinds), *stateful))
 
 
 # ---------------------------------------------------------------------- training

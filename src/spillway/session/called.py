@@ -9,7 +9,8 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.blocks.containers import CannotCopyError, rebuilt
+from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.tensors.probe import Called, Like
 from spillway.session.inputs import signature_of
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.twins import bare_step, results_of, unseen, untouched, usual_loss, without_content
@@ -121,11 +122,13 @@ def _peak(
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters, and kernels depend on how often they have run
     reach = Reach(reach_of((model,), *call.called))
+    if reach.too_much:
+        return None
     around = environment(environment.capture())
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
     try:
-        with untouched(model), around, torch.set_grad_enabled(trains):
+        with quiet(), reach.lent(), untouched(model), around, torch.set_grad_enabled(trains):
             twin = _twin(call, fake)
             live = _Live()
             with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:
@@ -137,8 +140,6 @@ def _peak(
         return live.peak
     except Exception:  # whatever the model does with tensors that have no content
         return None
-    finally:
-        reach.restore()
 
 
 def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:

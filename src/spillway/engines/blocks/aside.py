@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.containers import address, over, rebuilt
 from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.private import function_modes
 
@@ -36,13 +38,17 @@ def aside(
     """Around an extra forward of modules; gives what it is to be called with: the same bytes, and no graph behind.
 
     Raises:
-        CannotCopyError: It is called with something that cannot be told from the rest of the program.
+        CannotCopyError: It is called with something that cannot be told from the rest of the program, more can be
+            reached than is looked at, or the forward moves a generator on.
     """
     modes = *_get_current_dispatch_mode_stack(), *function_modes()
     reach = Reach(reach_of(modules, args, kwargs, *modes))
+    if reach.too_much:
+        raise CannotCopyError(reach.too_much)
     writes = _Writes()
     with contextlib.ExitStack() as stack:
-        stack.callback(reach.restore)
+        stack.enter_context(quiet())
+        stack.enter_context(reach.lent())
         stack.callback(writes.undo)
         stack.enter_context(environment(environment.capture()))
         if "torch._dynamo" in sys.modules:  # what is compiled would be given up by its compiler under a mode

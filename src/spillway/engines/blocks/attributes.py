@@ -10,7 +10,7 @@ changed. So when a call begins they are compared, by identity, with what they we
     that of the step before.
  4. What a call changes without assigning it is found by the version of a tensor, and by the items (in the first call)
     or the length (later) of a list, dict, set or deque. Unless it was copied before, the block is kept; from then on
-    it is copied. What lies deeper, in an object or in a list within a list, is not found.
+    it is copied. What lies deeper, in an object or in a list within a list, `Reach` finds.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.containers import FrozenTensor, freeze, thaw
+from spillway.engines.blocks.iterators import CannotCopyError
 
 _OWN: Final = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 """Attributes of every module that are torch's own business, and ours."""
@@ -88,6 +89,10 @@ class Seen:
     """Tensors that are not to be written to until the block has run again."""
     everything: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     """In the first call, all of them; containers copied."""
+    whole: dict[_Place, Any] = field(default_factory=dict)
+    """In the first call, containers and all that is in them."""
+    uncopied: str = ""
+    """The name of one that should be among the frozen and cannot be copied."""
 
 
 @final
@@ -107,8 +112,13 @@ class Attributes:
         if moved:
             mode.watched.update(moved)
             self._settle(mode)
-        frozen = {place: _frozen(_value(place), copied=place in mode.copied) for place in mode.watched}
-        return Seen(frozen, mode.stable, [(tensor, tensor._version, place[1]) for tensor, place in mode.tensors])
+        seen = Seen({}, mode.stable, [(tensor, tensor._version, place[1]) for tensor, place in mode.tensors])
+        for place in mode.watched:
+            try:
+                seen.frozen[place] = _frozen(_value(place), copied=place in mode.copied)
+            except CannotCopyError:
+                seen.uncopied = place[1]
+        return seen
 
     def learn(self, training: tuple[bool, ...], seen: Seen) -> str:
         """After the forward. The name of what it changed and nobody had copied; empty if there is none."""
@@ -123,7 +133,7 @@ class Attributes:
             mode.watched.update(written, grown)
             mode.copied.update(written)
             self._settle(mode)
-        return next((name for _, name in (*written, *grown)), "")
+        return next((name for _, name in (*written, *grown)), seen.uncopied)
 
     @contextlib.contextmanager
     def as_of(self, seen: Seen) -> Iterator[None]:
@@ -149,6 +159,9 @@ class Attributes:
             for name in held.keys() - _OWN:
                 value = held[name]
                 held[name] = _shallow(value)
+                if isinstance(value, _CONTAINERS):
+                    with contextlib.suppress(CannotCopyError):
+                        seen.whole[module, name] = _frozen(value)
                 if isinstance(value, Tensor):
                     seen.versions.append((value, value._version, name))
                     if _hangs(value):
@@ -165,13 +178,17 @@ class Attributes:
                 if isinstance(old, Tensor) and old._version != versions[id(old)]:
                     mode.copied.add(place)
                 if not (_same_items(old, new) if isinstance(old, _CONTAINERS) else old is new) or place in mode.copied:
-                    seen.frozen.setdefault(place, _frozen(old))
+                    try:
+                        seen.frozen.setdefault(place, seen.whole[place] if place in seen.whole else _frozen(old))
+                    except CannotCopyError:
+                        seen.uncopied = name
+                        mode.watched.add(place)
         mode.watched.update(seen.frozen)
         self._settle(mode)
         fixed = {id(tensor) for tensor, _ in mode.tensors}
         seen.versions = [entry for entry in seen.versions if id(entry[0]) in fixed]
-        seen.stable, seen.everything = mode.stable, {}
-        return next((name for _, name in mode.copied), "")
+        seen.stable, seen.everything, seen.whole = mode.stable, {}, {}
+        return next((name for _, name in mode.copied), seen.uncopied)
 
     def _settle(self, mode: _Mode) -> None:
         """Everything that is not watched is stable, as it is now."""

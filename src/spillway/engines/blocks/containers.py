@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import itertools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.environment import Generator
+from spillway.engines.blocks.iterators import CannotCopyError, Parts, assembled, holding, is_iterator, parts_of
 
 if TYPE_CHECKING:
     from spillway.engines.blocks.homes import Away
@@ -28,10 +28,6 @@ _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defi
 _storage_address: Final = cast("Callable[[Tensor], int]", vars(torch._C)["_storage_address"])
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...), torch.Size})
 _NEVER: Final = (nn.Module, type, enum.Enum, BaseException, torch.Generator)
-
-
-class CannotCopyError(Exception):
-    """An argument that cannot be told from the rest of the program; its text is a clause."""
 
 
 def address(tensor: Tensor) -> int:
@@ -145,11 +141,11 @@ def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:
     """The same structure with a `FrozenTensor` for every tensor, and copies of all containers on the way.
 
     Containers are lists, tuples, dicts, sets, deques, dataclasses and instances of other classes that Python code
-    defines, such as the caches of transformers. Random streams and counters are copied. Modules, functions,
+    defines, such as the caches of transformers. Random streams and iterators are copied. Modules, functions,
     configurations and whatever has no `__dict__` are shared.
 
     Raises:
-        CannotCopyError: More than `MOST_OBJECTS` objects can be reached.
+        CannotCopyError: More than `MOST_OBJECTS` objects can be reached, or a generator.
     """
     return _Walk(Tensor, make).rebuilt(value)
 
@@ -215,8 +211,9 @@ class _Walk:
             return self._keep(
                 value, value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
             )
-        if kind is itertools.count:
-            return self._keep(value, copy.copy(value))
+        parts = parts_of(value) if is_iterator(value) else _with_iterators(value)
+        if parts is not None:
+            return self._keep(value, self._again(parts))
         return self._instance(value) if _is_container(value) else value
 
     def _keep(self, value: Any, made: Any) -> Any:
@@ -235,6 +232,10 @@ class _Walk:
             object.__setattr__(made, name, self.rebuilt(item))
         return made
 
+    def _again(self, parts: Parts) -> Any:
+        arguments = tuple([self.rebuilt(one) for one in parts.arguments])
+        return assembled(Parts(parts.make, arguments, self.rebuilt(parts.state)))
+
     def _instance(self, value: Any) -> Any:
         try:
             made = copy.copy(value)
@@ -246,6 +247,8 @@ class _Walk:
         if isinstance(value, dict):
             for key, item in value.items():
                 dict.__setitem__(made, key, self.rebuilt(item))
+            if isinstance(value, defaultdict):
+                made.default_factory = self.rebuilt(value.default_factory)
         elif isinstance(value, list):
             list.__setitem__(made, slice(None), [self.rebuilt(item) for item in value])
         elif isinstance(value, deque):
@@ -259,6 +262,13 @@ class _Walk:
 def _twin(stream: Generator) -> Generator:
     """A stream of its own, at the same place."""
     return stream.clone_state() if isinstance(stream, torch.Generator) else copy.deepcopy(stream)
+
+
+def _with_iterators(value: Any) -> Parts | None:
+    """Of a partial function, or a bound method, that moves iterators on."""
+    parts = holding(value)
+    inside = () if parts is None else (*parts.arguments, *getattr(value, "args", ()))
+    return parts if any(map(is_iterator, inside)) else None
 
 
 def _is_container(value: Any) -> bool:

@@ -28,12 +28,13 @@ from spillway.engines.blocks.compiled import (
 )
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.conductor import Conductor
-from spillway.engines.blocks.containers import CannotCopyError, rebuilt
+from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.host_lanes import HostLanes
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.selective import Selected, selected_modules

@@ -1,9 +1,10 @@
-"""What a forward reads beside its arguments and its modules: random streams, autocast, flags."""
+"""What a forward reads beside its arguments and its modules: random streams, autocast, flags, context variables."""
 
 from __future__ import annotations
 
 import _random
 import contextlib
+import contextvars
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,8 @@ from torch.utils._device import DeviceContext
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """A random stream that a user may register."""
 _HEAD: Final = object.__basicsize__
+_enter: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(("PyContext_Enter", ctypes.pythonapi))
+_exit: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(("PyContext_Exit", ctypes.pythonapi))
 
 
 class Stream(Protocol):
@@ -171,6 +174,7 @@ class Environment:
             [_autocast(kind) for kind in self._types],
             [get() for get, _ in _FLAGS],
             _device_context(),
+            contextvars.copy_context(),
         )
 
     @contextlib.contextmanager
@@ -192,6 +196,7 @@ class Environment:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             if wanted.device_context is not None:
                 stack.enter_context(wanted.device_context)
+            stack.enter_context(_within(wanted.variables.copy()))
             yield
 
     def _set_streams(self, states: list[Any]) -> None:
@@ -203,13 +208,32 @@ class Environment:
 class Captured:
     """An environment, written down."""
 
-    __slots__ = ("autocast", "device_context", "flags", "streams")
+    __slots__ = ("autocast", "device_context", "flags", "streams", "variables")
 
-    def __init__(self, streams: list[Any], autocast: list[Autocast], flags: list[Any], device_context: Any) -> None:
+    def __init__(
+        self,
+        streams: list[Any],
+        autocast: list[Autocast],
+        flags: list[Any],
+        device_context: Any,
+        variables: contextvars.Context,
+    ) -> None:
         self.streams = streams
         self.autocast = autocast
         self.flags = flags
         self.device_context = device_context
+        self.variables = variables
+
+
+@contextlib.contextmanager
+def _within(variables: contextvars.Context) -> Iterator[None]:
+    """What `variables.run` does, around more than one function."""
+    try:
+        _enter(variables)
+        yield
+    finally:
+        with contextlib.suppress(RuntimeError):  # interrupted before it was entered
+            _exit(variables)
 
 
 def _autocast(kind: str) -> Autocast:

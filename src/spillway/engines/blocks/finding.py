@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from spillway.engines.blocks.aside import aside
-from spillway.engines.blocks.containers import CannotCopyError
 from spillway.engines.blocks.discovery import BackwardInside, Watch, blocks_of
 from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.errors import NoBlocksError
 
 

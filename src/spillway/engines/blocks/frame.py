@@ -34,7 +34,6 @@ from torch import Tensor
 
 from spillway.engines.blocks import fingerprints, homes
 from spillway.engines.blocks.containers import (
-    CannotCopyError,
     FrozenTensor,
     address,
     freeze,
@@ -42,7 +41,9 @@ from spillway.engines.blocks.containers import (
     thaw,
 )
 from spillway.engines.blocks.holders import Holder, HolderRef, retained, storages
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.packing import Packing
+from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.replays import Passing, Replay, StopRecompute, check_unchanged
 from spillway.engines.blocks.selective import Keeping, Selection, Supplying
 from spillway.engines.blocks.sites import collectives_begun
@@ -176,9 +177,7 @@ class Frame:
                 frozen.written = True
                 if not frozen.copied:
                     self.figures.kept_because = "it writes to an argument, which was not copied before"
-        written = self.site.state.learn(self.snapshot)
-        if written:
-            self.figures.kept_because = f"it changes {written}, which was not copied before"
+        self.figures.kept_because = self.site.state.learn(self.snapshot) or self.figures.kept_because
         last = len(self.holders) - 1
         self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
@@ -397,6 +396,7 @@ class Frame:
         conductor.read_ahead(self)
         mode = Supplying(self.selection) if self.selection is not None else None
         with (
+            quiet(),
             conductor.hooked(),
             conductor.replaying(replay),
             conductor.environment(self.environment),

@@ -75,15 +75,16 @@ class ModuleState:
         """Whether something changes that lies deeper than attributes."""
         self._last: Reach | None = None
         """As the last call found it, while that is compared."""
-        self._rewritten = ""
-        """The name of a parameter that is written to although its version does not say so."""
+        self._kept = ""
+        """Why no call of it may run again: a parameter that is written to although its version does not say so, or more
+        than can be looked at."""
 
     def learn_from(self, other: ModuleState) -> None:
         """Take over which buffers of the same block of another model change, and whether anything deeper does."""
         mine = dict(zip(other._modules, self._modules, strict=True))
         for training, watched in other._watched.items():
             self._watched[training] = {(mine[module], name) for module, name in watched}
-        self._looks, self._deep = other._looks, other._deep
+        self._looks, self._deep, self._kept = other._looks, other._deep, other._kept
 
     def snapshot(self) -> Snapshot:
         """The block now."""
@@ -112,25 +113,30 @@ class ModuleState:
         if not self._deep and self._last is not None:
             self._deep = self._last.changed()  # between two calls
             self._last = None
-        if not self._deep and self._looks >= LOOKS:
+        if self._kept or (not self._deep and self._looks >= LOOKS):
             return None
-        return Reach(reach_of(self._modules), apart=self._modules, lasting=True, with_bytes=True)
+        looks = self._looks < LOOKS
+        return Reach(reach_of(self._modules), apart=self._modules, lasting=True, with_bytes=True, prints=looks)
 
-    def _learn_deep(self, snapshot: Snapshot) -> None:
+    def _learn_deep(self, snapshot: Snapshot, reach: Reach) -> str:
+        """Why this call may not run again."""
         seen: Seen = {}
         for name, parameter, before in snapshot.prints:
             if not torch.equal(before, fingerprint(parameter, seen)):
-                self._rewritten = name
+                self._kept = _uncopied(name)
         snapshot.prints = []
         self._looks += 1
-        if snapshot.reach is not None and not self._deep:
-            self._deep = snapshot.reach.changed()
+        if not self._deep:
+            self._deep = reach.changed()
             if not self._deep:
-                snapshot.reach.drop_bytes()
-                self._last = snapshot.reach
+                reach.drop_bytes()
+                self._last = reach
+        self._kept = self._kept or reach.too_much or reach.overwritten()
+        lost = reach.lost()
+        return f"it changes {lost}, which cannot be put back" if lost else ""
 
     def learn(self, snapshot: Snapshot) -> str:
-        """After the forward: what it changed. The name of what it changed and no snapshot holds; empty if none."""
+        """After the forward: what it changed. Why it cannot run again as it ran, as a clause; empty if it can."""
         beyond = self._attributes.learn(snapshot.training, snapshot.seen)
         watched = self._watched.get(snapshot.training)
         if watched is None:
@@ -139,9 +145,8 @@ class ModuleState:
         if written and watched is not None:
             for module in self._modules:
                 watched.update((module, name) for name in module._buffers if name == written)
-        if snapshot.reach is not None:
-            self._learn_deep(snapshot)
-        return beyond or written or self._rewritten
+        lost = self._learn_deep(snapshot, snapshot.reach) if snapshot.reach is not None else ""
+        return _uncopied(beyond or written) if beyond or written else self._kept or lost
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
         changed = {place for place, before in snapshot.buffers.items() if _differs(place, before)}
@@ -179,7 +184,7 @@ class ModuleState:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
                 if snapshot.reach is not None:
-                    snapshot.reach.restore()
+                    snapshot.reach.restore(lend=True)
                 yield
         finally:
             if now is not None:
@@ -245,3 +250,7 @@ def _differs(place: _Place, before: Tensor | None) -> bool:
 def _bits(tensor: Tensor) -> Tensor:
     """The bytes: NaN equals itself, and zero is not minus zero."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _uncopied(name: str) -> str:
+    return f"it changes {name}, which was not copied before"

@@ -1,21 +1,22 @@
 """Everything that Python code could have changed: what can be reached from modules, written down and put back.
 
 What is followed: attributes of modules and of objects whose class Python code defines, containers, closures, defaults
-and attributes of functions (hooks and what they are bound to among them), attributes of classes (of autograd functions
-and tensors also where only the class is there), globals that a function names, arrays, counters, random streams, and
-of tensors gradients, flags and hooks. What is not: generators that are running, files, what caches of `functools` hold,
-and what belongs to torch and to this package.
+and attributes of functions (hooks and what they are bound to among them), arrays, random streams, iterators and caches
+of functions (NOTE [Marks]), of tensors gradients, flags and hooks, and what the code of all these functions and classes
+names, in its own module and in others: globals, functions, classes and their attributes. Code of installed packages is
+followed up to `MOST_INSTALLED` functions, that of `LIBRARIES` not at all.
+What is not: files, objects of libraries written in C, and what belongs to torch and to this package.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
+import contextlib
 import functools
-import itertools
 import operator
-import sys
 import types
+import weakref
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -24,28 +25,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_installed, modules_named, names_of, package
 from spillway.engines.blocks.containers import PLAIN, raw
 from spillway.engines.blocks.environment import Generator, stream
+from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
+from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
-"""What lies further away is not followed."""
+"""Where more can be reached, no forward is run that has to leave no trace."""
 MOST_BYTES: Final[Bytes] = 16 * MiB
 """Of tensors whose bytes are written down, and of an array."""
-_FOREIGN: Final = frozenset(
-    {
-        "torch", "numpy", "spillway", "logging", "threading", "queue", "multiprocessing", "concurrent", "asyncio",
-        "abc", "socket", "subprocess", "importlib", "re", "inspect", "typing", "weakref", "enum", "pathlib",
-        "contextlib", "contextvars", "warnings", "unittest", "pytest", "_pytest", "tqdm", "rich",
-    }
-)  # fmt: skip
-"""Packages whose objects have nothing to do with what a model computes."""
-_LIBRARIES: Final = _FOREIGN | sys.stdlib_module_names | {"transformers", "accelerate", "peft", "triton"}
-"""Packages whose functions are not looked into for globals."""
-_ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...), torch.Size})
+MOST_INSTALLED: Final = 2000
+"""Functions of installed packages that are looked into: what a model uses of them lies near."""
+_ATOMS: Final = ATOMS | {torch.Size, weakref.ProxyType, weakref.CallableProxyType}
 _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
 _HANDLED: Final = ("_parameters", "_buffers")
 _MISSING: Final = object()
+
+_PROGRAM: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
+_REFERRING: Final = (
+    types.MethodType, types.BuiltinMethodType, types.MethodWrapperType, staticmethod, classmethod, property,
+)  # fmt: skip
+_REFERS: Final = ("__self__", "__func__", "fget", "fset", "fdel")
+_WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+
+
+@final
+class _Values(dict[Any, Any]):
+    """Values by names or keys, each of them noted."""
+
+
+@final
+class _Items(list[Any]):
+    """The items of a container, in order, each of them noted."""
 
 
 class _Entry(NamedTuple):
@@ -55,6 +68,8 @@ class _Entry(NamedTuple):
     was: Any
     write: Callable[[Any], None]
     same: Callable[[Any, Any], bool]
+    marked: bool = False
+    """Whether there are marks in what it was."""
 
 
 @final
@@ -66,27 +81,44 @@ class Reach:
         apart: Modules of whose own attributes, parameters and buffers somebody else takes care.
         lasting: Whether this is held beyond the forward: then tensors that hang in a graph are held without it.
         with_bytes: Whether bytes of tensors count, those of parameters and buffers left out, up to `MOST_BYTES`.
+        prints: Whether fingerprints tell of changes beyond `MOST_BYTES`.
     """
 
     def __init__(
-        self, roots: Iterable[Any], *, apart: Sequence[nn.Module] = (), lasting: bool = False, with_bytes: bool = False
+        self,
+        roots: Iterable[Any],
+        *,
+        apart: Sequence[nn.Module] = (),
+        lasting: bool = False,
+        with_bytes: bool = False,
+        prints: bool = False,
     ) -> None:
         self._entries: list[_Entry] = []
         self._bytes: list[tuple[Tensor, Tensor]] = []
         self._lasting = lasting
-        self._room = MOST_BYTES if with_bytes else 0
+        self._with_bytes, self._room = with_bytes, MOST_BYTES
+        self._noted: set[tuple[int, str]] = set()
         self._apart = set(apart)
         self._fixed = {
             id(tensor) for module in apart for tensor in (*module._parameters.values(), *module._buffers.values())
         }
+        self._prints: list[tuple[Tensor, Fingerprint]] | None = [] if prints else None
+        """Of what is too large to be written down."""
+        self._large: list[np.ndarray[Any, Any]] = []
+        """Arrays that are too large for that."""
         self._seen: dict[int, Any] = {}  # the things themselves, so that no id is used twice
         self._next: collections.deque[Any] = collections.deque(roots)
+        self._marks = Marks(self._next.extend)
+        self._lost: list[Mark] = []
+        self._installed = 0
         while self._next and len(self._seen) < MOST_THINGS:
             thing = self._next.popleft()
             if type(thing) not in _ATOMS and id(thing) not in self._seen:
                 self._seen[id(thing)] = thing
                 self._visit(thing)
-        del self._seen, self._next
+        self.too_much = f"more than {MOST_THINGS} things can be reached from it" if self._next else ""
+        """Why it is not everything; empty if it is."""
+        del self._seen, self._next, self._marks, self._noted
 
     def changed(self) -> bool:
         """Whether anything is not what it was."""
@@ -100,14 +132,42 @@ class Reach:
         """Forget the bytes of tensors, which have not changed."""
         self._bytes = []
 
-    def restore(self) -> None:
-        """Put everything back in place that has changed."""
+    def lost(self) -> str:
+        """What has moved and cannot be put back; empty if there is nothing."""
+        return next((was.lost for was in self._lost if not was.stands(was.original)), "")
+
+    def overwritten(self) -> str:
+        """Says of something too large to be written down that it is not what it was, as a clause; or it is empty."""
+        changed = any(not torch.equal(was, fingerprint(one, {})) for one, was in self._prints or ())
+        return f"it writes to a tensor or an array of more than {MOST_BYTES >> 20} MiB" if changed else ""
+
+    def restore(self, *, lend: bool = False) -> None:
+        """Put everything back in place that has changed.
+
+        Args:
+            lend: Put others in the place of all iterators and caches, also where these have not moved: they are about
+                to be used by a run that is to leave them alone. A generator is replaced by what refuses.
+        """
+        made: dict[Mark, Any] = {}
         for entry in self._entries:
-            if not entry.same(entry.was, entry.read()):
-                entry.write(entry.was)
+            if (lend and entry.marked) or not entry.same(entry.was, entry.read()):
+                entry.write(_resolved(entry.was, made, lend=lend) if entry.marked else entry.was)
         for tensor, was in self._bytes:
             with torch.no_grad(), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
                 raw(tensor).copy_(was)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[None]:
+        """Around a run of which nothing is to be left. Arrays of more than `MOST_BYTES` can only be read in it."""
+        try:
+            self.restore(lend=True)
+            for one in self._large:
+                one.flags.writeable = False
+            yield
+        finally:
+            for one in sorted(self._large, key=lambda one: one.base is not None):  # a view after what it looks at
+                one.flags.writeable = True
+            self.restore()
 
     # ------------------------------------------------------------------------------------------------------- the walk
 
@@ -121,58 +181,76 @@ class Reach:
             self._next.extend(thing)
         elif isinstance(thing, types.FunctionType):
             self._visit_function(thing)
-        elif isinstance(thing, types.MethodType):
-            self._next.extend((thing.__self__, thing.__func__))
+        elif isinstance(thing, _REFERRING):
+            self._next.extend(getattr(thing, name, None) for name in _REFERS)
         elif isinstance(thing, functools.partial):
-            self._next.extend((thing.func, thing.args, thing.keywords))
+            self._next.extend((thing.func, thing.args, thing.keywords, vars(thing)))
         elif isinstance(thing, types.CellType):
             self._note(functools.partial(_cell, thing), functools.partial(setattr, thing, "cell_contents"))
         elif isinstance(thing, Generator):
             one = stream(thing)
             self._entries.append(_Entry(one.get, one.get(), one.set, _same_state))
+        elif isinstance(thing, np.random.BitGenerator):
+            self._entries.append(
+                _Entry(lambda: thing.state, thing.state, functools.partial(setattr, thing, "state"), _same_state)
+            )
         elif isinstance(thing, np.ndarray):
-            if thing.nbytes <= MOST_BYTES and not thing.dtype.hasobject and thing.flags.writeable:
-                self._note(thing.copy, functools.partial(np.copyto, thing))
+            self._visit_array(thing)
+        elif isinstance(thing, bytearray | array):
+            self._entries.append(_Entry(lambda: thing, thing[:], functools.partial(_put_items, thing), operator.eq))
+        elif isinstance(thing, weakref.ReferenceType):
+            self._next.append(thing())
+        elif isinstance(thing, _WEAK):
+            self._next.append(cast(Any, thing).data)
+        elif isinstance(thing, types.MappingProxyType):
+            self._next.extend(thing.values())
         elif isinstance(thing, type):
-            if _runs_by_itself(thing):
-                self._visit_class(thing)
+            self._visit_class(thing)
         elif isinstance(thing, types.ModuleType):
-            pass
+            self._visit_module(thing)
         elif (
             isinstance(thing, nn.Module)
             or kind is types.SimpleNamespace
-            or (kind.__flags__ & _HEAP_TYPE and _package(kind) not in _FOREIGN)
+            or (kind.__flags__ & _HEAP_TYPE and package(kind.__module__) not in FOREIGN)
         ):
             self._visit_instance(thing)
 
     def _note(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """Write down what is read, and follow it."""
         was = read()
-        if isinstance(was, dict):
+        if isinstance(was, _Values):
             self._next.extend(was.values())
-            was = {name: self._held(value) for name, value in was.items()}
-        elif isinstance(was, list):
+            was = _Values((name, self._held(value)) for name, value in was.items())
+            marked = any(isinstance(value, Mark) for value in was.values())
+        elif isinstance(was, _Items):
             self._next.extend(was)
-            was = [self._held(value) for value in was]
-        elif not isinstance(was, np.ndarray):
+            was = _Items(self._held(value) for value in was)
+            marked = any(isinstance(value, Mark) for value in was)
+        else:
             self._next.append(was)
             was = self._held(was)
-        self._entries.append(_Entry(read, was, write, _same))
+            marked = isinstance(was, Mark)
+        self._entries.append(_Entry(read, was, write, _same, marked))
 
     def _held(self, value: Any) -> Any:
         """What stands for a value: an iterator is moved on by whoever uses it, and a graph is not to be held."""
-        if type(value) is itertools.count:
-            return copy.copy(value)
-        if self._lasting and isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-            return value.detach().requires_grad_()
-        return value
+        if isinstance(value, Tensor):
+            hangs = self._lasting and value.requires_grad and not value.is_leaf
+            return value.detach().requires_grad_() if hangs else value
+        mark = self._marks.of(value)
+        if isinstance(mark, Mark) and mark.lost:
+            self._lost.append(mark)
+        return mark
 
     def _visit_container(self, thing: Any) -> None:
         if isinstance(thing, dict):
-            self._note(functools.partial(dict, thing), functools.partial(_refill_dict, thing))
+            self._note(functools.partial(_Values, thing), functools.partial(_refill_dict, thing))
         else:
-            self._note(functools.partial(list, thing), functools.partial(_refill, thing))
-        if type(thing).__flags__ & _HEAP_TYPE and _package(type(thing)) not in _FOREIGN:
+            self._note(functools.partial(_Items, thing), functools.partial(_refill, thing))
+        if isinstance(thing, collections.defaultdict):
+            put = functools.partial(setattr, thing, "default_factory")
+            self._note(functools.partial(getattr, thing, "default_factory"), put)
+        if type(thing).__flags__ & _HEAP_TYPE and package(type(thing).__module__) not in FOREIGN:
             self._visit_instance(thing)
 
     def _visit_instance(self, thing: Any) -> None:
@@ -181,53 +259,94 @@ class Reach:
             if isinstance(thing, nn.Module) and thing in self._apart:
                 self._next.extend(value for name, value in held.items() if name not in _HANDLED)
                 self._next.extend(thing._parameters.values())
-                for name in [name for name, value in held.items() if type(value) is itertools.count]:
+                for name in [name for name, value in held.items() if isinstance(self._held(value), Mark)]:
                     self._note(functools.partial(held.get, name), functools.partial(held.__setitem__, name))
             else:
                 self._next.append(held)
         for base in type(thing).__mro__:
-            if base is object or _package(base) in _FOREIGN:
+            if base is object or package(base.__module__) in FOREIGN:
                 break
             names = vars(base).get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__"):
                     self._note(functools.partial(_slot, thing, name), functools.partial(_put_slot, thing, name))
-            if id(base) not in self._seen:
-                self._seen[id(base)] = base
-                self._visit_class(base)
+            self._next.append(base)
 
     def _visit_class(self, kind: type) -> None:
-        if _package(kind) in _LIBRARIES:
+        if package(kind.__module__) in LIBRARIES or not kind.__flags__ & _HEAP_TYPE:
             return
         self._note(functools.partial(_class_values, kind), functools.partial(_put_class_values, kind))
-        members = (getattr(one, "__func__", one) for one in vars(kind).values())  # of static and class methods
-        self._next.extend(one for one in members if isinstance(one, types.FunctionType))
+        self._next.extend((*vars(kind).values(), *kind.__bases__, type(kind)))
+
+    def _visit_module(self, module: types.ModuleType) -> None:
+        """One that something holds: nobody knows which of its names are used."""
+        if package(module.__name__) not in LIBRARIES and not is_installed(module.__name__):
+            self._note_globals(vars(module), tuple(name for name in vars(module) if not name.startswith("__")))
 
     def _visit_function(self, function: types.FunctionType) -> None:
-        if (function.__module__ or "").partition(".")[0] in _FOREIGN:
+        if package(function.__module__ or "") in FOREIGN:
             return
-        self._next.extend(function.__closure__ or ())
-        self._next.extend((function.__defaults__, function.__kwdefaults__))
-        if function.__dict__:
-            self._next.append(function.__dict__)
-        if (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+        self._next.extend((*(function.__closure__ or ()), function.__dict__))
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self._note(functools.partial(getattr, function, name), functools.partial(setattr, function, name))
+        own = function.__globals__
+        home = str(own.get("__name__"))
+        if package(home) in LIBRARIES:
             return
-        names = [name for name in _names(function.__code__) if _is_state(function.__globals__.get(name, _MISSING))]
-        called = (function.__globals__.get(name) for name in _names(function.__code__))
-        self._next.extend(one for one in called if isinstance(one, types.FunctionType) or _runs_by_itself(one))
-        if names:
-            held = function.__globals__
-            self._note(functools.partial(_named, held, names), functools.partial(_put_named, held, names))
+        self._installed += is_installed(home)
+        if is_installed(home) and self._installed > MOST_INSTALLED:
+            return
+        names = names_of(function.__code__)
+        self._note_globals(own, names.written)
+        spaces, seen = [own, *map(vars, modules_named(names, own.get("__package__")))], set[int]()
+        for space in spaces:  # they become more
+            if id(space) in seen or package(str(space.get("__name__"))) in LIBRARIES:
+                continue
+            seen.add(id(space))
+            there = [name for name in (names.globals if space is own else names.read) if name in space]
+            spaces += [vars(space[name]) for name in there if isinstance(space[name], types.ModuleType)]
+            self._next.extend(space[name] for name in there if isinstance(space[name], types.FunctionType | type))
+            self._note_globals(space, (name for name in there if _is_state(space[name])))
+            if space is not own:
+                self._note_globals(space, names.attributes)
+
+    def _note_globals(self, space: dict[str, Any], names: Iterable[str]) -> None:
+        fresh = tuple(name for name in names if (id(space), name) not in self._noted)
+        if fresh:
+            self._noted.update((id(space), name) for name in fresh)
+            self._note(functools.partial(_named, space, fresh), functools.partial(_put_named, space))
+
+    def _visit_array(self, held: np.ndarray[Any, Any]) -> None:
+        if not held.flags.writeable:
+            return
+        if held.dtype.hasobject:
+            self._next.extend(held.flat)
+        if held.nbytes <= MOST_BYTES:
+            put = functools.partial(np.copyto, held)
+            self._entries.append(_Entry(lambda: held, held.copy(), put, _same_array))
+            return
+        self._large.append(held)
+        if self._prints is not None and held.flags.c_contiguous and not held.dtype.hasobject:
+            raw = torch.from_numpy(held.reshape(-1).view(np.uint8))
+            self._prints.append((raw, fingerprint(raw, {})))
 
     def _visit_tensor(self, tensor: Tensor) -> None:
         if tensor.is_leaf and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
-        if not self._room or id(tensor) in self._fixed or isinstance(tensor, nn.Parameter) or not _is_plain(tensor):
+        if (
+            not self._with_bytes
+            or id(tensor) in self._fixed
+            or isinstance(tensor, nn.Parameter)
+            or not _is_plain(tensor)
+        ):
             return
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
             self._room -= nbytes
             self._bytes.append((tensor.detach(), raw(tensor).clone()))
+        elif self._prints is not None and type(tensor) in (Tensor, nn.Parameter):
+            self._prints.append((tensor.detach(), fingerprint(tensor, {})))
 
 
 def reach_of(modules: Sequence[nn.Module], *others: Any) -> tuple[Any, ...]:
@@ -239,42 +358,18 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in PLAIN and tensor.layout is torch.strided and torch._C._has_storage(tensor)
 
 
-def _package(kind: type) -> str:
-    return str(kind.__module__).partition(".")[0]
-
-
 def _is_state(value: Any) -> bool:
     """Whether a global may be more than a name for a part of the program."""
-    return (
-        value is not _MISSING
-        and not isinstance(value, types.ModuleType | types.FunctionType | type)
-        and (not callable(value) or _package(type(value)) not in _LIBRARIES)
-    )
-
-
-def _runs_by_itself(value: Any) -> bool:
-    """Whether it is a class whose methods torch calls where nobody holds an object of it."""
-    return isinstance(value, type) and issubclass(value, torch.autograd.Function | Tensor)
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+    return type(value) not in _PROGRAM and not isinstance(value, types.ModuleType | type)
 
 
 def _same(was: Any, now: Any) -> bool:
-    """By identity, item by item; what stands for an iterator by where it is."""
-    if type(was) is not type(now):
-        return False
-    if isinstance(was, dict):
+    """By identity, item by item; what a mark stands for by where it is."""
+    if isinstance(was, _Values):
         alike = len(was) == len(now) and all(map(operator.is_, was, now))
         return alike and all(map(_is, was.values(), now.values()))
-    if isinstance(was, list):
+    if isinstance(was, _Items):
         return len(was) == len(now) and all(map(_is, was, now))
-    if isinstance(was, np.ndarray):
-        return bool(was.shape == now.shape and was.tobytes() == now.tobytes())
     return _is(was, now)
 
 
@@ -282,8 +377,25 @@ def _same_state(was: Any, now: Any) -> bool:
     return torch.equal(was, now) if isinstance(was, Tensor) else bool(repr(was) == repr(now))
 
 
+def _same_array(was: np.ndarray[Any, Any], now: np.ndarray[Any, Any]) -> bool:
+    return bool(was.shape == now.shape and was.dtype == now.dtype and was.tobytes() == now.tobytes())
+
+
 def _is(was: Any, now: Any) -> bool:
-    return was is now or (type(was) is itertools.count and type(now) is itertools.count and repr(was) == repr(now))
+    return was is now or (isinstance(was, Mark) and was.original is now and was.stands(now))
+
+
+def _resolved(was: Any, made: dict[Mark, Any], *, lend: bool) -> Any:
+    """What is to be put in place."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, Mark):
+            return value
+        return value.original if not lend and value.stands(value.original) else value.again(made)
+
+    if isinstance(was, _Values):
+        return _Values((name, one(value)) for name, value in was.items())
+    return _Items(map(one, was)) if isinstance(was, _Items) else one(was)
 
 
 def _refill(container: Any, items: list[Any]) -> None:
@@ -296,7 +408,10 @@ def _refill(container: Any, items: list[Any]) -> None:
 
 def _refill_dict(container: dict[Any, Any], items: dict[Any, Any]) -> None:
     kind: Any = collections.OrderedDict if isinstance(container, collections.OrderedDict) else dict
-    kind.clear(container)
+    if len(container) == len(items) and all(map(operator.is_, container, items)):
+        items = {key: value for key, value in items.items() if kind.__getitem__(container, key) is not value}
+    else:
+        kind.clear(container)
     for key, value in items.items():
         kind.__setitem__(container, key, value)
 
@@ -319,33 +434,39 @@ def _put_slot(thing: Any, name: str, value: Any) -> None:
         object.__setattr__(thing, name, value)
 
 
-def _class_values(kind: type) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in vars(kind).items()
-        if not name.startswith("__") and not callable(value) and not hasattr(value, "__get__")
-    }
+def _class_values(kind: type) -> _Values:
+    return _Values((name, value) for name, value in vars(kind).items() if not name.startswith("__"))
 
 
 def _put_class_values(kind: type, values: dict[str, Any]) -> None:
-    for name in _class_values(kind).keys() - values.keys():
-        delattr(kind, name)
+    now = _class_values(kind)
+    for name in now.keys() - values.keys():
+        type.__delattr__(kind, name)
     for name, value in values.items():
-        setattr(kind, name, value)
+        if now.get(name, _MISSING) is not value:
+            type.__setattr__(kind, name, value)
 
 
-def _named(held: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: held.get(name, _MISSING) for name in names}
+def _named(held: dict[str, Any], names: Sequence[str]) -> _Values:
+    return _Values((name, held.get(name, _MISSING)) for name in names)
 
 
-def _put_named(held: dict[str, Any], names: Sequence[str], values: dict[str, Any]) -> None:
-    held.update(values)
+def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _MISSING:
+            held.pop(name, None)
+        elif held.get(name, _MISSING) is not value:
+            held[name] = value
 
 
-def _of_leaf(tensor: Tensor) -> dict[str, Any]:
+def _put_items(held: Any, items: Any) -> None:
+    held[:] = items
+
+
+def _of_leaf(tensor: Tensor) -> _Values:
     hooks = tensor._backward_hooks
     grad = tensor.grad if tensor.is_leaf else None
-    return {"leaf": tensor.is_leaf, "requires_grad": tensor.requires_grad, "grad": grad, "hooks": len(hooks or ())}
+    return _Values(leaf=tensor.is_leaf, requires_grad=tensor.requires_grad, grad=grad, hooks=len(hooks or ()))
 
 
 def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.blocks.compiled import is_compiled
-from spillway.engines.blocks.containers import CannotCopyError, FrozenTensor, address, tensors
+from spillway.engines.blocks.containers import FrozenTensor, address, tensors
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.errors import ModelError
 from spillway.units import Bytes
 

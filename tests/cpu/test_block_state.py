@@ -1,0 +1,172 @@
+"""State that lies anywhere: an extra forward leaves it alone, and a second run finds it as the first did."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import threading
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spillway.engines.blocks import reach
+from spillway.engines.blocks.aside import aside
+from spillway.engines.blocks.code import names_of, package
+from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.quiet import quiet
+from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.methods.actions import Action
+from tests.cpu import block_elsewhere as elsewhere
+from tests.cpu.block_judge import _same
+from tests.cpu.block_parts import WIDTH, Part
+from tests.cpu.block_state import KINDS, Stateful
+
+
+def _alone(block: nn.Module, x: Tensor) -> Tensor:
+    environment = Environment([], [])
+    with aside(environment, (block,), (x,), {}) as (args, kwargs):
+        out: Tensor = block(*args, **kwargs).detach()
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_extra_forward_leaves_state_alone_wherever_it_lies(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere.forget()
+    torch.manual_seed(0)
+    block, x = Stateful(kind), torch.randn(4, WIDTH)
+    for _ in range(2):
+        before = block.facts()
+        if kind.startswith("generator"):
+            with pytest.raises(
+                CannotCopyError, match="the generator _generator, which it moves on, cannot be put back"
+            ):
+                _alone(block, x)
+        else:
+            first, second = _alone(block, x), _alone(block, x)
+            assert capsys.readouterr() == ("", "")
+            assert torch.equal(first, block(x)), kind
+            assert torch.equal(first, second), kind
+            capsys.readouterr()
+            continue
+        assert _same(block.facts(), before)
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Stateful(kind) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _trained(
+    kind: str, action: Action | None, capsys: pytest.CaptureFixture[str]
+) -> tuple[list[Any], list[CallReport]]:
+    elsewhere.forget()
+    random.seed(0)
+    torch.manual_seed(0)
+    model, seen, calls = Stack(kind), list[Any](), list[CallReport]()
+    names = ["blocks.0", "blocks.1"]
+    engine = BlockEngine(model, names, actions=lambda block, call: action) if action is not None else None
+    for number in range(5):
+        loss = model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))).square().mean()
+        loss.backward()
+        calls += engine.calls if engine is not None else []
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        seen.append([loss.detach(), gradients, [block.facts() for block in model.blocks], list(capsys.readouterr())])
+    if engine is not None:
+        engine.close()
+    return seen, calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_run_finds_state_as_the_first_did(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected, _ = _trained(kind, None, capsys)
+    found, calls = _trained(kind, Action.RECOMPUTE, capsys)
+    assert _same(found, expected)
+    kept = [call.kept_because for call in calls]
+    if kind.startswith("generator"):
+        assert set(kept) == {"it changes the generator _generator, which cannot be put back"}
+    else:
+        assert sum(call.recomputes for call in calls) >= len(calls) - 2, kept
+
+
+class Large(Part):
+    """Writes to an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [numpy.zeros(64)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.held[0][0] += 1
+        return self.linear(x) * float(self.held[0][0])
+
+
+def _kept(model: nn.Sequential) -> list[str]:
+    engine = BlockEngine(model, ["0"], actions=lambda block, call: Action.RECOMPUTE)
+    found = []
+    for _ in range(5):
+        model(torch.ones(2, WIDTH)).sum().backward()
+        found += [call.kept_because for call in engine.calls]
+    engine.close()
+    return found
+
+
+def test_what_is_too_large_to_be_written_down_keeps_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "MOST_BYTES", 100)
+    model = nn.Sequential(Large(), nn.Tanh())
+    with pytest.raises(ValueError, match="read-only"):
+        _alone(model, torch.ones(2, WIDTH))
+    model[0].held[0][0] = 0
+    assert model[0].held[0].flags.writeable
+    assert all(one.startswith("it writes to a tensor or an array of more than") for one in _kept(model))
+
+
+def test_more_than_can_be_looked_at_keeps_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "MOST_THINGS", 20)
+    model = nn.Sequential(Large(), nn.Tanh())
+    with pytest.raises(CannotCopyError, match="more than 20 things can be reached from it"):
+        _alone(model, torch.ones(2, WIDTH))
+    assert set(_kept(model)) == {"more than 20 things can be reached from it"}
+
+
+def test_a_walk_stops_at_libraries() -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2), 2, enable_nested_tensor=False)
+    assert len(Reach(reach_of((model,)))._entries) < 600
+    assert package("torch.nn") == "torch"
+    assert {"records", "local"} <= names_of(elsewhere.facts.__code__).globals
+    assert names_of(elsewhere.count.__code__).written == {"number"}
+
+
+def test_only_this_thread_is_quiet_and_only_as_long_as_it_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    before = (sys.stdout, sys.stderr, list(elsewhere.records.filters))
+    elsewhere.forget()
+    other = threading.Thread(target=lambda: (print("other"), elsewhere.log.info("other")))
+    with quiet():
+        print("dropped")
+        sys.stdout.writelines(["dropped"])
+        elsewhere.log.info("dropped")
+        held = sys.stdout
+        other.start()
+        other.join()
+        with quiet():
+            print("dropped", file=sys.stderr)
+        exec("print('heard', file=sys.stderr)", {"sys": sys, "__name__": "warnings"})
+    print("later", file=held)
+    said = capsys.readouterr()
+    assert said.out == "other\nlater\n"
+    assert "heard" in said.err
+    assert "dropped" not in said.err
+    assert elsewhere.records.lines == ["other"]
+    assert (sys.stdout, sys.stderr, list(elsewhere.records.filters)) == before
+    assert logging.getLogger().isEnabledFor(logging.ERROR)
