@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it is not gone through again each time that garbage is collected or tensors are."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_cuda() -> bool:
