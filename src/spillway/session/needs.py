@@ -183,10 +183,13 @@ class _Live(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         super().__init__()
         self.peak: Bytes = 0
         self._made: dict[int, tuple[Any, Bytes]] = {}
+        self._most: Bytes = 0
+        """What can be alive at most: what was at the last count, and what was made since."""
 
     def now(self) -> Bytes:
         self._made = {key: one for key, one in self._made.items() if not one[0].expired()}
-        return sum(nbytes for _, nbytes in self._made.values())
+        self._most = sum(nbytes for _, nbytes in self._made.values())
+        return self._most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.name().startswith(NAMESPACES):
@@ -199,5 +202,7 @@ class _Live(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
             if isinstance(one, torch.Tensor) and one.untyped_storage()._cdata not in given:
                 storage = one.untyped_storage()
                 self._made[storage._cdata] = cast(Any, StorageWeakRef)(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
+                self._most += storage.nbytes()
+        if self._most > self.peak:
+            self.peak = max(self.peak, self.now())
         return result
