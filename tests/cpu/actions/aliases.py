@@ -16,7 +16,10 @@ from tests.cpu.world import Instruction, World, action
 
 @action(0)
 def alias(world: World, i: Instruction) -> Any:
-    """Another way to the bytes of a tensor or of a parameter is taken and kept; what is a tensor can be drawn too."""
+    """Another way to the bytes of a tensor or of a parameter is taken and kept; a tensor of its storage is drawn too.
+
+    What only has memory in common is left behind by a change of the storage's size, in plain PyTorch too.
+    """
     parameters = [p for p in world.network.parameters() if p.dim() == 2]
     x = parameters[i.a % len(parameters)] if i.c % 3 == 0 else world.floats(4 * i.a + 1)
     if x.untyped_storage().nbytes() < 4 * SIDE * SIDE:
@@ -25,7 +28,8 @@ def alias(world: World, i: Instruction) -> Any:
     made = ALIASES[name](x.detach().resolve_neg())
     world.aliases.append(made)
     del world.aliases[:-6]
-    return made if isinstance(made, torch.Tensor) and i.c % 2 else None
+    shares = isinstance(made, torch.Tensor) and made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    return made if shares and i.c % 2 else None
 
 
 @action(0)

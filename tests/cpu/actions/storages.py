@@ -15,8 +15,15 @@ from tests.cpu.world import Instruction, World, action
 
 
 def _strangers(world: World, number: int) -> Tensor:
-    """A tensor that no graph holds: its storage may be changed."""
-    return world.pick(number, lambda t: not t.requires_grad and t.numel() > 0 and t._base is None)
+    """A tensor that no graph holds: its storage may be changed. It has bytes for all its elements, and may be written
+    (else torch would give it a size, and the error comes before its content)."""
+
+    def fits(t: Tensor) -> bool:
+        nbytes = t.numel() * t.element_size()
+        free = not t.requires_grad and not t.is_inference() and t._base is None
+        return free and 0 < nbytes <= t.untyped_storage().nbytes()
+
+    return world.pick(number, fits)
 
 
 @action(4)
