@@ -31,17 +31,23 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.modules["torch"] = None  # type: ignore[assignment]
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """What torch consists of stays: it is not gone through again each time that garbage is collected, or tensors are.
+
+    (Not so the tensors of test modules: who holds a tensor is looked for among what is not frozen.)
+    """
+    if not session.config.getoption("--without-torch"):
+        import torch  # noqa: F401
+
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: it is not gone through again each time that garbage is collected or tensors are."""
-    gc.collect()
-    gc.freeze()
 
 
 def _has_cuda() -> bool:
