@@ -167,7 +167,7 @@ class Needs(Counting):
 
     def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
-        needed = _SIZES.expected(info, args, kwargs)[1] if info.fresh or info.resizes else 0
+        needed = _SIZES.expected(info, args, kwargs)[1] if info.creates(args) else 0
         self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
         for storage in filter(None, found):
             storage.escaped = storage.escaped or self.engine.machine.escaped(storage)

@@ -268,7 +268,7 @@ class TensorEngine:
         if info.resizes:
             for storage in seen.writes:
                 self.machine.wait_for_readers(storage)
-        if info.fresh or info.resizes:
+        if info.creates(seen.args):
             bound = info.bound(seen.args) if info.bound is not None and seen.args and not seen.opaque else None
             needed = bound or 0
             if bound is None or not ready or controller.resident + bound > controller.allowed:

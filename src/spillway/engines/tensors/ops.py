@@ -202,6 +202,12 @@ class OpInfo:
         aliases = [result.alias_info for result in schema.returns]
         return bool(aliases) and not self.composite and all(a is not None and not a.is_write for a in aliases)
 
+    def creates(self, args: Sequence[Any]) -> bool:
+        """Whether a call may need memory: what is sparse has other parts when it was written."""
+        written = (args[place] for place in self.writes if place < len(args))
+        sparse = any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in written)
+        return self.fresh or self.resizes or sparse
+
     def trains(self, args: Sequence[Any]) -> bool:
         """Whether an op of `SCRATCH` is called in training."""
         return self.training is None or (len(args) > self.training and bool(args[self.training]))
