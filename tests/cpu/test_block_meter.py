@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from itertools import count
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import spillway
-from spillway.engines.blocks.meter import HeapMeter, meter_for
+from spillway.engines.blocks.meter import HeapMeter, ResidentMeter, meter_for
 from spillway.methods import Action, Checkpoint
 from spillway.units import KiB, MiB
 from tests.cpu.test_block_session import Training, managed, run
@@ -34,6 +35,21 @@ def reserve() -> Iterator[Callable[[], None]]:
     yield take
     for address in taken:
         libc.free(address)
+
+
+def test_what_others_free_while_the_allocator_is_looked_for_hides_it_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, freed = HeapMeter.read, count(0, MiB)
+
+    def falling(meter: HeapMeter) -> int:
+        return read(meter) - min(next(freed), 5 * MiB)
+
+    monkeypatch.setattr(HeapMeter, "read", falling)
+    found = [meter_for(torch.device("cpu"))]
+    monkeypatch.setattr(HeapMeter, "read", lambda _: 0)  # tensors come from elsewhere
+    found.append(meter_for(torch.device("cpu")))
+    for meter in found:
+        meter.close()
+    assert [type(meter) for meter in found] == [HeapMeter, ResidentMeter]
 
 
 def test_what_is_reserved_is_read_and_told_from_what_is_there(reserve: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from spillway.engines.tensors.system import ResidentSet
 from spillway.units import Bytes
 
 _PROBE: Final[Bytes] = 1 << 20
+_PROBES: Final = 10
 
 
 class AbstractMeter(ABC):
@@ -132,10 +133,18 @@ def meter_for(device: torch.device) -> AbstractMeter:
 
 
 def _is_ours(meter: AbstractMeter) -> bool:
-    """Whether the C library's allocator is the one that tensors come from: another may have been loaded before it."""
-    before = meter.read()
-    held = torch.empty(_PROBE, dtype=torch.uint8)
-    return bool(held.numel() and meter.read() - before >= _PROBE)
+    """Whether the C library's allocator is the one that tensors come from: another may have been loaded before it.
+
+    A worker of an earlier session that frees memory at this moment can hide one allocation, and hardly several.
+    """
+    for _ in range(_PROBES):
+        before = meter.read()
+        held = torch.empty(_PROBE, dtype=torch.uint8)
+        after = meter.read()
+        del held
+        if after - before >= _PROBE:
+            return True
+    return False
 
 
 def _find_mallinfo2() -> Callable[[], _Heap] | None:
