@@ -173,23 +173,27 @@ def _ternary_lists(args: Sequence[Any]) -> Bytes:
 
 
 def _rnn_layer(args: Sequence[Any]) -> Bytes:
-    """Output, states and workspace of a oneDNN LSTM layer.
+    """Output, states and workspace of a oneDNN LSTM layer, exactly.
 
-    The workspace holds, each on pages of its own, the gates of every step, five states of every step for both sides
-    of the layer, three of them as wide as the wider side, and one more state.
+    The workspace holds for every step, each on pages of its own: gates and result; on both sides of the layer and once
+    more for the beginning two states; and in full precision what the backward adds up for them and for the input.
     """
-    (steps, batch, width), hidden = args[0].shape, int(args[10])
-    made = 4 * (steps + 2) * batch * hidden + 4 * _SLACK
+    (steps, batch, width), states, size = args[0].shape, args[5:7], args[0].element_size()
+    hidden = int(args[10])
+    made = steps * batch * hidden * size + sum(state.nbytes for state in states)
     if not torch.is_grad_enabled():
         return int(made)
-    state = [_pages((steps + 1) * batch * _rnn_row(size)) for size in (max(width, hidden), hidden)]
-    return int(made + _pages(16 * steps * batch * hidden) + 6 * state[0] + 5 * state[1] + 8 * _PAGE)
+    forward, sides, wide = steps * batch, 2 * (steps + 1) * batch, max(width, hidden)
+    kept = [forward * _rnn_row(4 * hidden, size), forward * _rnn_row(hidden, size)]
+    kept += [sides * _rnn_row(wide, size), sides * hidden * states[1].element_size()]
+    added_up = [sides * _rnn_row(wide, 4), sides * _rnn_row(wide, 4), sides * hidden * 4]
+    return int(made + sum(map(_pages, kept + added_up)))
 
 
-def _rnn_row(size: int) -> Bytes:
-    """Rows are rounded up to 64 bytes, and made longer where their length would be a multiple of 1 KiB."""
-    nbytes = -(-4 * size // 64) * 64
-    return nbytes if nbytes % 1024 else nbytes + 64
+def _rnn_row(numbers: int, size: Bytes) -> Bytes:
+    """Rows are rounded up to 64 bytes, and made longer where their length would be a multiple of 256 numbers."""
+    nbytes = -(-numbers * size // 64) * 64
+    return nbytes if nbytes % (256 * size) else nbytes + 64
 
 
 def _pages(nbytes: int) -> Bytes:
