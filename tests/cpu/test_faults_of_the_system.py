@@ -30,6 +30,7 @@ from spillway.methods import Copy, Fetch, Move
 from spillway.session.base import Session
 from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
+from tests.cpu.forks import held_elsewhere, true_in_a_child
 from tests.cpu.pressure import ORDERS, PLENTY, is_moved, put_away
 from tests.cpu.test_copies import Gate, begin
 from tests.cpu.test_interruptions import (
@@ -266,24 +267,8 @@ def test_a_fork_while_another_thread_holds_the_books_does_not_hang_the_child() -
     with spillway.manage(torch.nn.Linear(2, 2), budget=PLENTY) as memory, memory.step():
         tensor = torch.arange(5000)
         put_away(memory, tensor, Move)
-        held, go = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with memory._engine.controller.lock:
-                held.set()
-                go.wait(HANGS)
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        held.wait(HANGS)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(HANGS)
-            os._exit(42 if tensor.numpy()[-1] == 4999 else 1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        go.set()
-        thread.join()
-        assert status == 42
+        with held_elsewhere(memory._engine.controller.lock):
+            assert true_in_a_child(lambda: int(tensor.numpy()[-1]) == 4999)
 
 
 # ---------------------------------------------------------------------- reports that cannot be written
@@ -435,7 +420,8 @@ LIMITS = """
     import torch, spillway
     from spillway.engines.tensors.system import found_no_memory
     from spillway.errors import SpillwayError
-    from tests.cpu.families import difference, state_of
+    from tests.cpu.forks import held_elsewhere, true_in_a_child
+from tests.cpu.families import difference, state_of
     from tests.cpu.pressure import ORDERS
     from tests.cpu.test_interruptions import after_each_op, fresh, ops_of_a_step, step_of, stopped_plainly
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import pkgutil
-import signal
 import sys
 import threading
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Final
 
 import pytest
+import torch
 
+from spillway.engines.blocks.stores import DiskLanes, Store
 from spillway.engines.locks import renewed_in_children
-from tests.shared import HANGS
+from spillway.engines.tiers.disk import DiskTier
+from tests.cpu.forks import held_elsewhere, true_in_a_child
 
 KINDS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 PARTS: Final = ("spillway.engines", "spillway.session", "spillway.runs", "spillway.recording", "spillway.report")
@@ -45,33 +48,47 @@ def test_every_lock_of_a_module_is_new_in_a_child() -> None:
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_child_that_is_forked_while_another_thread_holds_a_lock_works(lock: str) -> None:
     module, name = LOCKS[lock]
-    held, go = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def taken() -> bool:
         with getattr(module, name):
-            held.set()
-            go.wait(HANGS)
+            return True
 
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait(HANGS)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(HANGS)
-        with getattr(module, name):
-            os._exit(42)
-    try:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
-    finally:
-        go.set()
-        thread.join()
+    with held_elsewhere(getattr(module, name)):
+        assert true_in_a_child(taken)
+
+
+def test_a_store_sends_in_a_child_that_is_forked_while_another_thread_sends(tmp_path: Path) -> None:
+    store = Store(DiskLanes(DiskTier(tmp_path)))
+    sent = torch.arange(4096)
+
+    def comes_back() -> bool:
+        home = store.send(sent.untyped_storage())
+        store.finish_out()
+        return bytes(home.load()) == bytes(sent.untyped_storage())
+
+    with held_elsewhere(store._lock):
+        assert true_in_a_child(comes_back)
+    assert comes_back()
+    store.close()
+
+
+def test_garbage_that_is_collected_while_a_store_sends_gives_no_place_back_then(tmp_path: Path) -> None:
+    store = Store(DiskLanes(DiskTier(tmp_path)))
+    home = store.send(torch.arange(4096).untyped_storage())
+    store.finish_out()
+    with store._lock:
+        del home
+        assert len(store._dead) == 1
+    store.begin_step()
+    assert len(store._dead) == 0
+    store.close()
 
 
 def test_a_thread_that_forks_while_it_holds_a_lock_lets_go_of_it_in_the_child() -> None:
     module, name = next(iter(LOCKS.values()))
     with getattr(module, name):
-        child = os.fork()
         before = getattr(module, name)
+        child = os.fork()
     if child == 0:
         os._exit(42 if getattr(module, name) is before and not before._is_owned() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42

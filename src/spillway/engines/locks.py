@@ -22,10 +22,15 @@ def renewed_in_children(owner: Any) -> frozenset[str]:
     return frozenset(_owners.get(owner, ()))
 
 
+def held_here(lock: Any) -> bool:
+    """Whether this thread holds a reentrant lock."""
+    return bool(lock._is_owned())
+
+
 def _renew() -> None:
     for owner, names in list(_owners.items()):
         for name in names:
-            if not getattr(owner, name)._is_owned():
+            if not held_here(getattr(owner, name)):
                 setattr(owner, name, threading.RLock())
 
 

@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypeAlias, cast, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.locks import renew_in_children
+from spillway.engines.locks import held_here, renew_in_children
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillError, SpillFullError
 from spillway.units import Bytes, Seconds
@@ -163,7 +163,8 @@ class Store:
         self.stall_seconds: Seconds = 0.0
         """For which ops waited so far."""
         self._lanes = lanes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        renew_in_children(self, "_lock")
         self._leaving: deque[Parcel] = deque()
         self._dead: deque[Parcel] = deque()
 
@@ -279,7 +280,7 @@ class Store:
         self._reap()
 
     def _reap(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if held_here(self._lock) or not self._lock.acquire(blocking=False):  # garbage may be collected in between
             return
         try:
             for parcel in tuple(self._leaving):
