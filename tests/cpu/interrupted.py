@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import spillway
+from tests.cpu.callbacks import BLOCKS, TENSORS
 
 ROWS, WIDTH = 64, 64
 PHASES: Final = ("entering", "leaving", "closing")
@@ -106,11 +107,10 @@ class Training:
         self.optimizer.zero_grad()
         self.steps += 1
 
-    def manage(self, engine: str) -> spillway.Session:
-        method = {"tensors": "lru", "blocks": "checkpoint"}[engine]
-        budget = {"tensors": "230 KiB", "blocks": "32 MiB"}[engine]
-        blocks = ["0", "1"] if engine == "blocks" else None
-        return spillway.manage(self.model, self.optimizer, budget=budget, method=method, blocks=blocks)
+    def manage(self, method: str) -> spillway.Session:
+        if method in TENSORS:
+            return spillway.manage(self.model, self.optimizer, budget="230 KiB", method=method)
+        return spillway.manage(self.model, self.optimizer, budget="32 MiB", method=BLOCKS[method], blocks=["0", "1"])
 
     def state(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -119,11 +119,11 @@ class Training:
 class Interrupted:
     """One session that is interrupted in one phase, and what comes after."""
 
-    def __init__(self, engine: str, lines: Lines) -> None:
-        self.engine = engine
+    def __init__(self, method: str, lines: Lines) -> None:
+        self.method = method
         self.lines = lines
         self.training = Training()
-        self.session = self.training.manage(engine)
+        self.session = self.training.manage(method)
 
     def play(self, phase: str) -> None:
         """A step by a `with` statement and the end of the session, interrupted in one phase of them."""
@@ -150,7 +150,7 @@ class Interrupted:
             with self.session.step(BATCH):
                 self.training.train()
         self.session.close()
-        with self.training.manage(self.engine) as another:
+        with self.training.manage(self.method) as another:
             with another.step(BATCH):
                 self.training.train()
             assert len(another.history) == 1

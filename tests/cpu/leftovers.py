@@ -18,7 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from spillway.engines.tensors import compiled, dispatch_key, escapes, guests, turns
+from spillway.engines.tensors import compiled, dispatch_key, escapes, guests, system, turns
 from spillway.session import updates
 
 # SIGCHLD is left out: a `DataLoader` installs a handler for it once and leaves it.
@@ -184,6 +184,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "flags of torch": _Kind(_flags, _set_flags),
     "environment variables": _Kind(_environment, _set_environment),
     "spill files": _Kind(_files, lambda _: None),
+    "who holds the heap": _Kind(lambda: len(system._holders), lambda _: None),
     "workers": _Kind(_workers, lambda before: [thread.join(1) for thread in _workers() - before]),
 }
 

@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import spillway
 from spillway.errors import SessionError
+from tests.cpu.callbacks import BLOCKS, TENSORS
 from tests.cpu.interrupted import ACTS, BATCH, PHASES, Interrupted, Lines, Training, raises
 from tests.cpu.leftovers import clean_up, world
 
-ENGINES = ("tensors", "blocks")
 EVERY_LINE = bool(os.environ.get("SPILLWAY_FULL_AUDIT"))
+METHODS = ("lru", "checkpoint")
+"""One of each engine."""
 NEAR = ("session/", "turns.py", "interrupts.py", "tensors/engine.py", "tensors/mode.py", "private.py", "trace.py")
 """Files all of whose lines are interrupted in any run; of others every sixth is. The full audit has every line, at
 every time that it runs."""
@@ -43,11 +45,11 @@ def assert_trained_as_plainly(training: Training) -> None:
 
 
 @functools.cache
-def numbers(engine: str, phase: str) -> list[int]:
+def numbers(method: str, phase: str) -> list[int]:
     """Of the lines that run in a phase, those at which it is interrupted."""
     for _ in range(2):  # what runs once in a process has run
         lines = Lines(0, raises)
-        one = Interrupted(engine, lines)
+        one = Interrupted(method, lines)
         one.play(phase)
         one.go_on()
     if EVERY_LINE:
@@ -59,15 +61,15 @@ def numbers(engine: str, phase: str) -> list[int]:
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_interrupted_at_any_line_the_same_thread_trains_on(engine: str, phase: str, act: str) -> None:
+@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS] if EVERY_LINE else METHODS)
+def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: str, act: str) -> None:
     plain_states()
-    chosen = numbers(engine, phase)
+    chosen = numbers(method, phase)
     before = world()
     reached = 0
     for number in chosen if EVERY_LINE else chosen[list(ACTS).index(act) :: 2]:
         lines = Lines(number, ACTS[act])
-        one = Interrupted(engine, lines)
+        one = Interrupted(method, lines)
         one.play(phase)
         where = lines.where[number - 1 : number]
         one.go_on()
@@ -80,10 +82,10 @@ def test_interrupted_at_any_line_the_same_thread_trains_on(engine: str, phase: s
 # ---------------------------------------------------------------------- steps that are begun and ended
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_begin_and_end_are_a_step(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_begin_and_end_are_a_step(method: str) -> None:
     training = Training()
-    with training.manage(engine) as memory:
+    with training.manage(method) as memory:
         for _ in range(3):
             memory.begin(BATCH)
             training.train()
@@ -94,10 +96,10 @@ def test_begin_and_end_are_a_step(engine: str) -> None:
     assert_trained_as_plainly(training)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_end_and_begin_out_of_turn_are_told(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_end_and_begin_out_of_turn_are_told(method: str) -> None:
     training = Training()
-    memory = training.manage(engine)
+    memory = training.manage(method)
     with pytest.raises(SessionError, match=r"No step is running that could be ended; memory.begin\(batch\) begins one"):
         memory.end()
     memory.begin(BATCH)
@@ -113,10 +115,10 @@ def test_end_and_begin_out_of_turn_are_told(engine: str) -> None:
     assert_trained_as_plainly(training)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_that_failed_has_no_report_and_its_own_error_is_seen(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_that_failed_has_no_report_and_its_own_error_is_seen(method: str) -> None:
     training = Training()
-    with training.manage(engine) as memory:
+    with training.manage(method) as memory:
         with pytest.raises(KeyError, match="mine"):
             try:
                 memory.begin(BATCH)
@@ -154,11 +156,11 @@ class Mine(Exception):
     """What the user's own code raises."""
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("begun", ["with", "begin"])
-def test_closing_inside_a_step_ends_it_and_the_users_error_comes_through(engine: str, begun: str) -> None:
+def test_closing_inside_a_step_ends_it_and_the_users_error_comes_through(method: str, begun: str) -> None:
     training = Training()
-    with pytest.raises(Mine) as caught, training.manage(engine) as memory:
+    with pytest.raises(Mine) as caught, training.manage(method) as memory:
         if begun == "with":
             step = memory.step(BATCH)
             step.__enter__()
@@ -169,7 +171,7 @@ def test_closing_inside_a_step_ends_it_and_the_users_error_comes_through(engine:
     assert caught.value.__context__ is None
     assert memory.history == []
     assert_trained_as_plainly(training)
-    with training.manage(engine) as another:
+    with training.manage(method) as another:
         with another.step(BATCH):
             training.train()
             another.close()
@@ -179,7 +181,7 @@ def test_closing_inside_a_step_ends_it_and_the_users_error_comes_through(engine:
 
 def test_what_goes_wrong_while_closing_is_a_note_on_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    memory = training.manage("tensors")
+    memory = training.manage("lru")
     close = memory._engine.close  # type: ignore[attr-defined]
 
     def failing() -> None:
@@ -195,7 +197,7 @@ def test_what_goes_wrong_while_closing_is_a_note_on_the_users_error(monkeypatch:
 
 def test_what_goes_wrong_while_leaving_is_a_note_on_the_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training()
-    with training.manage("tensors") as memory:
+    with training.manage("lru") as memory:
         end = memory._engine.end_step  # type: ignore[attr-defined]
 
         def failing() -> None:
@@ -215,10 +217,10 @@ def test_what_goes_wrong_while_leaving_is_a_note_on_the_users_error(monkeypatch:
 # ---------------------------------------------------------------------- steps that nobody ends
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_whose_context_is_gone_does_not_keep_the_next_out(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_whose_context_is_gone_does_not_keep_the_next_out(method: str) -> None:
     training = Training()
-    memory = training.manage(engine)
+    memory = training.manage(method)
     memory.step(BATCH).__enter__()
     training.train()
     with memory.step(BATCH):
@@ -230,14 +232,14 @@ def test_a_step_whose_context_is_gone_does_not_keep_the_next_out(engine: str) ->
 
 def test_a_session_that_was_collected_within_its_step_keeps_nobody_out() -> None:
     training = Training()
-    memory = training.manage("tensors")
+    memory = training.manage("lru")
     memory.begin(BATCH)
     training.train()
     gone = weakref.ref(memory)
     del memory
     gc.collect()
     assert gone() is None
-    with training.manage("tensors") as another, another.step(BATCH):
+    with training.manage("lru") as another, another.step(BATCH):
         training.train()
     assert_trained_as_plainly(training)
 
@@ -257,10 +259,10 @@ def in_thread(body: Callable[[], Any]) -> BaseException | None:
     return raised[0] if raised else None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_session_closed_by_another_thread_closes_when_its_step_ends(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_session_closed_by_another_thread_closes_when_its_step_ends(method: str) -> None:
     training = Training()
-    memory = training.manage(engine)
+    memory = training.manage(method)
     with memory.step(BATCH):
         error = in_thread(memory.close)
         assert isinstance(error, SessionError)
@@ -272,10 +274,10 @@ def test_a_session_closed_by_another_thread_closes_when_its_step_ends(engine: st
     assert_trained_as_plainly(training)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_step_whose_thread_is_gone_is_ended_by_whoever_comes_next(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_whose_thread_is_gone_is_ended_by_whoever_comes_next(method: str) -> None:
     training = Training()
-    memory = training.manage(engine)
+    memory = training.manage(method)
 
     def begun() -> None:
         memory.begin(BATCH)
@@ -287,7 +289,7 @@ def test_a_step_whose_thread_is_gone_is_ended_by_whoever_comes_next(engine: str)
     assert len(memory.history) == 1
     assert in_thread(begun) is None
     memory.close()
-    with training.manage(engine) as another, another.step(BATCH):
+    with training.manage(method) as another, another.step(BATCH):
         training.train()
     assert_trained_as_plainly(training)
 
@@ -299,7 +301,7 @@ class Passing(TorchDispatchMode):
 
 def test_a_mode_of_the_users_may_outlive_the_step() -> None:
     training = Training()
-    memory = training.manage("tensors")
+    memory = training.manage("lru")
     mode = Passing()
     memory.begin(BATCH)
     mode.__enter__()

@@ -21,11 +21,11 @@ KEPT: Final[list[Any]] = []
 
 
 def an_open_session() -> None:
-    KEPT.append(Training().manage("tensors"))
+    KEPT.append(Training().manage("lru"))
 
 
 def an_open_step() -> None:
-    KEPT.append(Training().manage("tensors"))
+    KEPT.append(Training().manage("lru"))
     KEPT[-1].begin(BATCH)
 
 
@@ -92,5 +92,5 @@ def test_who_left_something_fails_and_the_next_one_does_not() -> None:
         with nothing_left():
             an_open_step()
     KEPT.clear()
-    with nothing_left(), Training().manage("tensors") as memory, memory.step(BATCH):
+    with nothing_left(), Training().manage("lru") as memory, memory.step(BATCH):
         pass

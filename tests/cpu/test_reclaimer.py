@@ -152,12 +152,12 @@ def test_what_comes_back_counts_towards_the_next_look(policy: LRU, monkeypatch: 
 
 SMAPS = """
 import sys, torch
-from spillway.engines.tensors.system import hold_heap, prefer_huge_pages
+from spillway.engines.tensors.system import HeldHeap, prefer_huge_pages
 
 def wishes():
     return sum(" hg" in line for line in open("/proc/self/smaps") if line.startswith("VmFlags"))
 
-hold_heap()
+heap = HeldHeap()
 first = [torch.empty(30 << 18) for _ in range(4)] if "freed" in sys.argv else []
 guard = torch.empty(1 << 18)
 del first
@@ -182,7 +182,7 @@ def test_huge_pages_are_asked_for_where_the_wish_ends_with_the_block() -> None:
 
 FAULTS = """
 import resource, torch
-from spillway.engines.tensors.system import hold_heap, release_heap
+from spillway.engines.tensors.system import HeldHeap
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -191,13 +191,13 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 torch.zeros(1)
-hold_heap()
-hold_heap()
+heaps = HeldHeap(), HeldHeap()
 faults()
 held = faults()
-release_heap()
+heaps[0].release()
+heaps[0].release()
 still = faults()
-release_heap()
+heaps[1].release()
 print(held, still)
 """
 

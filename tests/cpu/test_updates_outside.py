@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainerCall
 import spillway
 from tests.cpu.interrupted import BATCH, Training
 
-ENGINES = ("tensors", "blocks")
+METHODS = ("lru", "checkpoint")
 OUTSIDE = r"SGD.step\(\) ran outside of the session's steps, .*memory.begin\(batch\) and memory.end\(\) around both"
 
 
@@ -24,11 +24,11 @@ def forward_and_backward(training: Training) -> None:
     training.model(BATCH).square().mean().backward()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_update_outside_is_said_once(engine: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_an_update_outside_is_said_once(method: str) -> None:
     training = Training()
     training.optimizer.step()  # before there are steps it belongs to none
-    with training.manage(engine) as memory:
+    with training.manage(method) as memory:
         training.optimizer.step()
         with memory.step(BATCH):
             forward_and_backward(training)
@@ -44,7 +44,7 @@ def test_an_update_outside_is_said_once(engine: str) -> None:
 
 def test_updates_inside_and_those_of_others_are_not_said() -> None:
     training, other = Training(), Training()
-    with training.manage("tensors") as memory, other.manage("tensors") as another:
+    with training.manage("lru") as memory, other.manage("lru") as another:
         for _ in range(2):
             with memory.step(BATCH):
                 training.train()

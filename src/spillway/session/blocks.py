@@ -25,7 +25,7 @@ from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.interrupts import deliver
-from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, peak_rss, release_heap, reset_peak
+from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
@@ -169,7 +169,8 @@ class BlockSession(Session):
         self._told_unseen = self._told_above = False
         self._needs: dict[tuple[int, int], Needs] = {}
         self._largest: Bytes = 0
-        self._resources = ExitStack()
+        self._resident_set: ResidentSet | None = None
+        self._heap: HeldHeap | None = None
         self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
@@ -201,7 +202,11 @@ class BlockSession(Session):
         return _Step(self, batch, owner)
 
     def _give_up(self) -> None:
-        with self._resources as stack:
+        with ExitStack() as stack:
+            if self._resident_set is not None:
+                stack.callback(self._resident_set.close)
+            if self._heap is not None:
+                stack.callback(self._heap.release)
             stack.callback(self._meter.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)
@@ -218,10 +223,8 @@ class BlockSession(Session):
         return header(self._allowed, self._method.name, self._device)
 
     def _watch_resident_set(self) -> Reclaimer:
-        resident_set = ResidentSet()
-        hold_heap()
-        self._resources.callback(resident_set.close)
-        self._resources.callback(release_heap)
+        self._resident_set = resident_set = ResidentSet()
+        self._heap = HeldHeap()
         reclaimer = Reclaimer(resident_set)
         if self._allowed < UNLIMITED:
             known = self._named_bytes(())

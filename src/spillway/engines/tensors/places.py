@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.calls import NO_SETTINGS, Settings
 from spillway.engines.tensors.machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.system import Reclaimer, ResidentSet, hold_heap, release_heap
+from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
@@ -165,8 +164,7 @@ class CpuPlace(AbstractPlace):
         self.log = self.tier.log
         self.spill_io = self.tier.io
         self.resident_set = ResidentSet()
-        hold_heap()
-        self._release_heap = weakref.finalize(self, release_heap)
+        self._heap = HeldHeap()
         self.creations = self.reclaimer = Reclaimer(self.resident_set)
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
@@ -245,7 +243,7 @@ class CpuPlace(AbstractPlace):
 
     def close(self) -> None:
         """Give the file back, and the heap to the C library."""
-        self._release_heap()
+        self._heap.release()
         self.tier.close()
         self.resident_set.close()
 

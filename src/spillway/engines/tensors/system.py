@@ -162,30 +162,33 @@ _LARGEST_THRESHOLD: Bytes = 32 << 20
 
 _holding = threading.RLock()
 renew_in_children(sys.modules[__name__], "_holding")
-_holders = 0
+_holders: Final[set[int]] = set()
 
 
-def hold_heap() -> None:
-    """From the first session on, glibc leaves it to sessions when freed memory is returned.
+@final
+class HeldHeap:
+    """As long as there is one of these, glibc leaves it to sessions when freed memory is returned.
 
     By itself it gives back the free end of the heap, and every large block, as soon as they are freed; the next op
-    then pays for each page again. Where the environment says how glibc is to decide, nothing is changed. Every call
-    wants one of `release_heap`.
+    then pays for each page again. Where the environment says how glibc is to decide, nothing is changed.
     """
-    global _holders
-    with _holding:
-        _holders += 1
-        if _holders == 1:
+
+    def __init__(self) -> None:
+        with _holding:
+            _holders.add(id(self))
             _set_thresholds(trim=(1 << 31) - 1)
 
+    def release(self) -> None:
+        """After the last one, what glibc comes to by itself when blocks of the largest size were freed. Called again,
+        it does what was not done."""
+        with _holding:
+            if id(self) in _holders:
+                if len(_holders) == 1:
+                    _set_thresholds(trim=2 * _LARGEST_THRESHOLD)
+                _holders.discard(id(self))
 
-def release_heap() -> None:
-    """After the last session, what glibc comes to by itself when blocks of the largest size were freed."""
-    global _holders
-    with _holding:
-        _holders -= 1
-        if not _holders:
-            _set_thresholds(trim=2 * _LARGEST_THRESHOLD)
+    def __del__(self) -> None:
+        self.release()
 
 
 def _set_thresholds(*, trim: Bytes) -> None:
