@@ -27,6 +27,7 @@ from typing import Any, Final, cast, final
 import torch
 
 from spillway.engines.locks import renew_in_children
+from spillway.engines.tensors.host_reads import HOST_READS
 
 Handler = Callable[..., Any]
 """Takes an op as a mode would: of the mode, the op, types, arguments and keywords only the last two matter."""
@@ -149,7 +150,7 @@ def _register() -> list[torch.library.Library]:
     for full in _of_torch._dispatch_get_all_op_names():
         namespace, _, name = full.partition("::")
         library = libraries.get(namespace)
-        if library is None:
+        if library is None or full in HOST_READS:  # these have a kernel of their own there
             continue
         if full in ("aten::detach", "aten::alias") or _has_parts(full):
             # Two views that touch no storage: torch makes parameters of what they return, which must be new to Python.

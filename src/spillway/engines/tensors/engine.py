@@ -425,6 +425,31 @@ class TensorEngine:
                 if prepared:
                     self.controller.finish(reads, [storage])
 
+    @contextlib.contextmanager
+    def steadying(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Iterator[None]:
+        """What an op reads and writes by address, between the ops that it consists of too: it is in memory until the
+        op is done. Between steps nothing leaves, and what is moved can be read where it is."""
+        values = [self.current(storage) for tensor in read if (storage := self.find(tensor)) is not None]
+        writes = [storage for tensor in written if (storage := self.find(tensor)) is not None]
+        if not (values or writes) or not (writes or self.in_step):
+            yield
+            return
+        prepared = self.in_step
+        with self.controller.lock, unwatched():
+            if prepared:
+                self.controller.prepare(name, values, writes, 0)
+            else:
+                for storage in writes:
+                    self.fetch(storage)
+        try:
+            yield
+        finally:
+            with self.controller.lock, unwatched():
+                for storage in writes:
+                    self.controller.overwrite(storage, None)
+                if prepared:
+                    self.controller.finish(values, writes)
+
     def fetch(self, storage: Storage) -> None:
         """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
         refused."""

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
@@ -25,6 +25,7 @@ import torch.utils.dlpack
 
 from spillway.engines.locks import renew_in_children
 from spillway.engines.tensors.compiled import forget_steps
+from spillway.engines.tensors.host_reads import make_them_ask
 from spillway.engines.tensors.private import owners, storage_address, storage_of
 from spillway.engines.tensors.turns import forget_turns
 from spillway.ir.timeline import Kind
@@ -125,6 +126,7 @@ if hasattr(os, "register_at_fork"):
 def _install() -> None:
     global _installed
     _installed = True
+    make_them_ask(_steady)
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
     for name in OF_STORAGES:
@@ -139,6 +141,14 @@ def _install() -> None:
             if name in vars(group):
                 setattr(group, name, _telling_of_work(vars(group)[name]))
         work.get_future = _waiting(vars(work)["get_future"])
+
+
+@contextlib.contextmanager
+def _steady(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for engine in tuple(_open):
+            stack.enter_context(engine.steadying(name, read, written))
+        yield
 
 
 def _communication() -> tuple[Any, Any]:

@@ -127,8 +127,17 @@ def _counted(args: Sequence[Any]) -> Bytes:
 
 
 def _ctc(args: Sequence[Any]) -> Bytes:
-    log_probs, targets = args[0], args[1]
-    return int(log_probs.shape[0] * log_probs.shape[1]) * (2 * int(targets.numel()) + 1) * 8
+    """For each step of each sequence a number for each state that its target has, and one for each sequence."""
+    log_probs, targets, lengths = args[0], args[1], args[3]
+    most = int(targets.shape[-1])  # of one target, or of all in a row
+    longest = most if isinstance(lengths, torch.Tensor) else min(max(lengths, default=0), most)
+    states = math.prod(map(int, log_probs.shape[:2])) * (2 * longest + 1)
+    return (states + int(log_probs.shape[1])) * int(log_probs.element_size()) + 2 * _SLACK
+
+
+def _ctc_backward(args: Sequence[Any]) -> Bytes:
+    """The gradient of what the loss is of."""
+    return int(args[1].numel()) * int(args[1].element_size()) + _SLACK
 
 
 def _packed(args: Sequence[Any]) -> Bytes:
@@ -236,6 +245,7 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::repeat_interleave": _repeated,
         "aten::bincount": _counted,
         "aten::_ctc_loss": _ctc,
+        "aten::_ctc_loss_backward": _ctc_backward,
         "aten::_pack_padded_sequence": _packed,
         "aten::_sparse_mm_reduce_impl": _sparse_product,
         "aten::_embedding_bag": _bags,
