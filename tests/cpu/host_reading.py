@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import spillway
+from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.methods import DTR, LRU, AbstractPolicy, Delta, Drop, Move
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, Way, image, is_dropped, is_moved, put_away
@@ -96,27 +99,30 @@ METHODS: dict[str, Callable[[], AbstractPolicy]] = {"lru": LRU, "dtr": DTR, "del
 
 
 @contextmanager
-def leaving_between_ops(memory: Session, away: list[Tensor]) -> Iterator[None]:
-    """Before each op that is watched what is `away` leaves, if it may."""
-    engine, learn = memory._engine, memory._engine._dispatch._watcher.learn
-    handlers = engine._dispatch._watcher.handlers
+def leaving_between_ops(memory: Session) -> Iterator[None]:
+    """Before each of the first ops that are watched, and many later ones, everything leaves that may."""
+    engine, watcher = memory._engine, memory._engine._dispatch._watcher
+    learn, ops = watcher.learn, itertools.count()
 
     def leave(func: object) -> object:
         handler = learn(func)
 
         def handle(*args: object, **kwargs: object) -> object:
-            for tensor in away:
-                any(put_away(memory, tensor, way) for way in (Drop, Move))
+            nth = next(ops)
+            with engine.controller.lock, unwatched():
+                for storage in list(engine.table.values()) if nth < 100 or nth % 16 == 0 else ():
+                    if storage.nbytes >= SMALLEST_MOVABLE:
+                        any(engine.controller.grant(way(storage)) for way in (Drop, Move))
             return handler(*args, **kwargs)
 
-        handlers[id(func)] = handle
+        watcher.handlers[id(func)] = handle
         return handle
 
-    engine._dispatch._watcher.learn = leave  # type: ignore[assignment]
+    watcher.learn = leave  # type: ignore[assignment]
     try:
         yield
     finally:
-        engine._dispatch._watcher.learn = learn
+        watcher.learn = learn
 
 
 def run(name: str, put: Put) -> list[object]:
@@ -125,19 +131,17 @@ def run(name: str, put: Put) -> list[object]:
 
 
 def leave_when_told() -> None:
-    """Every case with every way to leave, and leaving again before every op in between."""
+    """Every case with every way to leave, and everything leaving again before every op."""
     plain = {name: run(name, lambda tensor: tensor) for name in CASES}
     with spillway.manage(nn.Linear(8, 8), budget=PLENTY, method=LRU()) as memory:
         for name, expected in plain.items():
             for way in (Move, Drop):
-                away: list[Tensor] = []
 
-                def put(tensor: Tensor, way: Way = way, away: list[Tensor] = away) -> Tensor:
+                def put(tensor: Tensor, way: Way = way) -> Tensor:
                     put_away(memory, tensor, way)
-                    away.append(tensor)
                     return tensor
 
-                with memory.step(), leaving_between_ops(memory, away):
+                with memory.step(), leaving_between_ops(memory):
                     got = run(name, put)
                 assert got == expected, (name, way)
                 assert memory.history[-1].moves + memory.history[-1].drops > 0, (name, way)

@@ -426,9 +426,12 @@ class TensorEngine:
                     self.controller.finish(reads, [storage])
 
     @contextlib.contextmanager
-    def steadying(self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Iterator[None]:
+    def steadying(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], needed: Bytes
+    ) -> Iterator[None]:  # fmt: skip
         """What an op reads and writes by address, between the ops that it consists of too: it is in memory until the
-        op is done. Between steps nothing leaves, and what is moved can be read where it is."""
+        op is done. Between steps nothing leaves, and what is moved can be read where it is. If it can be had, there is
+        room for `needed` bytes, which are not seen."""
         values = [self.current(storage) for tensor in read if (storage := self.find(tensor)) is not None]
         writes = [storage for tensor in written if (storage := self.find(tensor)) is not None]
         if not (values or writes) or not (writes or self.in_step):
@@ -438,6 +441,7 @@ class TensorEngine:
         with self.controller.lock, unwatched():
             if prepared:
                 self.controller.prepare(name, values, writes, 0)
+                self._make_room_if_possible(needed, name)
             else:
                 for storage in writes:
                     self.fetch(storage)

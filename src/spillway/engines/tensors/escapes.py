@@ -29,6 +29,7 @@ from spillway.engines.tensors.host_reads import make_them_ask
 from spillway.engines.tensors.private import owners, storage_address, storage_of
 from spillway.engines.tensors.turns import forget_turns
 from spillway.ir.timeline import Kind
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -144,10 +145,12 @@ def _install() -> None:
 
 
 @contextlib.contextmanager
-def _steady(name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> Iterator[None]:
+def _steady(
+    name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], needed: Bytes
+) -> Iterator[None]:  # fmt: skip
     with contextlib.ExitStack() as stack:
         for engine in tuple(_open):
-            stack.enter_context(engine.steadying(name, read, written))
+            stack.enter_context(engine.steadying(name, read, written, needed))
         yield
 
 

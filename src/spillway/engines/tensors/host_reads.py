@@ -20,9 +20,11 @@ import torch
 
 _of_torch: Final = cast(Any, torch._C)
 _PARTS: Final = _of_torch.DispatchKey.CompositeImplicitAutograd
+_WATCHED: Final = _of_torch.DispatchKeySet(_of_torch._dispatch_key_parse("Fake"))
 
-Steadying = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor]], AbstractContextManager[None]]
-"""Takes the name of an op, the tensors that it reads and those among them that it writes; they stay while it runs."""
+Steadying = Callable[[str, Sequence[torch.Tensor], Sequence[torch.Tensor], int], AbstractContextManager[None]]
+"""Takes the name of an op, the tensors that it reads and those among them that it writes, and bytes that it may need
+besides; the tensors stay while it runs."""
 
 _ALL: Final = None
 
@@ -61,6 +63,12 @@ HOST_READS: Final[Mapping[str, tuple[int, ...] | None]] = MappingProxyType(
 _AS_IT_COUNTS: Final = ("aten::ctc_loss.Tensor", "aten::_pad_packed_sequence", "aten::_pack_padded_sequence_backward")
 """They read a contiguous copy, of which nobody would know, where an argument is not contiguous."""
 
+_PRINTS: Final = ("aten::meshgrid", "aten::meshgrid.indexing")
+"""They print tensors of several dimensions into an error."""
+
+_COPIES: Final = 4
+"""How many float64 copies of a tensor there are while it is printed."""
+
 _NARROW: Final = (torch.uint8, torch.int8, torch.int16, torch.int32)
 """Whole numbers of which `ctc_loss` reads a wider copy."""
 
@@ -90,12 +98,23 @@ def _asking(operator: Any, full: str, places: tuple[int, ...] | None, steady: St
                 for place in places or ():
                     given[place] = _as_it_counts(given[place], wide=full == "aten::ctc_loss.Tensor")
             read = _tensors(given if places is None else [given[place] for place in places])
-            if "meshgrid" in full:
-                read = [tensor for tensor in read if tensor.dim() > 1]  # it prints these into an error
-            with steady(full, read, [given[place] for place in written]):
+            if full in _PRINTS:
+                return _printing(operator, full, read, steady, given, kwargs)
+            with steady(full, read, [given[place] for place in written], 0):
                 return operator._op_dk(_PARTS, *given, **kwargs)
 
     return asked
+
+
+def _printing(operator: Any, full: str, read: Sequence[torch.Tensor], steady: Steadying, given: Any, named: Any) -> Any:
+    """What is printed is first copied, by ops, and the copy is read by its address: it is not to be seen, or it may
+    leave."""
+    printed = [tensor for tensor in read if tensor.dim() > 1]
+    if not printed:
+        return operator._op_dk(_PARTS, *given, **named)
+    needed = _COPIES * max(tensor.numel() for tensor in printed) * 8
+    with steady(full, printed, (), needed), _of_torch._ExcludeDispatchKeyGuard(_WATCHED):
+        return operator._op_dk(_PARTS, *given, **named)
 
 
 def _is_written(argument: Any) -> bool:
