@@ -163,3 +163,25 @@ def test_a_refusal_of_the_tensor_engine_is_told_as_unheard(opened: str) -> None:
     assert heard == []
     assert told.exact
     assert told.smallest_budget == plain.smallest_budget
+
+
+def test_gradients_are_not_given_up_on_trial_where_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ran = Blocks(), 0
+    call = _call(model, torch.zeros(64, 32))._replace(gradients={"line.weight": model.line.weight.nbytes})
+    peak = needs._peak
+
+    def counted(*args: Any, **kwargs: Any) -> Bytes | None:
+        nonlocal ran
+        ran += 1
+        return peak(*args, **kwargs)
+
+    monkeypatch.setattr(needs, "_peak", counted)
+    least = needs.least(call, Environment([], []))
+    assert ran == 2
+    assert least is not None
+    roomy = needs.least(call, Environment([], []), least + model.line.weight.nbytes + (1 << 20))
+    assert ran == 3
+    assert roomy is not None
+    assert roomy >= least
+    assert needs.least(call, Environment([], []), least - 1) == least
+    assert ran == 5

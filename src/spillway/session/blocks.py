@@ -392,9 +392,10 @@ class _Step(AbstractStep):
 
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""
-        if self._session._allowed >= UNLIMITED or self._family.allows(self._dimensions, self._session._allowed - level):
+        enough = self._session._allowed - level
+        if self._session._allowed >= UNLIMITED or self._family.allows(self._dimensions, enough):
             return None
-        return least(call, environment_of(self._session._model, self._session._generators))
+        return least(call, environment_of(self._session._model, self._session._generators), enough)
 
     def recomputing(self, call: Call) -> Bytes | None:
         """And the state that the optimizers add, with which the next step begins."""

@@ -100,14 +100,14 @@ def recomputing(call: Call, environment: Environment) -> Bytes | None:
     return _peak(call, environment, _go_back, trains=True, taught=False)
 
 
-def least(call: Call, environment: Environment) -> Bytes | None:
+def least(call: Call, environment: Environment, enough: Bytes = 0) -> Bytes | None:
     """The same for the engine as it is, with a loss that needs nothing, or of a forward alone if it runs without
-    gradients: less cannot do."""
+    gradients: less cannot do. If that is no more than what is enough, nobody looks for less."""
     if not torch.is_grad_enabled():
         return _peak(call, environment, lambda out: None, trains=False, taught=True)
     held = sum(call.gradients.values())
     peak = _peak(call, environment, _descend, trains=True, taught=True)
-    if peak is None or not held:
+    if peak is None or not held or peak <= enough:
         return peak
     # They may be given up between forward and backward.
     fresh = _peak(call._replace(gradients={}), environment, _descend, trains=True, taught=True)
