@@ -420,8 +420,7 @@ LIMITS = """
     import torch, spillway
     from spillway.engines.tensors.system import found_no_memory
     from spillway.errors import SpillwayError
-    from tests.cpu.forks import held_elsewhere, true_in_a_child
-from tests.cpu.families import difference, state_of
+    from tests.cpu.families import difference, state_of
     from tests.cpu.pressure import ORDERS
     from tests.cpu.test_interruptions import after_each_op, fresh, ops_of_a_step, step_of, stopped_plainly
 
