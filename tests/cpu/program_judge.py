@@ -2,7 +2,7 @@
 
 `python -m tests.cpu.program_judge FIRST COUNT POLICIES` runs so many programs, each under so many of the policies, and
 prints a line of JSON for each. With `--shrink` it looks instead for the shortest program that fails as program FIRST
-does."""
+does, and with `--plain` it only runs them plainly."""
 
 from __future__ import annotations
 
@@ -170,6 +170,9 @@ def main(arguments: list[str]) -> None:
         return
     for seed in range(first, first + count):
         gc.collect()
+        if "--plain" in arguments:
+            plain(random_program(seed))
+            continue
         try:
             rows = judge_all(seed, policies)
         except Exception:
@@ -190,7 +193,11 @@ def many(first: int, count: int, policies: int = len(POLICIES)) -> Iterator[dict
                 yield json.loads(line)
                 first += 1
         if first < end:
-            yield {"seed": first, "rows": [{"policy": "", "complaints": [f"crashed with {process.returncode}"]}]}
+            alone = subprocess.run(
+                [*command[:5], str(first), "1", "0", "--plain"], env=environment, capture_output=True
+            )
+            whose = "crashed" if alone.returncode == 0 else "plain torch crashed"
+            yield {"seed": first, "rows": [{"policy": "", "complaints": [f"{whose} with {process.returncode}"]}]}
             first += 1
 
 

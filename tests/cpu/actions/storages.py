@@ -19,11 +19,14 @@ def _strangers(world: World, number: int) -> Tensor:
     (else torch would give it a size, and the error comes before its content)."""
 
     def fits(t: Tensor) -> bool:
-        nbytes = t.numel() * t.element_size()
-        free = not t.requires_grad and not t.is_inference() and t._base is None
-        return free and 0 < nbytes <= t.untyped_storage().nbytes()
+        return not t.requires_grad and not t.is_inference() and t._base is None and t.numel() > 0 and _has_bytes(t)
 
     return world.pick(number, fits)
+
+
+def _has_bytes(t: Tensor) -> bool:
+    """Whether its storage has bytes for all its elements."""
+    return t.numel() * t.element_size() <= t.untyped_storage().nbytes()
 
 
 @action(4)
@@ -241,10 +244,13 @@ def out(world: World, i: Instruction) -> Any:
         lambda: torch.logsumexp(x, 0, out=target),
         lambda: torch.norm(x, dim=0, out=target),
     )
+    geometry = target.storage_offset(), target.shape, target.stride()
     with torch.no_grad():
         try:
             made = calls[i.c % len(calls)]()
         except Exception:
+            if not _has_bytes(target):  # what is NumPy's was given another size, and no more bytes
+                target.set_(target.untyped_storage(), *geometry)
             target.zero_()  # it may have been given a size and no content
             raise
     return made if i.b % 2 else None
