@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, final
 
 import pytest
+import torch
+from torch import Tensor
 
-from tests.cpu.callbacks import BLOCKS, KINDS, PLACES, TENSORS, Fault, Training
+import spillway
+from tests.cpu.callbacks import BLOCKS, KINDS, PLACES, TENSORS, WIDTH, Fault, Training
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.leftovers import clean_up, world
 
@@ -153,6 +159,82 @@ def test_what_the_users_code_raises_leaves_all_as_plainly_and_the_same_thread_tr
         place, at, kind, caught = case
         assert_as_plainly(method, place, at, kind, caught=caught)
         assert clean_up(before) == [], case
+
+
+WAYS: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "finding": (1, {"method": "checkpoint"}),
+        "rehearsing": (2, {"method": "mimose-published", "blocks": ["0", "2", "3"]}),
+        "without content": (3, {"method": "checkpoint", "blocks": ["0", "2", "3"]}),
+    }
+)
+"""Forwards of which plain PyTorch knows nothing, and the step in which they come."""
+
+
+def counted(kind: str, wrong: int, options: dict[str, Any] | None) -> tuple[Any, ...]:
+    """Of a training whose forward fails in a step, each time with a new exception: what is seen, and the state."""
+    training = Training()
+    session = spillway.manage(training.model, training.optimizer, budget="32 MiB", **options) if options else None
+    step = session.step if session is not None else _Plainly
+    counts = {"calls": 0}
+
+    def does(x: Tensor) -> Tensor:
+        counts["calls"] += 1
+        if counts["calls"] == wrong:
+            raise KINDS[kind]("mine")
+        return x
+
+    training.spot.does = does
+    told: list[Any] = []
+    for number in range(1, 5):
+        rows = training.rows = list(torch.randn(16 * number, WIDTH, generator=torch.Generator().manual_seed(0)))
+        try:
+            with step(rows):
+                training.step()
+        except BaseException as error:
+            told += [number, type(error), str(error), type(error.__cause__), type(error.__context__)]
+        told.append(counts["calls"])
+    if session is not None:
+        session.close()
+    return told, state_of(training.model, training.optimizer)
+
+
+@pytest.mark.parametrize("kind", ["Mine", "KeyboardInterrupt", "SystemExit", "SpillwayError"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_forward_raises_is_raised_by_the_one_that_counts(way: str, kind: str) -> None:
+    wrong, options = WAYS[way]
+    (plain, state), (found, as_found) = counted(kind, wrong, None), counted(kind, wrong, options)
+    assert found == plain
+    assert difference(state, as_found) is None
+
+
+@pytest.mark.parametrize("way", ["finding", "rehearsing"])
+def test_what_a_signals_handler_raises_in_a_forward_that_is_forgotten_is_raised_at_once(
+    way: str, tmp_path: Path
+) -> None:
+    training, calls = Training(), tmp_path / "calls"  # nobody puts back what is in a file
+
+    def does(x: Tensor) -> Tensor:
+        with calls.open("a") as file:
+            file.write("one ")
+        signal.raise_signal(signal.SIGALRM)
+        return x
+
+    def late(*_: object) -> None:
+        raise TimeoutError
+
+    training.spot.does = does
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        with (
+            spillway.manage(training.model, training.optimizer, budget="32 MiB", **WAYS[way][1]) as memory,
+            pytest.raises(TimeoutError),
+            memory.step(training.rows),
+        ):
+            training.step()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert calls.read_text() == "one "
 
 
 def test_a_global_hook_of_optimizers_hears_of_the_users_alone() -> None:

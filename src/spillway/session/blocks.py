@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 
+from spillway.engines.blocks.aside import is_the_models, without_locals
 from spillway.engines.blocks.engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.finding import find_blocks
@@ -24,7 +25,7 @@ from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
-from spillway.engines.tensors.interrupts import deliver
+from spillway.engines.tensors.interrupts import by_signal, deliver
 from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
@@ -257,17 +258,13 @@ class BlockSession(Session):
         ):
             return forward(*args, **kwargs)
         check_runs_once(self._model)
-        try:
-            names = find_blocks(self._model, forward, args, kwargs, environment_of(self._model, self._generators))
-        except SpillwayError:
-            raise
-        except Exception as error:
-            forward(*args, **kwargs)  # fails in the same way, with all that it has changed by then
-            raise NoBlocksError(
-                f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
-                f"ended in {type(error).__name__} ({error}); name them with blocks=[...].",
-                reason="the forward in which they are looked for failed",
-            ) from error
+        names, failure = self._found(forward, args, kwargs)
+        if failure is not None:
+            try:
+                forward(*args, **kwargs)  # fails in the same way, with all that it has changed by then
+                raise failure
+            finally:
+                del failure  # which holds this frame
         try:
             self._finder.remove()
             engine = self._open(names)
@@ -277,6 +274,28 @@ class BlockSession(Session):
         running.watch()
         engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
         return forward(*args, **kwargs)
+
+    def _found(
+        self, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[str], BaseException | None]:
+        """Names of the blocks, or what is raised where the forward that counts does not fail as well."""
+        environment = environment_of(self._model, self._generators)
+        try:
+            return find_blocks(self._model, forward, args, kwargs, environment), None
+        except BaseException as error:
+            refused = isinstance(error, SpillwayError) or not isinstance(error, Exception)
+            if by_signal(error) or (refused and not is_the_models(error)):
+                raise
+            without_locals(error)
+            if not isinstance(error, Exception):
+                return [], error
+            failure = NoBlocksError(
+                f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
+                f"ended in {type(error).__name__} ({error}); name them with blocks=[...].",
+                reason="the forward in which they are looked for failed",
+            )
+            failure.__cause__ = error
+            return [], failure
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if isinstance(self._running, _Step):

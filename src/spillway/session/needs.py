@@ -12,12 +12,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spillway.engines.blocks.aside import is_the_models
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.tensors.collectives import NAMESPACES
+from spillway.engines.tensors.interrupts import by_signal
 from spillway.engines.tensors.twins import bare_step, results_of, unseen, untouched, usual_loss, without_content
 from spillway.methods.actions import Action
 from spillway.units import Bytes
@@ -65,7 +67,9 @@ def _needs(optimizer: torch.optim.Optimizer) -> Needs:
         pieces = [trained] if together else list({(one.shape, one.dtype): [one] for one in trained}.values())
         try:
             measured = [_measured(type(optimizer), piece, options) for piece in pieces if piece]
-        except Exception:  # an optimizer of somebody's own, with other arguments or ops without shapes
+        except Exception as error:  # an optimizer of somebody's own, with other arguments or ops without shapes
+            if by_signal(error):
+                raise
             continue
         each = dict(zip([(piece[0].shape, piece[0].dtype) for piece in pieces if piece], measured, strict=True))
         if together:
@@ -138,7 +142,9 @@ def _peak(
                 with live:
                     goes_on([twin(*args, **kwargs)])
         return live.peak
-    except Exception:  # whatever the model does with tensors that have no content
+    except BaseException as error:  # whatever the model does with tensors that have no content
+        if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):
+            raise
         return None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast, final
 
@@ -29,6 +30,18 @@ from spillway.engines.tensors.private import function_modes
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""
+
+
+def without_locals(error: BaseException) -> BaseException:
+    """The same, and what the frames that it went through hold is let go."""
+    traceback.clear_frames(error.__traceback__)
+    return error
+
+
+def is_the_models(error: BaseException) -> bool:
+    """Whether it was not raised at a line of ours: a forward that counts will raise it as well."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not str(frame.f_globals.get("__name__", "")).startswith("spillway.")
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from spillway.engines.blocks.arithmetic import compiled as compiled_for
-from spillway.engines.blocks.aside import aside
+from spillway.engines.blocks.aside import aside, without_locals
 from spillway.engines.blocks.compiled import (
     CompiledHook,
     check_compiled,
@@ -42,6 +41,7 @@ from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.engines.memory import usable_memory
 from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.interrupts import by_signal
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.host import HostPool
 from spillway.engines.tiers.spill_file import SpillIO
@@ -355,27 +355,39 @@ class BlockEngine:
             return replay.call(site, args, kwargs)
         figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
         site.calls += 1
-        if self.rehearses and not site.may_communicate():
-            self._rehearse(site, args, kwargs)
-        observer = self.observer
-        reached = observer.block_begins(len(self._figures)) if observer is not None else None
+        rehearses = self.rehearses and not site.may_communicate()
+        interruption = self._rehearse(site, args, kwargs) if rehearses else None
+        observer, number = self.observer, len(self._figures)
+        reached = observer.block_begins(number) if observer is not None else None
         frame = Frame(conductor, site, figures, conductor.frame)
         self._figures.append(figures)
         self._frames[figures.block, figures.call] = weakref.ref(frame)
-        if observer is None:
-            return frame.run(args, kwargs)
-        number = len(self._figures) - 1
         frame.when_reached = reached
         output = frame.run(args, kwargs)
-        observer.block_ended(number)
+        if observer is not None:
+            observer.block_ended(number)
+        if interruption is not None:
+            try:
+                raise interruption
+            finally:
+                del interruption  # which holds this frame
         return output
 
-    def _rehearse(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _rehearse(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
         """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which all is as it was.
-        A call whose arguments cannot be copied has but one, and one that fails does so again where it counts."""
+        A call whose arguments cannot be copied has but one, and one that fails does so again where it counts.
+
+        Returns what is no failure and is to be raised at the latest when the other one has ended.
+        """
         around = aside(self._conductor.environment, (site.module,), args, kwargs)
-        with contextlib.suppress(Exception), around as (given, named):
-            site.forward(*given, **named)
+        try:
+            with around as (given, named):
+                site.forward(*given, **named)
+        except BaseException as error:
+            if by_signal(error):
+                raise
+            return None if isinstance(error, Exception) else without_locals(error)
+        return None
 
     def _pass_by(self, site: Site) -> None:
         """A call that is only counted."""

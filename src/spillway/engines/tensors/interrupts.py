@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final, final
@@ -91,6 +92,12 @@ class DeferredInterrupts:
                 return True
             frame = frame.f_back
         return False
+
+
+def by_signal(error: BaseException) -> bool:
+    """Whether a signal's handler raised it while a step ran: what is run again will not raise it again."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code is DeferredInterrupts._handle.__code__ for frame in frames)
 
 
 def deliver(pending: list[Callable[[], None]]) -> None:
