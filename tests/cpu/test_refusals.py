@@ -20,16 +20,18 @@ from spillway.units import Bytes
 
 NETWORKS = ("autoencoder", "bridged", "language", "recurrent", "tree")
 CASES = {case.network: case for case in cases(40) if case.network in NETWORKS}
+FACTORED = Case(network="classifier", optimizer="Adafactor", form="single", seed=55)
+MASKED = Case(network="classifier", optimizer="Rprop", form="foreach", seed=1)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=str)
+@pytest.mark.parametrize("case", [*CASES.values(), FACTORED, MASKED], ids=str)
 def test_a_refusal_of_the_tensor_engine_names_what_works_and_hardly_more(case: Case) -> None:
     def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
         return refusals.trained(case, "lru", budget)
 
     peak = trained(1 << 30)
     assert isinstance(peak, int)
-    for budget in (40_000, peak // 6):
+    for budget in (min(40_000, peak // 2), peak // 6):
         refusal = trained(budget)
         assert isinstance(refusal, BudgetInfeasible)
         assert refusal.exact
@@ -81,6 +83,18 @@ def test_a_refusal_leaves_the_batch_and_the_gradients_alone() -> None:
         model(ids).square().mean().backward()
     assert ids.unique().tolist() == [49]
     assert [parameter.grad for parameter in model.parameters()] == [None] * 3
+
+
+def test_a_refusal_writes_to_nothing_that_stands_in_a_closure() -> None:
+    model, norm = Counts(), nn.BatchNorm1d(256)
+    model.shared = lambda x: norm(model.line(x))  # type: ignore[assignment]
+    with (
+        spillway.manage(model, budget="3MiB", method="lru") as memory,
+        pytest.raises(spillway.BudgetInfeasible), memory.step(ids := torch.full((4096,), 50)),
+    ):  # fmt: skip
+        model(ids)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == 0
 
 
 def test_copies_of_a_model_that_are_made_in_a_step_do_not_tell_how_they_are_called() -> None:

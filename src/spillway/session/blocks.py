@@ -26,6 +26,7 @@ from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.interrupts import by_signal, deliver
+from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
@@ -43,7 +44,7 @@ from spillway.methods.by_block import (
 )
 from spillway.session.base import AbstractStep, Session, header
 from spillway.session.inputs import leaves, signature_of, storages
-from spillway.session.needs import NOTHING, Call, Needs, least, needs_of, recomputing
+from spillway.session.needs import Call, least, needs_of, recomputing
 from spillway.session.sizes import Shape, SizeOf, SizeReader
 from spillway.session.watch import StepWatch
 from spillway.units import Bytes, Seconds, format_bytes
@@ -168,7 +169,7 @@ class BlockSession(Session):
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = False
-        self._needs: dict[tuple[int, int], Needs] = {}
+        self._needs: dict[tuple[int, int], Update] = {}
         self._largest: Bytes = 0
         self._resident_set: ResidentSet | None = None
         self._heap: HeldHeap | None = None
@@ -305,10 +306,10 @@ class BlockSession(Session):
         if isinstance(self._running, _Step):
             self._running.optimizer_ended()
 
-    def _needs_of(self, optimizer: torch.optim.Optimizer) -> Needs:
+    def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Told anew when it has got state for more parameters."""
         if self._allowed >= UNLIMITED:
-            return NOTHING
+            return Update()
         key = id(optimizer), len(optimizer.state)
         if key not in self._needs:
             self._needs[key] = needs_of([optimizer])
@@ -443,7 +444,7 @@ class _Step(AbstractStep):
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
-    def optimizer_begins(self, needs: Needs) -> None:
+    def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something."""
         self._optimized = True
         if self._watch is not None:

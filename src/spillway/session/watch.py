@@ -25,13 +25,14 @@ from spillway.engines.blocks.engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
+from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.system import Reclaimer
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Kind
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.session.inputs import storages
-from spillway.session.needs import Call, Needs
+from spillway.session.needs import Call
 from spillway.units import Bytes, MiB
 
 COARSE: Final[Bytes] = 1 * MiB
@@ -303,7 +304,7 @@ class StepWatch:
         returns = one.kept.pop(number, None) is None
         self._make_room(self._needs(one, number, returns=returns), number)
 
-    def optimizer_begins(self, needs: Needs) -> None:
+    def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
 
         Raises:

@@ -26,12 +26,17 @@ _FOREACH: Final = ("aten::_foreach_", "aten::_amp_foreach_non_finite_check_and_u
 _ONE_NUMBER_EACH: Final = "scalars"
 """A tensor argument of this name holds a number for each element."""
 
-PARTS: Final = 4
+_PARTS: Final = 4
 """Into how many an element is cut."""
 
 _ALIGNED: Final = 1024
 """Parts begin at multiples of so many numbers: kernels that take several numbers at once take the same ones together
 as in the whole, and none but the last part has a remainder."""
+
+
+def part_of(numbers: int) -> int:
+    """How many of them a part has."""
+    return -(-numbers // (_PARTS * _ALIGNED)) * _ALIGNED
 
 
 def arguments_per_element(schema: Any) -> frozenset[str]:
@@ -112,7 +117,7 @@ class Elements:
         if self._named or not all(tensor.is_contiguous() for tensor in shaped):
             return []
         numbers = shaped[0].numel()
-        length = -(-numbers // (PARTS * _ALIGNED)) * _ALIGNED
+        length = part_of(numbers)
         return [slice(begin, begin + length) for begin in range(0, numbers, max(length, 1))]
 
     def take(self, group: slice) -> tuple[list[Any], dict[str, Any]]:

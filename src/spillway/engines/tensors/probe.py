@@ -8,26 +8,21 @@ numbers of the batch.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import itertools
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from spillway.engines.controller import SMALLEST_MOVABLE
-from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.lists import PARTS, arguments_per_element
-from spillway.engines.tensors.sizes import FORMULAS
-from spillway.engines.tensors.twins import bare_step, results_of, unseen, untouched, usual_loss, without_content
+from spillway.engines.tensors.optimizers import Update, update_of
+from spillway.engines.tensors.tally import Tally
+from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -36,59 +31,6 @@ if TYPE_CHECKING:
 
 MARGIN = 1.05
 """Room for what this does not know: alignment, estimates of sizes that are a little high."""
-
-
-_UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
-"""Ops whose last result is a workspace of a size that is not known of fake tensors."""
-
-
-@final
-class _WorkingSets(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Notes the most bytes that one op needs: what it reads and creates, and what is alive and too small to leave."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self.largest: Bytes = 0
-        self.small: Bytes = 0
-        """Bytes of all that is alive and too small to leave."""
-        self._known: dict[int, weakref.ref[Any]] = {}
-        self._larger: dict[int, tuple[Bytes, weakref.ref[Any]]] = {}
-        """What the storages of workspaces really are, as long as they live: their keys are used again."""
-        for tensor in tensors:
-            self._note({}, tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().startswith(NAMESPACES):
-            raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
-        given: list[torch.Tensor] = []
-        tree_map_only(torch.Tensor, given.append, (args, kwargs))
-        has_content = bool(given) and not any(isinstance(tensor, FakeTensor) for tensor in given)
-        with unset_fake_temporarily() if has_content else contextlib.nullcontext():
-            out = func(*args, **(kwargs or {}))
-        if func._schema.name in _UNTOLD:
-            others = sum(result.untyped_storage().nbytes() for result in out[:-1])
-            workspace = out[-1].untyped_storage()
-            died = weakref.ref(workspace, lambda _, key=workspace._cdata: self._larger.pop(key))  # type: ignore[misc]
-            self._larger[workspace._cdata] = FORMULAS[func._schema.name](args) - others, died
-        storages: dict[int, Bytes] = {}
-        tree_map_only(torch.Tensor, lambda tensor: self._note(storages, tensor), (args, kwargs, out))
-        self.largest = max(self.largest, sum(storages.values()) + self.small)
-        return out
-
-    def _note(self, storages: dict[int, Bytes], tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._larger:
-            nbytes = max(nbytes, self._larger[key][0])
-        if nbytes >= SMALLEST_MOVABLE:
-            storages[key] = nbytes
-        elif key not in self._known:
-            self.small += nbytes
-            self._known[key] = weakref.ref(storage, lambda _: self._forget(key, nbytes))
-
-    def _forget(self, key: int, nbytes: Bytes) -> None:
-        self.small -= nbytes
-        del self._known[key]
 
 
 @final
@@ -138,14 +80,14 @@ def smallest_budget(
     by then, with the batch (`model(**batch)`, `model(*batch)` or `model(batch)`, or as much of it as the model takes);
     a bound from below otherwise.
     """
-    updates = [_Update(optimizer) for optimizer in optimizers]
-    states = sum(update.small for update in updates)
+    update = functools.reduce(Update.beside, map(_update, optimizers), Update())
+    escaped = sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped)
     probed = _probe(models, batch, calls)
     largest = max(
         error.needed,  # with what could not leave then
         engine.controller.counters.floor_bytes + engine.never_leaves(),
-        max((update.largest for update in updates), default=0) + states + _small(models),
-        (probed or 0) + states + sum(storage.nbytes for storage in list(engine.table.values()) if storage.escaped),
+        update.large + update.small_working + update.small + _small(models),
+        (probed or 0) + update.small + escaped,
     )
     reserved = engine.place.measured().reserved
     return BudgetInfeasible(
@@ -160,83 +102,14 @@ def _small(models: Sequence[torch.nn.Module]) -> Bytes:
     return sum(2 * p.nbytes for p in parameters if p.nbytes < SMALLEST_MOVABLE)
 
 
-@final
-class _Update:
-    """What an update of an optimizer needs, from two updates of a small parameter like its largest."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        most = max(parameters, key=lambda parameter: parameter.nbytes)
-        tensors, states, numbers = _UNKNOWN
-        if type(optimizer).__module__.startswith("torch.optim"):  # what wraps another would update the user's own
-            with contextlib.suppress(Exception):  # it wants a closure
-                tensors, states, numbers = _counted(optimizer, most)
-        self.largest: Bytes = int(tensors * most.nbytes)
-        """Bytes of the tensors that one op needs at once."""
-        self.small: Bytes = sum(
-            numbers * 4 + (states * p.nbytes if p.nbytes < SMALLEST_MOVABLE else 0) for p in parameters
-        )
-        """Bytes of state that is too small to leave."""
-
-
-_UNKNOWN: Final = (4.0, 2, 1)
-"""Tensors that one op of an update needs at once, tensors of state for each parameter, and numbers: as Adam's."""
-
-
-def _counted(optimizer: torch.optim.Optimizer, like: torch.Tensor) -> tuple[float, int, int]:
-    tiny = torch.nn.Parameter(torch.zeros([min(length, 16) for length in like.shape], dtype=like.dtype))
-    twin: Any = copy.copy(optimizer)
-    group = next(group for group in optimizer.param_groups if any(p is like for p in group["params"]))
-    twin.param_groups, twin.state = [{**group, "params": [tiny]}], defaultdict(dict)
-    together = _Together(tiny.numel())
-    for update in range(2):
-        if update and like in optimizer.state:
-            together.most = 0.0  # the state is there
-        tiny.grad = torch.ones_like(tiny)
-        with together:
-            bare_step(twin)
-    kept = [value for value in twin.state[tiny].values() if isinstance(value, torch.Tensor)]
-    together_at_once = any(group.get(flag) for flag in ("foreach", "fused"))
-    tensors = together.alive if together_at_once else sum(value.dim() > 0 for value in kept)
-    return together.most, tensors, sum(value.dim() == 0 for value in kept)
-
-
-@final
-class _Together(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Counts the tensors, of so many numbers, that an op needs at once, and those that are alive at once of what ops
-    make. What writes in place into lists does with one and a copy of a part.
-    """
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self._numel = numel
-        self._made: dict[int, weakref.ref[Any]] = {}
-        self.most = 0.0
-        self.alive = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given, made = self._shares((args, kwargs)), self._shares(out)
-        in_parts = arguments_per_element(func._schema) and not func._schema.returns
-        self.most = max(self.most, min(sum((given | made).values()), 1 + 1 / PARTS if in_parts else 8))
-        tree_map_only(torch.Tensor, lambda tensor: self._note(given, tensor), out)
-        self.alive = max(self.alive, len(self._made))
-        return out
-
-    def _shares(self, tree: Any) -> dict[int, float]:
-        shares: dict[int, float] = {}
-        tree_map_only(
-            torch.Tensor,
-            lambda t: t.dim() and shares.update({t.untyped_storage()._cdata: t.numel() / self._numel}),
-            tree,
-        )
-        return shares
-
-    def _note(self, given: Mapping[int, float], tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in given and tensor.dim():
-            self._made[key] = weakref.ref(storage, lambda _: self._made.pop(key))
+def _update(optimizer: torch.optim.Optimizer) -> Update:
+    """As Adam's, where it cannot be told."""
+    told = update_of(optimizer)
+    if told is not None:
+        return told
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    small = sum(4 + (2 * one.nbytes if one.nbytes < SMALLEST_MOVABLE else 0) for one in parameters)
+    return Update(small=small, large=4 * max(parameter.nbytes for parameter in parameters))
 
 
 def _probe(models: Sequence[torch.nn.Module], batch: Any, calls: Sequence[Called]) -> Bytes | None:
@@ -279,8 +152,8 @@ def _largest_working_set(model: torch.nn.Module, way: _Way, fake: FakeTensorMode
         return tensor.clone() if whole else fake.from_tensor(tensor)
 
     with fake:
-        sets = _WorkingSets([*model.parameters(), *model.buffers()])
-        with sets:
+        tally = Tally([*model.parameters(), *model.buffers()])
+        with tally:
             args, kwargs = way(faked)
             results = results_of(model(*args, **kwargs))
             most = max((result.nbytes for result in results), default=0)
@@ -288,7 +161,7 @@ def _largest_working_set(model: torch.nn.Module, way: _Way, fake: FakeTensorMode
                 loss = [usual_loss(results)]
                 del results  # the graph alone holds them, as in a step
                 cast(Any, loss.pop()).backward()
-    return max(sets.largest, _LOSS * most + sets.small)
+    return max(tally.largest, _LOSS * most + tally.small)
 
 
 def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[_Way]:

@@ -1,0 +1,94 @@
+"""What updates of optimizers take, from three of them on tensors without content."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from spillway.engines.tensors.interrupts import by_signal
+from spillway.engines.tensors.tally import Tally
+from spillway.engines.tensors.twins import bare_step
+from spillway.units import Bytes
+
+
+class Update(NamedTuple):
+    """Of the next step of an optimizer, beside parameters and gradients."""
+
+    state: Bytes = 0
+    """That it adds."""
+    working: Bytes = 0
+    """Temporaries, at most at once."""
+    small: Bytes = 0
+    """Of all state that is too small to leave, added or not."""
+    small_working: Bytes = 0
+    """Temporaries that are too small to leave, at most at once."""
+    large: Bytes = 0
+    """What one op needs at once of what may leave."""
+
+    def beside(self, other: Update, *, times: int = 1, fresh: int = 1) -> Update:
+        """Together with so many of another, of which so many have no state yet."""
+        return Update(
+            self.state + fresh * other.state, max(self.working, other.working), self.small + times * other.small,
+            max(self.small_working, other.small_working), max(self.large, other.large),
+        )  # fmt: skip
+
+
+def update_of(optimizer: torch.optim.Optimizer) -> Update | None:
+    """None where it does not run on such tensors, or is not torch's: a step of somebody's own may change what only the
+    user's may, a counter or a random stream."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    total = Update()
+    try:
+        for group in optimizer.param_groups:
+            total = _of_group(optimizer, group, total)
+    except Exception as error:  # with other arguments, or ops without shapes
+        if by_signal(error):
+            raise
+        return None
+    return total
+
+
+def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Update) -> Update:
+    trained = [one for one in group["params"] if one.requires_grad]
+    if group.get("foreach") or group.get("fused"):
+        new = any(not optimizer.state.get(one) for one in trained)
+        return total.beside(_measured(optimizer, group, trained, new=new), fresh=int(new))
+    alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    for one in trained:
+        alike[one.shape, one.dtype].append(one)
+    for several in alike.values():
+        fresh = sum(not optimizer.state.get(one) for one in several)
+        measured = _measured(optimizer, group, several[:1], new=fresh > 0)
+        total = total.beside(measured, times=len(several), fresh=fresh)
+    return total
+
+
+def _measured(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], *, new: bool
+) -> Update:
+    """The first makes state, which is there already unless they are new. Numbers that are asked for are small at first,
+    and large in a last one: some do more after many steps."""
+    twin: Any = copy.copy(optimizer)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+        fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
+        gradients = [torch.empty(fake.shape, dtype=fake.dtype) for fake in fakes]
+        for fake, gradient in zip(fakes, gradients, strict=True):
+            fake.grad = gradient
+        twin.param_groups, twin.state = [{**group, "params": fakes}], defaultdict(dict)
+        tally = Tally([*fakes, *gradients])
+        given = tally.small
+        with tally:
+            tally.number = 0.5
+            bare_step(twin)
+            state, small, tally.peak, tally.small_peak = tally.alive, tally.small, 0, 0
+            tally.large *= new
+            for tally.number in (0.5, 1000.0):
+                bare_step(twin)
+    working, small_working = max(tally.peak - state, 0), max(tally.small_peak - small, 0)
+    return Update(state, working, small - given, small_working, tally.large)

@@ -1,0 +1,135 @@
+"""What ops take, told on tensors without content: how many bytes are alive, and how many one op needs at once."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any, Final, NamedTuple, cast, final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from spillway.engines.controller import SMALLEST_MOVABLE
+from spillway.engines.tensors.collectives import NAMESPACES
+from spillway.engines.tensors.lists import arguments_per_element, part_of
+from spillway.engines.tensors.sizes import FORMULAS
+from spillway.units import Bytes
+
+_UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
+"""Ops whose last result is a workspace that fake tensors have no size of."""
+
+
+@final
+class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs; nothing
+    is written that was not made in it.
+
+    Args:
+        there: Tensors that are there when it begins.
+    """
+
+    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.alive: Bytes = 0
+        """Of what was made in it."""
+        self.peak: Bytes = 0
+        """The most of that."""
+        self.small: Bytes = 0
+        """Of all that is alive and too small to leave."""
+        self.small_peak: Bytes = 0
+        """The most of that."""
+        self.large: Bytes = 0
+        """The most that one op reads and creates of what may leave."""
+        self.largest: Bytes = 0
+        """The most of that together with what was too small to leave."""
+        self.number: float | None = None
+        """What a tensor without content answers to who wants a number; None for an error."""
+        self._known: dict[int, _Known] = {}
+        for tensor in there:
+            self._note(tensor.untyped_storage(), made=False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith(NAMESPACES):
+            raise RuntimeError("This forward is no other process's.")  # who would wait for it, or be waited for
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, _STORED)]
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
+        empty = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if empty and func is torch.ops.aten.equal.default and tensors[0].dtype is torch.uint8:
+            return True  # bytes that the block engine looks at, before and after a block: there are none
+        if empty and func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
+            return self.number
+        runs = bool(tensors) and not empty
+        if func is torch.ops.aten.lift_fresh.default:  # of a tensor that Python has just made of numbers
+            given, runs = [], self.number is None
+        with unset_fake_temporarily() if runs else nullcontext():
+            if runs and func._schema.is_mutable and any(map(self._is_others, tensors)):
+                args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            out = func(*args, **(kwargs or {}))
+        for one in given:
+            self._note(_storage(one), made=False)
+        made = [_storage(one) for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
+        if func._schema.name in _UNTOLD and made[3:]:
+            others = sum(storage.nbytes() for storage in made[:3])
+            self._note(made[3], made=True, nbytes=FORMULAS[func._schema.name](args) - others)
+        for storage in made:
+            self._note(storage, made=True)
+        at_once = self._at_once(func, args, given, out)
+        self.large, self.largest = max(self.large, at_once), max(self.largest, at_once + self.small)
+        self.peak, self.small_peak = max(self.peak, self.alive), max(self.small_peak, self.small)
+        return out
+
+    def _is_others(self, tensor: torch.Tensor) -> bool:
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return known is None or not known.made
+
+    def _note(self, storage: torch.UntypedStorage, *, made: bool, nbytes: Bytes = 0) -> None:
+        key, nbytes = storage._cdata, nbytes or storage.nbytes()
+        if key not in self._known:
+            self._count(nbytes, made=made)
+            self._known[key] = _Known(nbytes, made, weakref.ref(storage, lambda _: self._died(key)))
+
+    def _died(self, key: int) -> None:
+        known = self._known.pop(key)
+        self._count(-known.nbytes, made=known.made)
+
+    def _count(self, nbytes: Bytes, *, made: bool) -> None:
+        self.alive += nbytes if made else 0
+        self.small += nbytes if abs(nbytes) < SMALLEST_MOVABLE else 0
+
+    def _at_once(self, func: Any, args: Sequence[Any], given: Sequence[Any], out: Any) -> Bytes:
+        if not arguments_per_element(func._schema):
+            return sum(self._large((given, out)).values())
+        listed = [value for value in (*args, out) if isinstance(value, list | tuple) and value]
+        elements = zip(*(value for value in listed if isinstance(value[0], torch.Tensor)), strict=False)
+        return max(map(self._in_parts, elements), default=0)
+
+    def _large(self, tree: Any) -> dict[int, Bytes]:
+        keys = {_storage(one)._cdata for one in tree_leaves(tree) if isinstance(one, _STORED)}
+        return {key: nbytes for key in keys if (nbytes := self._known[key].nbytes) >= SMALLEST_MOVABLE}
+
+    def _in_parts(self, element: Sequence[torch.Tensor]) -> Bytes:
+        """Of an element of lists: where it is too large, one part of its tensors is copied after the other."""
+        whole = self._large(element)
+        shaped = [tensor for tensor in element if tensor.dim()]
+        if len({tensor.shape for tensor in shaped}) != 1:
+            return sum(whole.values())
+        part = part_of(shaped[0].numel()) * max(tensor.element_size() for tensor in shaped)
+        return min(sum(whole.values()), max(max(whole.values(), default=0), len(whole) * part - part) + part)
+
+
+class _Known(NamedTuple):
+    nbytes: Bytes
+    made: bool
+    """And not there before."""
+    death: weakref.ref[Any]
+    """What tells of it."""
+
+
+_STORED: Final = (torch.Tensor, torch.UntypedStorage)
+
+
+def _storage(one: Any) -> torch.UntypedStorage:
+    return cast(torch.UntypedStorage, one.untyped_storage() if isinstance(one, torch.Tensor) else one)
