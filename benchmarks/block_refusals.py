@@ -1,7 +1,7 @@
 """Is the budget that a refusal of the block engine names the smallest that works?
 
 Random trainings are refused at random budgets; what is named is tried at once, and compared with the smallest budget
-under which all steps run, found by bisection.
+under which all steps run, found by bisection. `SPILLWAY_TRAININGS=3,1004` tries those alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import spillway
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
+from benchmarks.refusal_cases import asked_for
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -183,7 +184,7 @@ def _smallest(seed: int, method: str, among: int) -> Bytes:
 def run(size: Size, tell: Tell) -> Result:
     """Refuse every training twice under every method."""
     rows: list[Row] = []
-    seeds = [*range(size.trainings), *range(LARGE, LARGE + size.large)]
+    seeds = asked_for([*range(size.trainings), *range(LARGE, LARGE + size.large)])
     for number, seed in enumerate(seeds):
         draw = random.Random(f"budgets of {seed}")
         for method in METHODS:

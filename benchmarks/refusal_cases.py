@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,12 @@ def cases(count: int) -> Sequence[Case]:
         form = drawn.choice(["single", "foreach", *["fused"] * (optimizer in FUSED)])
         found.append(Case(network=[*NETWORKS][seed % len(NETWORKS)], optimizer=optimizer, form=form, seed=seed))
     return found
+
+
+def asked_for(numbers: Sequence[int]) -> Sequence[int]:
+    """Of these trainings, those in `SPILLWAY_TRAININGS` (with commas), or all where it is not there."""
+    named = [int(number) for number in os.environ.get("SPILLWAY_TRAININGS", "").split(",") if number]
+    return [number for number in numbers if number in named] if named else numbers
 
 
 def _squares(model: nn.Module, batch: Any) -> Tensor:

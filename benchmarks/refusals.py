@@ -1,7 +1,7 @@
 """Is the budget that a refusal names the smallest that works?
 
 Trainings of every kind are refused at several budgets. What each refusal names is tried at once, and compared with the
-smallest budget that works, found by bisection.
+smallest budget that works, found by bisection. `SPILLWAY_TRAININGS=22,55` tries those alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, final
 import spillway
 from benchmarks.list_optimizers import smallest_that_works
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
-from benchmarks.refusal_cases import Case, cases
+from benchmarks.refusal_cases import Case, asked_for, cases
 from spillway.units import Bytes
 
 STEPS: Final = 2
@@ -45,13 +45,14 @@ def run(size: Size, tell: Tell) -> Result:
     """Refuse every training at every share."""
     rows: list[Row] = []
     for engine, method in ENGINES.items():
-        for number, case in enumerate(cases(size.trainings)):
+        every = cases(size.trainings)
+        for number in (numbers := asked_for(range(size.trainings))):
+            rows += _refusals(engine, method, every[number], size)
             if number % 10 == 9:
                 tell(f"{engine}: {number + 1} of {size.trainings} trainings")
-            rows += _refusals(engine, method, case, size)
     exact = [row for row in rows if row["exact"]]
     return Result(
-        title=f"{len(rows)} refusals of {size.trainings} trainings",
+        title=f"{len(rows)} refusals of {len(numbers)} trainings",
         columns=(
             *text_columns(engine="engine", network="network", refusals="refusals", exact="exact"),
             *text_columns(works="what is named works", more="is more than a tenth too much"),

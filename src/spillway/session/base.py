@@ -30,12 +30,13 @@ import torch
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.memory import machine_memory
 from spillway.engines.tensors.interrupts import WATCHED, DeferredInterrupts, deliver
+from spillway.engines.tensors.private import process_groups
 from spillway.engines.tensors.turns import end_lost_steps, may_end
 from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.report.html import write_report
-from spillway.session.inputs import check_not_sharded, in_process_group, leaves, storages
+from spillway.session.inputs import check_not_sharded, leaves, storages
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
@@ -293,7 +294,7 @@ class Session(ABC):
         """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
-        if in_process_group():
+        if process_groups():
             check_not_sharded(self._models, self._optimizers)  # since the session was opened
         running = self._running
         if running is not None:

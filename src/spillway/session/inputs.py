@@ -109,8 +109,3 @@ def check_not_sharded(models: Sequence[torch.nn.Module], optimizers: Sequence[to
             "distribute_tensor), which no session manages yet: train it without manage(), or replicate it with "
             "DistributedDataParallel, which sessions manage."
         )
-
-
-def in_process_group() -> bool:
-    """Whether this process trains together with others."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -19,7 +18,7 @@ from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
 from spillway.engines.tensors.places import CpuPlace
-from spillway.engines.tensors.private import unheard
+from spillway.engines.tensors.private import process_groups, unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
 from spillway.engines.tensors.turns import end_turn, take_turn
@@ -27,7 +26,7 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.ir import RunWriter, StepReport, Timeline
 from spillway.session.base import AbstractStep, Session, header
 from spillway.session.called import Calls
-from spillway.session.inputs import in_process_group, signature_of
+from spillway.session.inputs import signature_of
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
@@ -58,7 +57,9 @@ class TensorSession(Session):
         self._pending = engine.interrupts
         self._keep_timeline = keep_timeline
         self._return_freed = return_freed
-        self._fits: dict[tuple[Any, ...], _Fit] = {}
+        self._fits: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
+        """Of steps that kept everything, resident bytes when they began and from there to the peak. Another like one is
+        expected to, not promised: it is watched all the same."""
         self._most_pressure = (-1, 0)
         self._told_eager = False
         self._unwritten: Timeline | None = None
@@ -102,7 +103,7 @@ class TensorSession(Session):
         Raises:
             SessionError: Collectives might run on a CUDA device.
         """
-        if self._engine.place.device.type != "cpu" and in_process_group():
+        if self._engine.place.device.type != "cpu" and process_groups():
             raise SessionError(
                 f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "
                 f"collectives write is not seen by methods that watch every op: use a method of the block engine, such "
@@ -125,15 +126,14 @@ class TensorSession(Session):
         groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
         return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
 
-    def _known_to_fit(self, circumstances: tuple[Any, ...]) -> _Fit | None:
-        """The same step on the same sizes, if it ran before, kept everything, and would again from where memory stands
-        now.
-        """
-        fit = self._fits.get(circumstances)
+    def _known_to_fit(self, circumstances: tuple[Any, ...]) -> bool:
+        """Whether the same step on the same sizes ran before, kept everything, and would again from where memory stands
+        now, or stood then: what it found there may come again."""
         controller = self._engine.controller
-        if fit is None or self._keep_timeline or controller.away or controller.policy.follows:
-            return None
-        return fit if fit.peak_from(controller.resident) <= controller.allowed else None
+        start, growth = self._fits.get(circumstances, (0, controller.allowed + 1))
+        if self._keep_timeline or controller.away or controller.policy.follows:
+            return False
+        return max(controller.resident, start) + growth <= controller.allowed
 
     def _say_what_ran_eagerly(self) -> None:
         if self._engine.ran_eagerly and not self._told_eager:
@@ -160,21 +160,6 @@ def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fit:
-    """A step that kept everything. Another like it is expected to, not promised: it is watched all the same."""
-
-    start: Bytes
-    """Resident bytes when it began."""
-    growth: Bytes
-    """Bytes from there to its peak."""
-
-    def peak_from(self, resident: Bytes) -> Bytes:
-        """The peak of such a step now; never less than it was, because what it found then may come again."""
-        return max(resident, self.start) + self.growth
-
-
-@final
 class _Step(AbstractStep):
     """One step, watched op by op."""
 
@@ -193,7 +178,7 @@ class _Step(AbstractStep):
         check_not_compiling()
         self._signature = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
-        known_to_fit = session._known_to_fit(self._circumstances) is not None
+        known_to_fit = session._known_to_fit(self._circumstances)
         self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
@@ -237,8 +222,7 @@ class _Step(AbstractStep):
         if not kept_all:
             session._fits.pop(self._circumstances, None)
         elif self._signature and self._is_whole():
-            growth = report.peak_bytes - report.start_bytes
-            session._fits[self._circumstances] = _Fit(start=report.start_bytes, growth=growth)
+            session._fits[self._circumstances] = report.start_bytes, report.peak_bytes - report.start_bytes
         timeline = None
         if engine.history is not None:
             timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)

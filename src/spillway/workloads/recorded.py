@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
+from spillway.engines.tensors.twins import streams_kept
 from spillway.ir import Recorded
 from spillway.recording import Trainable
 from spillway.recording import record as record_workload
-from spillway.workloads.base import streams_kept
 from spillway.workloads.finding import get
 
 

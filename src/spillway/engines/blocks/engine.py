@@ -285,7 +285,7 @@ class BlockEngine:
         At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
         nothing left, or cannot run again; `CallReport.kept_because` then says why.
         """
-        return self._revoke(self._frames.get((block, call), _nothing))
+        return self._revoke(self._frames.get((block, call), lambda: None))
 
     def _revoke(self, of: Callable[[], Frame | None]) -> Bytes:
         frame = of()
@@ -451,10 +451,6 @@ def without_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, d
     except (CannotCopyError, RuntimeError):  # or tensors without strides
         return None
     return called
-
-
-def _nothing() -> None:
-    return None
 
 
 def hooks_are_off() -> bool:

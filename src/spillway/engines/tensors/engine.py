@@ -627,7 +627,7 @@ class TensorEngine:
     def poll_flights(self) -> None:
         """Before the next op as well, as long as anything is in flight."""
         if len(self.controller.flights) and not self.interrupts:
-            self.interrupts.append(_nothing)
+            self.interrupts.append(lambda: None)
 
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
@@ -661,9 +661,6 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
         return storage
 
     return register
-
-
-def _nothing() -> None: ...
 
 
 def _range_of(storage: Storage) -> tuple[int, int] | None:

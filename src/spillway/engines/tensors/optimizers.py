@@ -72,8 +72,7 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Up
 def _measured(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Sequence[torch.Tensor], *, new: bool
 ) -> Update:
-    """The first makes state, which is there already unless they are new. Numbers that are asked for are small at first,
-    and large in a last one: some do more after many steps."""
+    """The first makes state, which is there already unless they are new. Some do more after many steps."""
     twin: Any = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
@@ -84,11 +83,13 @@ def _measured(
         tally = Tally([*fakes, *gradients])
         given = tally.small
         with tally:
-            tally.number = 0.5
+            tally.number = 1.0
             bare_step(twin)
             state, small, tally.peak, tally.small_peak = tally.alive, tally.small, 0, 0
             tally.large *= new
-            for tally.number in (0.5, 1000.0):
-                bare_step(twin)
+            bare_step(twin)
+            for kept in twin.state.values():
+                kept["step"] = kept.get("step", 0) + 1000
+            bare_step(twin)
     working, small_working = max(tally.peak - state, 0), max(tally.small_peak - small, 0)
     return Update(state, working, small - given, small_working, tally.large)

@@ -24,8 +24,8 @@ _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 
 @final
 class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
-    """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs; nothing
-    is written that was not made in it.
+    """Adds up what ops read and create. What runs on content alone, such as the whole numbers of a tree, runs, as does
+    what makes a tensor of one number; nothing is written that was not made in it.
 
     Args:
         there: Tensors that are there when it begins.
@@ -61,9 +61,9 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
             return True  # bytes that the block engine looks at, before and after a block: there are none
         if empty and func is torch.ops.aten._local_scalar_dense.default and self.number is not None:
             return self.number
-        runs = bool(tensors) and not empty
+        runs = not empty and (bool(tensors) or args[:1] == ([],))
         if func is torch.ops.aten.lift_fresh.default:  # of a tensor that Python has just made of numbers
-            given, runs = [], self.number is None
+            given = []
         with unset_fake_temporarily() if runs else nullcontext():
             if runs and func._schema.is_mutable and any(map(self._is_others, tensors)):
                 args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
@@ -102,22 +102,25 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
     def _at_once(self, func: Any, args: Sequence[Any], given: Sequence[Any], out: Any) -> Bytes:
         if not arguments_per_element(func._schema):
             return sum(self._large((given, out)).values())
-        listed = [value for value in (*args, out) if isinstance(value, list | tuple) and value]
-        elements = zip(*(value for value in listed if isinstance(value[0], torch.Tensor)), strict=False)
-        return max(map(self._in_parts, elements), default=0)
+        listed = [value for value in args if isinstance(value, list | tuple) and value]
+        elements = list(zip(*(value for value in listed if isinstance(value[0], torch.Tensor)), strict=False))
+        return max(map(self._in_parts, elements, out if out is not None else [None] * len(elements)), default=0)
 
     def _large(self, tree: Any) -> dict[int, Bytes]:
         keys = {_storage(one)._cdata for one in tree_leaves(tree) if isinstance(one, _STORED)}
         return {key: nbytes for key in keys if (nbytes := self._known[key].nbytes) >= SMALLEST_MOVABLE}
 
-    def _in_parts(self, element: Sequence[torch.Tensor]) -> Bytes:
-        """Of an element of lists: where it is too large, one part of its tensors is copied after the other."""
-        whole = self._large(element)
+    def _in_parts(self, element: Sequence[torch.Tensor], made: torch.Tensor | None) -> Bytes:
+        """Of an element of lists: where it is too large, one part of its tensors is copied after the other, as
+        `lists.Elements` does it."""
+        whole = self._large((element, made))
         shaped = [tensor for tensor in element if tensor.dim()]
-        if len({tensor.shape for tensor in shaped}) != 1:
+        apart = {_storage(tensor)._cdata for tensor in shaped}
+        alike = len({tensor.shape for tensor in (*shaped, *([] if made is None else [made]))}) == 1
+        if not whole or not alike or len(apart) != len(shaped):
             return sum(whole.values())
         part = part_of(shaped[0].numel()) * max(tensor.element_size() for tensor in shaped)
-        return min(sum(whole.values()), max(max(whole.values(), default=0), len(whole) * part - part) + part)
+        return min(sum(whole.values()), max(max(whole.values()), len(whole) * part - part) + part)
 
 
 class _Known(NamedTuple):

@@ -38,7 +38,7 @@ def unseen() -> Iterator[None]:
     with ExitStack() as stack:
         for others in (_disable_current_modes, _functions_unseen, _nothing_profiled, _nothing_cached, _nothing_packed):
             stack.enter_context(others())
-        stack.enter_context(_streams_kept())
+        stack.enter_context(streams_kept())
         # With its checks a backward would ask for numbers that are not there.
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
         stack.enter_context(_unheard_in(vars(_modules)[name] for name in _OF_ALL_MODULES))
@@ -48,14 +48,16 @@ def unseen() -> Iterator[None]:
 
 
 @contextmanager
-def _streams_kept() -> Iterator[None]:
-    streams = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(streams[0])
-        numpy.random.set_state(streams[1])
-        torch.set_rng_state(streams[2])
+def streams_kept() -> Iterator[None]:
+    """Around what is built and run for us alone: the global random streams end where they began."""
+    states = random.getstate(), numpy.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])
 
 
 _OF_ALL_MODULES: Final = (

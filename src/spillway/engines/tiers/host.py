@@ -151,12 +151,9 @@ class Block:
         Returns:
             What undoes that.
         """
-        keeping = weakref.finalize(owner, _nothing, self.slab)
+        keeping = weakref.finalize(owner, lambda slab: None, self.slab)
         keeping.atexit = False
         return keeping.detach
-
-
-def _nothing(slab: _Slab) -> None: ...
 
 
 @final
