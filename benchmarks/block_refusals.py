@@ -200,7 +200,7 @@ def run(size: Size, tell: Tell) -> Result:
             tell(f"{number + 1} of {len(seeds)} trainings")
     wrong = [row for row in rows if not row["works"] or row["ratio"] > TOO_MUCH]
     return Result(
-        title=f"{len(rows)} refusals of the block engine",
+        title=f"{len(rows)} refusals of the block engine, of {len(seeds)} trainings",
         columns=(
             *text_columns(method="method", refusals="refusals", works="what is named works"),
             *text_columns(more="is more than a tenth too much"),
