@@ -14,7 +14,7 @@ from tests.shared import HANGS
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run indented code with warnings as errors, from the root of the project."""
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
+        [sys.executable, "-X", "faulthandler", "-W", "error", "-c", textwrap.dedent(code)],
         env={**os.environ, **environment},
         cwd=Path(__file__).parents[2],
         capture_output=True,

@@ -117,10 +117,12 @@ def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
     expected, found = known.state, list(ran.wrong)
     if ran.refusal is not None:
         expected = plain_until(known.program, ran.part, ran.ops)
+    earlier = plain_until(known.program, ran.part, ran.ops, early=True) if ran.between_ops else expected
     for when, state in (("after the last step", ran.state), ("after closing", ran.closed)):
-        if ran.between_ops:  # plain torch went on and may have noted something before its next op
-            state = state | {"notes": expected["notes"]}
-        different = difference(expected, state)
+        # A refusal between two ops may come before or after whatever plain torch does there.
+        likely = {key: value for key, value in expected.items() if key in state or key in earlier}
+        likely |= {key: value for key, value in earlier.items() if state.get(key) == value}
+        different = difference(likely, state)
         if different is not None:
             found.append(f"{when}, {different}")
     if ran.refusal is None and ran.peak > allowed:

@@ -128,11 +128,15 @@ def _looked_at(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @final
 class StopAt(Counting):
-    """Raises instead of running the op of that number."""
+    """Raises instead of running the op of that number, or when the one before it has run."""
 
-    def __init__(self, last: int) -> None:
+    def __init__(self, last: int, *, early: bool) -> None:
         super().__init__()
-        self.last = last
+        self.last, self.early = last, early
+
+    def after(self) -> None:
+        if self.early and self.ops == self.last - 1:
+            raise Stopped("before what follows")
 
     def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         if self.ops == self.last:
@@ -206,12 +210,13 @@ def plain(program: Program, front: Counting | None = None) -> dict[str, Any]:
     return world.state()
 
 
-def plain_until(program: Program, last: int, ops: int) -> dict[str, Any]:
-    """As plain torch would have left everything if the op of that number in the last step had raised."""
+def plain_until(program: Program, last: int, ops: int, *, early: bool = False) -> dict[str, Any]:
+    """As plain torch would have left everything if the op of that number in the last step had raised, or the one before
+    it when it had run."""
     world = World(program.seed)
     _run_plainly(world, program.parts[:last], Counting())
-    if ops:
-        stop = StopAt(ops)
+    if ops > early:
+        stop = StopAt(ops, early=early)
         with contextlib.suppress(Stopped), stop.alone():
             world.run(program.parts[last].inside)
     return world.state()

@@ -83,7 +83,7 @@ class TensorEngine:
         garbage collector."""
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
-        self.lazy_bits = False
+        self.odd_tensors = self.sparse_tensors = False
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
@@ -142,7 +142,7 @@ class TensorEngine:
     def learn_op(self, func: Any) -> OpInfo:
         """Read the op's schema, once."""
         info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
-        if self.lazy_bits:
+        if self.odd_tensors:
             info.take_the_long_way()
         self.place.learn_op(info)
         return info
@@ -151,12 +151,12 @@ class TensorEngine:
         """What is known about an op."""
         return self.infos.get(id(func)) or self.learn_op(func)
 
-    def note_lazy_bits(self) -> None:
-        """Tensors with a conjugate or negative bit are about: the short way, which does not look for them, is
-        closed."""
-        if self.lazy_bits:
+    def note_odd_tensors(self) -> None:
+        """Nested tensors, or some with a conjugate or negative bit, are about: the short way, which does not look for
+        them, is closed."""
+        if self.odd_tensors:
             return
-        self.lazy_bits = True
+        self.odd_tensors = True
         for info in self.infos.values():
             info.take_the_long_way()
         self._dispatch.start_anew()
@@ -184,8 +184,8 @@ class TensorEngine:
         if key == NO_ADDRESS or is_wrapper(tensor) or tensor._is_zerotensor():  # the last two: a size and no memory
             self.unmanaged += 1
             return None
-        if tensor.is_conj() or tensor.is_neg():
-            self.note_lazy_bits()
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
+            self.note_odd_tensors()
         if self.in_step:
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
@@ -217,6 +217,11 @@ class TensorEngine:
                 before = bisect.bisect_left(starts, place[1])
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
+    def stay(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Their bytes do not leave any more (rule 10)."""
+        for storage in filter(None, map(self.lookup, tensors)):
+            storage.escaped = True
+
     def pass_by(self, out: torch.Tensor | None) -> None:
         """It is not managed, but for what a sparse tensor consists of."""
         if isinstance(out, torch.Tensor):
@@ -226,6 +231,9 @@ class TensorEngine:
     def take_in_parts(self, tensor: torch.Tensor) -> None:
         """Take into account what a sparse tensor consists of."""
         if tensor.layout is not torch.strided and tensor.device in self.place.devices:
+            if not self.sparse_tensors:
+                self.sparse_tensors = True
+                self._dispatch.start_anew()
             with unwatched():
                 parts = list(inner_tensors(tensor))
             for part in parts:

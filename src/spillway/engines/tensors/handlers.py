@@ -25,7 +25,7 @@ from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state,
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.dispatch_key import Handler
 from spillway.engines.tensors.machine import tensors_of
-from spillway.engines.tensors.ops import NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.ops import KEPT_WITHIN, NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual, *, recipes: bo
         return lambda _, func, types, args=(), kwargs=None: run(info, args, kwargs or {})
     if info.name == HANDED_OVER:
         return _taking_in(info, engine)
+    if info.name in KEPT_WITHIN:
+        return _handing_out(info, engine)
     if info.view:
-        return _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
+        view = _passing_by(info) if engine.machine.readable_in_place else _bringing_back(info, engine)
+        return _parting(info, view, usual) if engine.sparse_tensors else view
     recorded = bool(engine.controller.policy.uses_recipes and info.exactness)
     if info.writes_statistics and info.bound is not None and recorded:
         return _normalising(info, engine, usual)
@@ -88,6 +91,18 @@ def _taking_in(info: OpInfo, engine: TensorEngine) -> Handler:
     return handle
 
 
+def _handing_out(info: OpInfo, engine: TensorEngine) -> Handler:
+    """For what torch goes on to read within another tensor."""
+    view = _passing_by(info)
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = view(_, func, types, args, kwargs)
+        engine.stay([out])
+        return out
+
+    return handle
+
+
 def _bringing_back(info: OpInfo, engine: TensorEngine) -> Handler:
     """For views where an absent storage has a size of 0, beyond which torch makes none."""
     view, find = _passing_by(info), engine.find
@@ -97,6 +112,18 @@ def _bringing_back(info: OpInfo, engine: TensorEngine) -> Handler:
         if storage is not None and storage.value is not None and storage.value.absent:
             with engine.controller.lock:
                 engine.fetch(storage)
+        return view(_, func, types, args, kwargs)
+
+    return handle
+
+
+def _parting(info: OpInfo, view: Handler, usual: Usual) -> Handler:
+    """For views, once something sparse is about."""
+    of_parts, plain, strided = info.of_parts(), PLAIN_TENSORS, torch.strided
+
+    def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and type(args[0]) in plain and args[0].layout is not strided:
+            return usual(of_parts, args, kwargs)
         return view(_, func, types, args, kwargs)
 
     return handle

@@ -32,7 +32,7 @@ from spillway.engines.tensors.dispatch_key import Handler, Watcher, unwatched
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
 from spillway.engines.tensors.machine import tensors_of
-from spillway.engines.tensors.ops import LAZY_BITS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
+from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import unheard
 
@@ -336,8 +336,8 @@ class General:
         engine = self._engine
         engine.raise_interrupt()
         engine.controller.clock += 1
-        if info.name in LAZY_BITS:
-            engine.note_lazy_bits()
+        if info.name in LAZY_BITS or info.name in NESTED:
+            engine.note_odd_tensors()
         seen = self._look(info, args, kwargs)
         if info.per_element and not engine.fits_at_once(seen):
             out = self._in_groups(info, Elements(engine.find, info, args, kwargs))
@@ -346,6 +346,8 @@ class General:
         if seen.opaque and info.writes:
             for _, tensor, _ in operands(info, args, kwargs):
                 engine.take_in_parts(tensor)  # of a sparse one they may be others now
+        if info.name.startswith("aten::_nested_view_from_buffer"):
+            engine.stay(args[1:])  # they are its sizes from now on, which torch reads unseen
         engine.fused_updates += info.name.startswith("aten::_fused_")
         return out
 

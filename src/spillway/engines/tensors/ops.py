@@ -5,6 +5,7 @@ Everything is read off the op's schema once; what schemas do not say stands in t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
@@ -37,6 +38,18 @@ UNDECLARED_ALIASES: Final = frozenset({"aten::_unsafe_view", "aten::unsafe_split
 LAZY_BITS: Final = frozenset({"aten::_conj", "aten::_neg_view"})
 """Views that only set a bit on the tensor; recorded geometry does not tell it, so ops on such tensors have no
 recipe."""
+
+NESTED: Final = frozenset(
+    "aten::_nested_" + name
+    for name in (
+        "from_padded", "from_padded_and_nested_example", "tensor_from_mask", "tensor_from_tensor_list",
+        "view_from_buffer", "view_from_buffer_copy",
+    )
+)  # fmt: skip
+"""They make nested tensors, which have bytes and no shape: what comes after them goes the long way."""
+
+KEPT_WITHIN: Final = frozenset(f"aten::_nested_tensor_{name}" for name in ("size", "strides", "storage_offsets"))
+"""They hand out what a nested tensor has within, which torch reads unseen."""
 
 NO_BYTES: Final = frozenset({"aten::_efficientzerotensor"})
 """Their result has a storage without memory; it is passed by like a view."""
@@ -177,7 +190,7 @@ class OpInfo:
             and all(kind in ("tensor", None) for kind in returns)
             and not (self.composite or self.exactness == NEVER)
             and (not self.seeded or (self.writes == (0,) and not self.fresh))
-            and self.name not in LAZY_BITS
+            and self.name not in LAZY_BITS | NESTED
             and all(place in self.tensors for place in self.writes)
         )
         self.fast = usual and not self.scratch
@@ -195,10 +208,19 @@ class OpInfo:
         """The short way is not for it after all."""
         self.fast = self.writes_statistics = False
 
+    def of_parts(self) -> OpInfo:
+        """A view, where it is called with a sparse tensor: of most torch makes new parts."""
+        info = copy.copy(self)
+        info.view, info.fresh, info.exactness, info.bound = False, True, NEVER, None
+        info.take_the_long_way()
+        return info
+
     def _is_view(self, schema: Any) -> bool:
         """A declared view reads no bytes. Composite ops that *may* alias (`to`, `reshape`) are not views."""
-        if self.name in UNDECLARED_ALIASES or self.name in LAZY_BITS or self.name in NO_BYTES:
-            return self.name not in LAZY_BITS
+        if self.name in LAZY_BITS | NESTED:
+            return False
+        if self.name in UNDECLARED_ALIASES | NO_BYTES | KEPT_WITHIN:
+            return True
         aliases = [result.alias_info for result in schema.returns]
         return bool(aliases) and not self.composite and all(a is not None and not a.is_write for a in aliases)
 
