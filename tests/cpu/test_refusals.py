@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 import spillway
 from benchmarks import block_refusals, refusals
 from benchmarks.refusal_cases import Case, cases
+from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
 from spillway.session.tensors import TensorSession
 from spillway.units import Bytes
@@ -127,3 +130,37 @@ def test_an_optimizer_of_the_users_own_is_stepped_by_the_user_alone() -> None:
                 model(batch).square().mean().backward()
                 optimizer.step()
     assert Own.steps == 3
+
+
+def _taken(run: Callable[[], Any]) -> int:
+    """The most bytes that torch's allocator has handed out at once while it ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = [one for one in profiled.profiler.kineto_results.events() if one.name() == "[memory]"]
+    taken = itertools.accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns()))
+    return max(taken, default=0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        *(((8, 4096, *rest), torch.contiguous_format) for rest in ((), (4,), (4, 4))),
+        ((64, 4096), torch.contiguous_format),
+        ((2, 4096, 4, 4), torch.channels_last),
+    ],
+)
+def test_what_batch_normalisation_takes_for_itself_is_told(shape: tuple[int, ...], memory_format: Any) -> None:
+    x = torch.randn(shape).contiguous(memory_format=memory_format).requires_grad_()
+    norm = (nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d)(shape[1])
+    made = [norm(x)]
+    gradient = torch.ones_like(made[0])
+
+    def backward() -> Any:
+        return torch.autograd.grad(made, [x, norm.weight, norm.bias], gradient, retain_graph=True)
+
+    for run in (lambda: norm(x), backward):
+        with Tally([x, *norm.parameters(), *norm.buffers(), gradient, *made]) as tally:
+            run()
+        # Numbers of a few bytes, such as how many batches there have been, are rounded up by the allocator.
+        assert abs(_taken(run) - tally.peak) < 1024
