@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 import spillway
-from spillway.errors import SessionError
+from spillway.errors import BudgetInfeasible, SessionError
 from spillway.ir import files
 from spillway.ir.files import read_run
 from spillway.methods import Copy, Fetch, Move
@@ -380,11 +380,14 @@ def test_a_timeline_that_could_not_be_read_is_left_out_with_a_sentence(
     assert [report.step for report in read_run(tmp_path / "run").steps] == [0]
 
 
-def test_a_refusal_is_seen_although_nothing_can_be_told_of_an_optimizer() -> None:
+def test_a_refusal_is_seen_although_telling_what_is_enough_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> BudgetInfeasible:
+        raise ValueError("nothing can be told")
+
+    monkeypatch.setattr("spillway.session.tensors.smallest_budget", fail)
     model, optimizer = fresh()
-    optimizer.param_groups.clear()
     with (
-        pytest.raises(spillway.BudgetInfeasible) as raised,
+        pytest.raises(BudgetInfeasible) as raised,
         spillway.manage(model, optimizer, budget="5KiB", method="lru") as memory,
         memory.step(),
     ):
