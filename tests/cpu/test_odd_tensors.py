@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import spillway
+from spillway.engines.tensors.calls import inner_tensors
+from spillway.engines.tensors.engine import TensorEngine
+from spillway.methods import KeepAll
 from tests.cpu.pressure import ORDERS
 
 Body = Callable[[nn.Module], list[Tensor]]
@@ -134,6 +137,34 @@ def test_a_step_on_odd_tensors_is_the_same_under_a_budget(body: Body, order: str
     found, report = managed(body, order, share)
     assert report.moves + report.drops > 0
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("layout", "made", "view"),
+    [
+        ("sparse_coo", 0.0, Tensor.values),
+        ("sparse_coo", 0.0, Tensor.indices),
+        ("sparse_coo", 0.0, Tensor.detach),
+        ("sparse_coo", 1.0, Tensor.t),
+        ("sparse_coo", 1.2, lambda matrix: matrix.unsqueeze(0)),
+        ("sparse_csr", 0.0, Tensor.values),
+        ("sparse_csr", 0.0, Tensor.col_indices),
+        ("sparse_csc", 0.0, Tensor.ccol_indices),
+        ("sparse_csc", 0.0, Tensor.t),
+    ],
+)
+def test_a_view_of_a_sparse_tensor_takes_what_it_makes(layout: str, made: float, view: Callable[[Tensor], Any]) -> None:
+    matrix = torch.randn(256, 64).relu().to_sparse(layout=getattr(torch, layout)).detach()
+    parts = sum(part.untyped_storage().nbytes() for part in inner_tensors(matrix))
+    engine = TensorEngine(KeepAll(), int((1 + made) * parts) + 1024)
+    try:
+        engine.begin_step([("input", matrix)])
+        view(matrix)
+        engine.end_step()
+        assert engine.controller.peak >= int((1 + made) * parts)
+    finally:
+        engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -51,6 +51,15 @@ NESTED: Final = frozenset(
 KEPT_WITHIN: Final = frozenset(f"aten::_nested_tensor_{name}" for name in ("size", "strides", "storage_offsets"))
 """They hand out what a nested tensor has within, which torch reads unseen."""
 
+HAND_OUT_PARTS: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        "values", "indices", "crow_indices", "col_indices", "ccol_indices", "row_indices", "_values", "_indices",
+        "detach", "view_as_real",
+    )
+)  # fmt: skip
+"""Views that make nothing of a sparse tensor either: what they return is a part that it has, or has its parts."""
+
 NO_BYTES: Final = frozenset({"aten::_efficientzerotensor"})
 """Their result has a storage without memory; it is passed by like a view."""
 
@@ -211,7 +220,7 @@ class OpInfo:
     def of_parts(self) -> OpInfo:
         """A view, where it is called with a sparse tensor: of most torch makes new parts."""
         info = copy.copy(self)
-        info.view, info.fresh, info.exactness, info.bound = False, True, NEVER, None
+        info.view, info.fresh, info.exactness, info.bound = False, self.name not in HAND_OUT_PARTS, NEVER, None
         info.take_the_long_way()
         return info
 

@@ -173,6 +173,21 @@ def _sparse_square(args: Sequence[Any]) -> Bytes:
     return numbers * (int(left.element_size()) + 16) + 8 * (rows + columns + 2) + 4 * _SLACK
 
 
+def _picked(args: Sequence[Any]) -> Bytes:
+    """A part of a sparse tensor, which has parts of its own."""
+    return sum(int(part.numel()) * int(part.element_size()) for part in inner_tensors(args[0]))
+
+
+def _turned(args: Sequence[Any]) -> Bytes:
+    """Other numbers of dimensions, and values in another order; the parts of compressed layouts trade places."""
+    return _picked(args) if args[0].layout is torch.sparse_coo else 0
+
+
+def _unsqueezed(args: Sequence[Any]) -> Bytes:
+    """A number more for each element of a sparse tensor."""
+    return 8 * (int(args[0].sparse_dim()) + 1) * int(args[0]._nnz())
+
+
 def _ternary_lists(args: Sequence[Any]) -> Bytes:
     """The sum or product of three tensors, for each element of three lists."""
     elements = list(zip(*args[:3], strict=True))
@@ -224,6 +239,8 @@ _FROM_SHAPES: Final = frozenset(
         _edges,
         _histogram,
         _ternary_lists,
+        _turned,
+        _unsqueezed,
         _rnn_layer,
         _rnn_layer_backward,
     }
@@ -257,6 +274,9 @@ FORMULAS: Final[Mapping[str, Formula]] = MappingProxyType(
         "aten::_to_dense": _dense,
         **{f"aten::_to_sparse{layout}": _sparse for layout in ("", "_csr", "_csc", "_bsr", "_bsc")},
         "aten::_sparse_sparse_matmul": _sparse_square,
+        **{f"aten::{name}": _picked for name in ("select", "unbind")},
+        **{f"aten::{name}": _turned for name in ("t", "transpose", "permute")},
+        "aten::unsqueeze": _unsqueezed,
         "aten::col2im": _folded,
         "aten::im2col": _unfolded,
         "aten::_new_zeros_with_same_feature_meta": _whole_storage,
