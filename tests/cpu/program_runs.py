@@ -91,6 +91,9 @@ class Counting:
             except BudgetInfeasible:
                 self.refused_in = self.refused_in or self.ops
                 raise
+            except Exception:
+                self.failed()
+                raise
             self.after()
             return out
 
@@ -101,6 +104,9 @@ class Counting:
 
     def after(self) -> None:
         """Called after each."""
+
+    def failed(self) -> None:
+        """Called instead where it has raised an error of its own."""
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -170,6 +176,8 @@ class Needs(Counting):
         return self.working + self.stuck
 
     def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
+        if info.view:  # an engine meets what it shows when it is read; who holds it then need not hold it now
+            return
         found = {self.engine.lookup(tensor) for _, tensor, _ in operands(info, args, kwargs)}
         needed = _SIZES.expected(info, args, kwargs)[1] if info.creates(args) else 0
         self.working = max(self.working, needed + sum(storage.nbytes for storage in found if storage))
@@ -181,6 +189,10 @@ class Needs(Counting):
         """What is read between two ops may have to be recomputed beside a result that dies soon."""
         storages = list(self.engine.table.values())
         self.stuck = max(self.stuck, sum(s.nbytes for s in storages if s.nbytes < SMALLEST_MOVABLE or s.escaped))
+
+    def failed(self) -> None:
+        """The parts of a sparse tensor stay once an op was called with it, and may die with the error."""
+        self.after()
 
 
 @final
@@ -261,6 +273,7 @@ def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, front: C
         engine.begin_step(world.named())
         front.after()
         world.run(part.inside)
+        front.after()  # the address of something may have been asked for since the last op
     except BudgetInfeasible as error:
         began = error.op != "begin step"
         ran.refusal, ran.ops = error, (front.refused_in or front.ops + 1) if began else 0
