@@ -181,3 +181,17 @@ def test_what_an_op_makes_of_narrow_short_or_partial_tensors_is_not_underestimat
     func, args = _made_wider()[name]
     expected = Sizes().expected(OpInfo(func), args, {})[1]
     assert expected >= func(*args).untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize(
+    ("func", "args"), [(aten.rand.default, ([64, 64],)), (aten.div.Tensor, (torch.ones(64, 64, dtype=torch.int64), 3))]
+)
+def test_what_a_call_creates_is_known_for_each_default_dtype(func: Any, args: tuple[Any, ...]) -> None:
+    sizes, info = Sizes(), OpInfo(func)
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            assert sizes.expected(info, args, {})[1] == func(*args).nbytes == 64 * 64 * dtype.itemsize
+        finally:
+            torch.set_default_dtype(before)

@@ -325,7 +325,8 @@ class Sizes:
         if info.name in DEPENDS_ON_CONTENT and _needs_formula(info, args):
             return None, FORMULAS[info.name](args)
         try:
-            key = (info.func, torch.is_grad_enabled(), _key(args), _key(kwargs) if kwargs else None)
+            settings = torch.is_grad_enabled(), torch.get_default_dtype()
+            key = (info.func, settings, _key(args), _key(kwargs) if kwargs else None)
             known = self._known.get(key)
         except (RuntimeError, TypeError):  # nested tensors have no shape, or one of symbols
             return None, _guess(info, args, kwargs)
