@@ -27,7 +27,7 @@ from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.methods import LRU, AbstractPolicy, KeepAll, method_named
 from tests.cpu.pressure import copying_beside
-from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until
+from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until, poisoned
 from tests.cpu.programs import random_program
 from tests.cpu.world import Instruction, Part, Program
 
@@ -79,14 +79,22 @@ class Known:
             return needs[0]
 
         self.program = program
-        self.state = plain(program) | {"versions": plain(program, Counting())["versions"]}
+        with poisoned(0x55):
+            first = plain(program)
+        with poisoned(0xC3):
+            second = plain(program, Counting())
+        self.state = first | {"versions": second["versions"]}
+        unwritten = difference(self.state, second)
         kept = managed(program, KeepAll(), UNLIMITED, lambda engine: Counting())
         managed(
             program, KeepAll(), UNLIMITED - 1, above
         )  # without a budget nobody asks who holds what comes from outside
         self.enough = needs[0].budget
         self.peak = max(kept.peak, self.enough)
-        self.row = self.row_of(WATCHED, kept, UNLIMITED, _complaints(self, kept, UNLIMITED))
+        complaints = _complaints(self, kept, UNLIMITED)
+        if unwritten is not None:
+            complaints.insert(0, f"plain torch shows memory that nobody wrote: {unwritten}")
+        self.row = self.row_of(WATCHED, kept, UNLIMITED, complaints)
 
     def row_of(self, policy: str, ran: Ran, allowed: int, complaints: list[str]) -> dict[str, Any]:
         """What became of the program under one policy."""
@@ -116,8 +124,8 @@ def _under(program: Program, name: str, allowed: int) -> Ran:
 def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
     expected, found = known.state, list(ran.wrong)
     if ran.refusal is not None:
-        expected = plain_until(known.program, ran.part, ran.ops)
-    earlier = plain_until(known.program, ran.part, ran.ops, early=True) if ran.between_ops else expected
+        expected = plain_until(known.program, ran)
+    earlier = plain_until(known.program, ran, early=True) if ran.between_ops else expected
     for when, state in (("after the last step", ran.state), ("after closing", ran.closed)):
         # A refusal between two ops may come before or after whatever plain torch does there.
         likely = {key: value for key, value in expected.items() if key in state or key in earlier}

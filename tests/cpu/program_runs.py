@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import random
@@ -50,7 +51,8 @@ class Figures:
 
 @dataclass(slots=True)
 class Ran:
-    """A program that was run under a budget, to its end or until it was refused: in which part, and before which op.
+    """A program that was run under a budget, to its end or until it was refused: in which part, in which of its
+    instructions, and before which op.
 
     `held` are the bytes that were too small to move and perhaps alive only for the sake of drops.
     """
@@ -62,6 +64,7 @@ class Ran:
     refusal: BudgetInfeasible | None = None
     part: int = 0
     ops: int = 0
+    begun: int = 1 << 40
     between_ops: bool = False
     held: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -134,15 +137,23 @@ def _looked_at(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
 
 @final
 class StopAt(Counting):
-    """Raises instead of running the op of that number, or when the one before it has run."""
+    """Raises instead of running the op of that number or what comes after that instruction; or, early, as soon as the
+    op before it has run and that instruction has begun."""
 
-    def __init__(self, last: int, *, early: bool) -> None:
+    def __init__(self, world: World, last: int, begun: int, *, early: bool) -> None:
         super().__init__()
-        self.last, self.early = last, early
+        self.world, self.last, self.begun, self.early = world, last, begun, early
+        world.begins = self.begins
 
     def after(self) -> None:
-        if self.early and self.ops == self.last - 1:
+        if self.early and self.ops == self.last - 1 and self.world.begun >= self.begun:
             raise Stopped("before what follows")
+
+    def begins(self) -> None:
+        """Called when an instruction begins."""
+        self.after()
+        if self.world.begun > self.begun:
+            raise Stopped("before the next")
 
     def before(self, info: OpInfo, args: Any, kwargs: Any) -> None:
         if self.ops == self.last:
@@ -222,15 +233,29 @@ def plain(program: Program, front: Counting | None = None) -> dict[str, Any]:
     return world.state()
 
 
-def plain_until(program: Program, last: int, ops: int, *, early: bool = False) -> dict[str, Any]:
-    """As plain torch would have left everything if the op of that number in the last step had raised, or the one before
-    it when it had run."""
+@contextlib.contextmanager
+def poisoned(byte: int) -> Iterator[None]:
+    """The C library fills what it hands out with the complement of the byte, and what is freed with the byte itself."""
+    libc, perturb = ctypes.CDLL(None), -6
+    libc.mallopt(perturb, byte)
+    try:
+        yield
+    finally:
+        libc.mallopt(perturb, 0)
+
+
+def plain_until(program: Program, ran: Ran, *, early: bool = False) -> dict[str, Any]:
+    """As plain torch would have left everything if the op that was refused had raised, or whatever came before it in
+    that instruction.
+
+    Early, it is left as it was when the op before it had run and the instruction had begun.
+    """
     world = World(program.seed)
-    _run_plainly(world, program.parts[:last], Counting())
-    if ops > early:
-        stop = StopAt(ops, early=early)
+    _run_plainly(world, program.parts[: ran.part], Counting())
+    if ran.ops:
+        stop = StopAt(world, ran.ops, ran.begun, early=early)
         with contextlib.suppress(Stopped), stop.alone():
-            world.run(program.parts[last].inside)
+            world.run(program.parts[ran.part].inside)
     return world.state()
 
 
@@ -277,7 +302,7 @@ def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, front: C
     except BudgetInfeasible as error:
         began = error.op != "begin step"
         ran.refusal, ran.ops = error, (front.refused_in or front.ops + 1) if began else 0
-        ran.between_ops = not front.refused_in
+        ran.begun, ran.between_ops = world.begun, not front.refused_in
         small = [storage for storage in engine.table.values() if storage.nbytes < SMALLEST_MOVABLE]
         ran.held = sum(storage.nbytes for storage in small if storage.held)
     except Exception as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from spillway.engines.controller import Controller
 from spillway.engines.records import Value
@@ -14,13 +15,14 @@ from spillway.engines.tensors.sizes import Sizes
 from spillway.engines.tiers.disk import DiskTier
 from tests.cpu.program_judge import POLICIES, SHAKEN, Known, judge, judge_all, many, shares, shortest
 from tests.cpu.programs import random_program
+from tests.cpu.world import ACTIONS
 
 PROGRAMS = int(os.environ.get("SPILLWAY_PROGRAMS", "10"))
 
 ONCE_WRONG = {
     9: "recompute first", 11: "lru", 13: "dtr", 30: "copy beside", 79: "largest", 116: "dtr", 139: "copy beside",
     78: "shaken", 260: "shaken", 361: "copy beside", 5027: "msps", 20742: "shaken",
-    21360: "dtr", 22250: "lru", 22289: "shaken",
+    21360: "dtr", 22250: "lru", 22289: "shaken", 30003: "largest", 37079: "move first",
 }  # fmt: skip
 """Programs with which something was found, and the policy under which it was."""
 
@@ -123,6 +125,14 @@ def test_an_engine_that_is_wrong_is_found_out(
         found = any(row["complaints"] for seed in range(11) for row in judge_all(seed, 3))
         os._exit(1 if found else 0)
     assert os.waitpid(child, 0)[1] != 0
+
+
+def test_a_program_that_shows_memory_that_nobody_wrote_is_told_from_a_wrong_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ACTIONS, "make", (0, lambda world, i: torch.empty(64, 64)))
+    complaints = Known(random_program(0)).row["complaints"]
+    assert complaints[0].startswith("plain torch shows memory that nobody wrote: ")
 
 
 def test_a_failing_program_shrinks_to_what_makes_it_fail() -> None:

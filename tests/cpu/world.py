@@ -90,6 +90,10 @@ class World:
         self.aliases: list[Any] = []
         """Other ways to the bytes of tensors."""
         self.averaged: Any = None
+        self.begun = 0
+        """Instructions that have begun, those within others too."""
+        self.begins: Callable[[], None] = lambda: None
+        """Called when one does."""
         self.grad = True
         self.autocast: torch.dtype | None = None
         self.network = _network(seed)
@@ -111,6 +115,8 @@ class World:
 
     def run_one(self, instruction: Instruction) -> None:
         """What goes wrong in it is noted: it has to go wrong in the same way under the engine."""
+        self.begun += 1
+        self.begins()
         try:
             self.keep(ACTIONS[instruction.name][1](self, instruction))
         except SpillwayError:

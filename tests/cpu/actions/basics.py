@@ -111,7 +111,8 @@ def chance(world: World, i: Instruction) -> Any:
         lambda: F.dropout(x, 0.3),
         lambda: F.dropout(x.clone(), 0.2, inplace=True),
         lambda: F.alpha_dropout(x, 0.1),
-        lambda: F.rrelu(x, training=True),
+        # As F.rrelu, whose noise nobody has written yet where `allow_mutation_on_saved_tensors` keeps a copy of it.
+        lambda: torch.ops.aten.rrelu_with_noise(x, torch.zeros_like(x), 1 / 8, 1 / 3, True),
         lambda: torch.rand_like(x) + x,
         lambda: x.detach().clone().normal_(generator=generator),
         lambda: x.detach().clone().bernoulli_(0.4, generator=generator).mul(x),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from tests.cpu.world import Instruction, World, action
 
 def _strangers(world: World, number: int) -> Tensor:
     """A tensor that no graph holds: its storage may be changed. It has bytes for all its elements, and may be written
-    (else torch would give it a size, and the error comes before its content)."""
+    (else torch would give it a size, and the error comes before its content). Torch crashes where shared memory grows.
+    """
 
     def fits(t: Tensor) -> bool:
-        return not t.requires_grad and not t.is_inference() and t._base is None and t.numel() > 0 and _has_bytes(t)
+        free = not t.requires_grad and not t.is_inference() and t._base is None and not t.is_shared()
+        return free and t.numel() > 0 and _has_bytes(t)
 
     return world.pick(number, fits)
 
@@ -109,9 +112,21 @@ def another_storage(world: World, i: Instruction) -> Any:
         lambda: x.swapdims_(0, -1).unsqueeze_(0).squeeze_(0),
         lambda: world.kept.append(torch.empty(0, dtype=x.dtype).set_(x)),
     )
-    with torch.no_grad():
+    with torch.no_grad(), _bytes_for_all_elements(x):
         made = calls[i.c % len(calls)]()
     return made if isinstance(made, Tensor) and made is not x else None
+
+
+@contextlib.contextmanager
+def _bytes_for_all_elements(t: Tensor) -> Iterator[None]:
+    """What is NumPy's is given another size and no more bytes, with an error: it gets its own size back."""
+    geometry = t.storage_offset(), t.shape, t.stride()
+    try:
+        yield
+    except Exception:
+        if not _has_bytes(t):
+            t.set_(t.untyped_storage(), *geometry)
+        raise
 
 
 def _emptied_and_back(x: Tensor) -> None:
@@ -204,7 +219,7 @@ def out(world: World, i: Instruction) -> Any:
         lambda: torch.zeros_like(x),
         lambda: torch.zeros(2, *x.shape, dtype=x.dtype)[1],
         lambda: _strangers(world, i.b),
-        lambda: y,
+        lambda: y.clone() if y.is_shared() else y,
     )
     target = targets[i.b % len(targets)]()
     numbers = torch.empty(0, dtype=torch.long)
@@ -244,13 +259,11 @@ def out(world: World, i: Instruction) -> Any:
         lambda: torch.logsumexp(x, 0, out=target),
         lambda: torch.norm(x, dim=0, out=target),
     )
-    geometry = target.storage_offset(), target.shape, target.stride()
     with torch.no_grad():
         try:
-            made = calls[i.c % len(calls)]()
+            with _bytes_for_all_elements(target):
+                made = calls[i.c % len(calls)]()
         except Exception:
-            if not _has_bytes(target):  # what is NumPy's was given another size, and no more bytes
-                target.set_(target.untyped_storage(), *geometry)
             target.zero_()  # it may have been given a size and no content
             raise
     return made if i.b % 2 else None
