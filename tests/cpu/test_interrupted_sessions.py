@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -17,6 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import spillway
 from spillway.errors import SessionError
+from spillway.methods.by_block import BlockSample, StepSample
+from spillway.methods.mimose import Mimose, Options
+from spillway.session.blocks import _Family
+from spillway.session.sizes import SizeReader
 from tests.cpu.callbacks import BLOCKS, TENSORS
 from tests.cpu.interrupted import ACTS, BATCH, PHASES, Interrupted, Lines, Training, raises
 from tests.cpu.leftovers import clean_up, world
@@ -77,6 +82,45 @@ def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: s
         assert clean_up(before) == [], where
         reached += lines.reached
     assert reached > 0.7 * len(chosen) / (1 if EVERY_LINE else 2)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["sizes found", "sizes known"])
+@pytest.mark.parametrize(
+    "method", [Mimose(Options(exact_bytes=False)), Mimose.as_published()], ids=["mimose", "mimose-published"]
+)
+def test_what_a_method_learned_in_part_is_forgotten(method: Mimose, known: bool) -> None:
+    """Interrupted at any line of learning, of sizes too, it learns from the next steps what it needs."""
+    sizes = [(8, 16), (8, 24), (8, 32), (4, 24), (2, 48)]
+
+    def interrupted_at(number: int) -> Lines:
+        lines = Lines(number, raises)
+        family = _Family(SizeReader(None, takes_vectors=True), method.fresh(batched=False))
+        for shape in sizes if known else ():
+            family.size(shape)
+        for times, (rows, length) in enumerate(sizes * 8):
+            with contextlib.suppress(KeyboardInterrupt), lines.counted(times < 20):
+                size = family.size((rows, length))
+                family.method.begin(size, 1 << 20)
+                family.method.forecast(size)
+                family.learn((rows, length), *learned(family.method.sheltered, rows, length, 1.0 + times))
+        assert not family.method.sheltered
+        forecast = family.method.forecast(family.size((8, 16)))
+        assert forecast is None or len(forecast.saved) == len(forecast.working) == 3
+        return lines
+
+    def learned(sheltered: bool, rows: int, length: int, seconds: float) -> tuple[StepSample, list[BlockSample]]:
+        recomputed = frozenset(range(3)) if sheltered else frozenset[int]()
+        step = StepSample(size=(), recomputed=recomputed, peak=40 * rows * length)
+        return step, [
+            BlockSample(block=block, size=(), nbytes=10 * rows * length, seconds=seconds, working=rows * length)
+            for block in range(3)
+        ]
+
+    where = interrupted_at(0).where
+    firsts = {line: number for number, line in reversed(list(enumerate(where, 1)))}
+    assert len(firsts) > 50
+    for number in firsts.values():
+        assert interrupted_at(number).reached
 
 
 # ---------------------------------------------------------------------- steps that are begun and ended

@@ -45,7 +45,7 @@ from spillway.methods.by_block import (
 from spillway.session.base import AbstractStep, Session, header
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
-from spillway.session.sizes import Shape, SizeOf, SizeReader
+from spillway.session.sizes import NO_COLUMNS, Columns, Shape, SizeOf, SizeReader
 from spillway.session.watch import StepWatch
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -68,6 +68,8 @@ class _Family:
 
     reader: SizeReader
     method: AbstractBlockMethod
+    columns: Columns = NO_COLUMNS
+    """By which the method was told sizes."""
     learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
     traced: dict[Key, set[str]] = field(default_factory=dict)
     """What was measured, and what was done in these steps (`StepWatch.path`)."""
@@ -88,8 +90,10 @@ class _Family:
 
     def size(self, dimensions: Shape) -> InputSize:
         """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
-        if self.reader.learn(dimensions):
+        self.reader.learn(dimensions)
+        if self.columns != self.reader.columns:
             self.method = self.method.fresh(batched=self.reader.columns.batched)
+            self.columns = self.reader.columns
             for shape, step, blocks in self.learned:
                 self._tell(shape, step, blocks)
         return self.reader.size(dimensions)
@@ -102,7 +106,11 @@ class _Family:
 
     def _tell(self, dimensions: Shape, step: StepSample, blocks: Sequence[BlockSample]) -> None:
         size = self.reader.size(dimensions)
-        self.method.end(replace(step, size=size), [replace(block, size=size) for block in blocks])
+        try:
+            self.method.end(replace(step, size=size), [replace(block, size=size) for block in blocks])
+        except BaseException:  # an interruption: half a sample is none, and a method cannot give it back
+            self.method, self.learned, self.traced = self.method.fresh(batched=self.columns.batched), [], {}
+            raise
 
 
 @final

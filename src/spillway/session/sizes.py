@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
@@ -31,6 +31,10 @@ class Columns:
     def size(self, dimensions: Shape) -> InputSize:
         """The size of an input with these dimensions."""
         return tuple(dimensions[place] for place in self.chosen) or (max(dimensions),)
+
+
+NO_COLUMNS: Final = Columns((), batched=False)
+"""Before any input was seen."""
 
 
 def columns_of(seen: Sequence[Shape]) -> Columns:
@@ -64,7 +68,7 @@ class SizeReader:
         self._takes_vectors = takes_vectors
         self._telling: list[Shape] = []
         """Of the inputs so far, those by which it is known which numbers count."""
-        self.columns = Columns((), batched=False)
+        self.columns = NO_COLUMNS
 
     def dimensions(self, batch: Any) -> Shape:
         """What is to be kept of an input, so that its size can be read again when other numbers count.
@@ -91,16 +95,14 @@ class SizeReader:
             return dimensions
         return self.columns.size(dimensions)
 
-    def learn(self, dimensions: Shape) -> bool:
-        """See an input. Whether other numbers count from now on."""
+    def learn(self, dimensions: Shape) -> None:
+        """See an input; other numbers may count from now on."""
         if self._size_of is not None or not self._takes_vectors:
-            return False
+            return
         columns = columns_of([*self._telling, dimensions])
-        if self._telling and columns == self.columns:
-            return False
-        self._telling.append(dimensions)
-        changed, self.columns = columns != self.columns, columns
-        return changed
+        if not self._telling or columns != self.columns:
+            self._telling.append(dimensions)
+            self.columns = columns
 
 
 def largest_size(batches: Sequence[Any]) -> InputSize:
