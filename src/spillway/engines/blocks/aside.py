@@ -18,6 +18,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
@@ -68,10 +69,19 @@ def aside(
             stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
         if any(isinstance(part, torch.jit.ScriptModule) for one in modules for part in one.modules()):
             stack.enter_context(cast(Any, torch.jit).optimized_execution(False))  # or it would count as a run
+            stack.callback(register_module_forward_pre_hook(_prepared).remove)
         stack.enter_context(torch.enable_grad())
         alone = rebuilt((args, kwargs), _without_graph)
         stack.enter_context(writes)
         yield alone
+
+
+def _prepared(module: nn.Module, _: Any) -> None:
+    """TorchScript prepares a graph (inlines it, casts as autocast says) when it first runs, and not where that does not
+    count; it would run unprepared for good."""
+    if isinstance(module, torch.jit.ScriptModule):
+        with contextlib.suppress(RuntimeError), cast(Any, torch.jit).optimized_execution(True):  # asked too early
+            cast(Any, module).get_debug_state()
 
 
 class _Fresh(torch.autograd.Function):

@@ -136,8 +136,9 @@ _Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 _FLAGS: Final[tuple[_Flag, ...]] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_num_threads, torch.set_num_threads),
-    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),

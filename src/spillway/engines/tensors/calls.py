@@ -28,7 +28,7 @@ OPERAND: Final = object()
 
 
 _grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
-_deterministic, _mkldnn_enabled = torch._C._get_deterministic_algorithms, torch._C._get_mkldnn_enabled
+_deterministic, _mkldnn_enabled = torch.get_deterministic_debug_mode, torch._C._get_mkldnn_enabled
 _matmul_precision = torch._C._get_float32_matmul_precision
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -59,7 +59,8 @@ class Environment(NamedTuple):
     grad: bool
     threads: int
     dtype: torch.dtype
-    deterministic: bool
+    deterministic: int
+    """1 where ops that are not only warn, 2 where they raise."""
     mkldnn: bool
     matmul: str
     autocast: torch.dtype | None
@@ -75,7 +76,7 @@ class Environment(NamedTuple):
             torch.is_grad_enabled(),
             torch.get_num_threads(),
             torch.get_default_dtype(),
-            torch._C._get_deterministic_algorithms(),
+            torch.get_deterministic_debug_mode(),
             torch._C._get_mkldnn_enabled(),
             torch.get_float32_matmul_precision(),
             _cast_to(),
@@ -187,8 +188,7 @@ def _apply(current: Environment, wanted: Environment) -> None:
     if current.dtype != wanted.dtype:
         torch.set_default_dtype(wanted.dtype)
     if current.deterministic != wanted.deterministic:
-        warn_only = torch._C._get_deterministic_algorithms_warn_only()
-        torch._C._set_deterministic_algorithms(wanted.deterministic, warn_only=warn_only)
+        torch._C._set_deterministic_algorithms(wanted.deterministic > 0, warn_only=wanted.deterministic == 1)
     if current.mkldnn != wanted.mkldnn:
         torch._C._set_mkldnn_enabled(wanted.mkldnn)
     if current.matmul != wanted.matmul:

@@ -308,6 +308,11 @@ _LIKE_OPERANDS: Final = frozenset(
     )
 )  # fmt: skip
 
+_QUANTIZED: Final = frozenset(
+    {"aten::_empty_affine_quantized", "aten::_empty_per_channel_affine_quantized", "aten::empty_quantized"}
+)
+"""They make what their first argument is the shape of, and have no meta function."""
+
 READS_CONTENT: Final = frozenset({"aten::repeat_interleave", "aten::bincount"})
 """Ops whose formula reads the bytes of their first operand, which have to be there before it is asked."""
 
@@ -363,6 +368,8 @@ def _guess(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Bytes:
     """Twice what it is given, of at least single precision: what is narrow may be widened, as by `dequantize`. A
     product may be dense."""
     given = 2 * sum(_widened(tensor) for _, tensor, _ in operands(info, args, kwargs)) + _SLACK
+    if info.name in _QUANTIZED:
+        return int(given + math.prod(args[0]) * (kwargs["dtype"].itemsize if kwargs.get("dtype") else 4))
     if info.name not in _PRODUCTS:
         return given
     left, right = args[-2:]
