@@ -195,3 +195,23 @@ def test_what_a_call_creates_is_known_for_each_default_dtype(func: Any, args: tu
             assert sizes.expected(info, args, {})[1] == func(*args).nbytes == 64 * 64 * dtype.itemsize
         finally:
             torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (aten.mul.out, (ROWS.bfloat16(), ROWS.bfloat16()), {"out": torch.empty(0)}),
+        (aten.exp.out, (ROWS.bfloat16(),), {"out": torch.empty(0, dtype=torch.float64)}),
+        (aten.mm.out, (some(64, 8).half(), some(8, 64).half()), {"out": torch.empty(0, dtype=torch.float16)}),
+        (aten._empty_affine_quantized.default, ([64, 32],), {"dtype": torch.qint32, "scale": 0.1, "zero_point": 0}),
+        (aten._empty_affine_quantized.default, ([64, 32],), {"dtype": torch.qint8, "scale": 0.1, "zero_point": 0}),
+    ],
+    ids=["mul", "exp", "mm", "qint32", "qint8"],
+)  # fmt: skip
+def test_what_has_to_grow_and_what_has_no_operand_is_told_whole(call: tuple[Any, tuple[Any, ...], Any]) -> None:
+    func, args, kwargs = call
+    info = OpInfo(func)
+    told = Sizes().expected(info, args, kwargs)[1]
+    bound = info.bound(args) if info.bound is not None else told
+    made = func(*args, **kwargs).untyped_storage().nbytes()
+    assert made <= min(told, bound) <= made + CLOSE

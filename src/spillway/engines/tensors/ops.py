@@ -209,7 +209,9 @@ class OpInfo:
         """Whether the short way would suit it but for running statistics, which it writes."""
         self.varies: Callable[[Sequence[Any]], bool] | None = None
         """Whether a call with these arguments need not give the same bits twice, where that depends on the call."""
-        self.bound, self.safety = bound_of(self.name, creates=self.fresh or self.resizes)
+        self.bound, self.safety = (
+            (None, 1) if self.resizes and not self.fresh else bound_of(self.name, creates=self.fresh)
+        )
         """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
         is."""
 
