@@ -160,19 +160,13 @@ class OpInfo:
         self.name: str = schema.name
         self.composite = _is_composite(func)
         kinds = [_tensor_kind(argument.type) for argument in schema.arguments]
-        self.schema_writes = frozenset(
-            argument.name
-            for argument in schema.arguments
-            if (argument.alias_info is not None and argument.alias_info.is_write)
-        ) | frozenset(UNMARKED_WRITES.get(self.name, ()))
+        written = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        self.schema_writes = frozenset(a.name for a in written) | frozenset(UNMARKED_WRITES.get(self.name, ()))
         self.tensors = tuple(place for place, kind in enumerate(kinds) if kind == "tensor")
         self.writes = tuple(p for p, argument in enumerate(schema.arguments) if argument.name in self.schema_writes)
         self.view = self._is_view(schema)
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
-        self.resizes = self.name in RESIZES or any(
-            argument.kwarg_only and argument.alias_info is not None and argument.alias_info.is_write
-            for argument in schema.arguments
-        )
+        self.resizes = self.name in RESIZES or any(argument.kwarg_only for argument in written)
         self.resized = self.resizes or self.name == "aten::copy_"
         """Whether it may leave another size of what it writes. Functions made of ops resize `out=` unseen and copy."""
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
