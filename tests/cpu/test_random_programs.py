@@ -23,7 +23,7 @@ ONCE_WRONG = {
     9: "recompute first", 11: "lru", 13: "dtr", 30: "copy beside", 79: "largest", 116: "dtr", 139: "copy beside",
     78: "shaken", 260: "shaken", 361: "copy beside", 5027: "msps", 20742: "shaken",
     21360: "dtr", 22250: "lru", 22289: "shaken", 30003: "largest", 37079: "move first",
-    52741: "recompute first", 53020: "recompute first", 55320: "dtr",
+    52741: "recompute first", 53020: "recompute first", 55320: "dtr", 57654: "msps", 58042: "lru",
 }  # fmt: skip
 """Programs with which something was found, and the policy under which it was."""
 

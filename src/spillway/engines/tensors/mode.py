@@ -7,15 +7,16 @@ tensors that were never seen) goes through `General`.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
 from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import Recipe, Storage, Value
+from spillway.engines.records import DROPPED, Recipe, Storage, Value
 from spillway.engines.tensors.calls import (
     Call,
     Environment,
@@ -340,7 +341,8 @@ class General:
             engine.note_odd_tensors()
         seen = self._look(info, args, kwargs)
         if info.per_element and not engine.fits_at_once(seen):
-            out = self._in_groups(info, Elements(engine.find, info, args, kwargs))
+            with self._computed(seen):
+                out = self._in_groups(info, Elements(engine.find, info, args, kwargs))
         else:
             out = engine.run_short_of_room(seen, self._complete)
         if seen.opaque and info.writes:
@@ -377,6 +379,28 @@ class General:
                 places.append(place)
         seen.places, seen.scratch, seen.writes = places, scratch, writes
         return seen
+
+    @contextlib.contextmanager
+    def _computed(self, seen: Seen) -> Iterator[None]:
+        """What was dropped, of operands and of what comes from what is written, is computed before the first group
+        writes, and only moved until the last has: where there is no room for that, nothing is written."""
+        controller = self._engine.controller
+        for value in seen.reads:
+            value.wanted += 1
+        try:
+            with controller.lock:
+                for storage in seen.writes:
+                    storage.written = True
+                    controller.restore_dependents(storage)
+                for value in seen.reads:
+                    if value.absent == DROPPED:
+                        controller.restore(value)
+            yield
+        finally:
+            for value in seen.reads:
+                value.wanted -= 1
+            for storage in seen.writes:
+                storage.written = False
 
     def _in_groups(self, info: OpInfo, elements: Elements) -> Any:
         """An op over lists whose elements do not fit together. For the rest of the step it is one op all the same, of
