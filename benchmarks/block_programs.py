@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
 from spillway.errors import BudgetInfeasible, NoBlocksError, RecomputeError
-from tests.cpu.block_judge import METHODS, judge, plainly
+from tests.cpu.block_judge import METHODS, judge, plainly, tried
 
 RIGHTLY: Final = (BudgetInfeasible, NoBlocksError, RecomputeError)
 """Refused with a sentence: no room, every block left out by chance, or something that no second run can follow."""
@@ -33,8 +33,11 @@ def run(size: Size, tell: Tell) -> Result:
         expected, draw = plainly(seed), random.Random(f"budget of {seed}")
         for method in METHODS:
             roomy = judge(seed, method, 1 << 30, expected)
-            budget = int(max(roomy.peak, 1) * draw.uniform(0.8, 1.2))
-            for verdict in (roomy, judge(seed, method, budget, expected)):
+            verdicts = [roomy]
+            if roomy.refused is None:
+                verdicts.append(judge(seed, method, int(roomy.peak * draw.uniform(0.5, 1.2)), expected))
+                verdicts += tried(seed, method, verdicts[-1], expected)
+            for verdict in verdicts:
                 refused = verdict.refused is not None
                 wrong = verdict.wrong or (str(verdict.refused) if not _rightly(verdict.refused) else "")
                 ran.append({"seed": seed, "method": method, "refused": refused, "wrong": wrong})

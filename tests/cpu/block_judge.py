@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import spillway
-from spillway.errors import SpillwayError
+from spillway.errors import BudgetInfeasible, SpillwayError
 from tests.cpu.block_programs import program_of, steps
 from tests.cpu.families import State, difference, state_of
 
@@ -33,6 +33,8 @@ class Verdict(NamedTuple):
     """Empty if all is as plain PyTorch has it."""
     refused: SpillwayError | None
     peak: int
+    calls: int = 0
+    """Of the model, until then."""
 
 
 def plainly(seed: int) -> list[After]:
@@ -63,8 +65,20 @@ def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> 
                 if wrong:
                     return Verdict(f"step {number}: {wrong}", None, peak)
     except SpillwayError as error:
-        return Verdict("", error, peak)
-    return Verdict("", None, peak)
+        return Verdict("", error, peak, len(program.calls))
+    return Verdict("", None, peak, len(program.calls))
+
+
+def tried(seed: int, method: str, refused: Verdict, expected: list[After]) -> list[Verdict]:
+    """What becomes of the budget that a refusal names, and of those that the refusals of these name."""
+    found = [refused]
+    while isinstance(error := found[-1].refused, BudgetInfeasible) and not found[-1].wrong:
+        now = judge(seed, method, error.smallest_budget, expected)
+        if error.exact and isinstance(again := now.refused, BudgetInfeasible) and now.calls <= found[-1].calls:
+            said = f"{error.smallest_budget} bytes should work and are refused by the same call of the model"
+            now = now._replace(wrong=f"{said}: {again}")
+        found.append(now)
+    return found[1:]
 
 
 @contextlib.contextmanager

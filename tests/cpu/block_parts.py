@@ -305,7 +305,7 @@ class Books(Part):
         y = self.linear(x)
         with torch.no_grad():
             nearest = torch.cdist(y, self.book).argmin(1)
-            self.book.index_add_(0, nearest, y, alpha=0.01)
+            self.book.index_add_(0, nearest, y.to(self.book.dtype), alpha=0.01)
         return y + 0.5 * self.book[nearest]
 
 

@@ -160,6 +160,8 @@ class Program(NamedTuple):
     optimizer: torch.optim.Optimizer
     loop: Loop
     parts: tuple[str, ...]
+    calls: list[int]
+    """Of the model: in which step each was."""
 
 
 def program_of(seed: int) -> Program:
@@ -199,9 +201,10 @@ def program_of(seed: int) -> Program:
         optimizer=random.choice(["sgd", "adam", "adamw fused", "momentum", "foreach"]),
         accumulates=random.choice([1, 1, 2]), autocast=random.random() < 0.2, anomaly=random.random() < 0.15,
         retains=random.random() < 0.1, clips=random.random() < 0.3, scales=random.random() < 0.1,
-        evaluates=random.random() < 0.2, averages=random.random() < 0.15, schedules=random.random() < 0.2,
-        sets_to_none=random.random() < 0.7, rows=tuple(random.choice([64, 96, 128, 256]) for _ in range(6)),
-        cleared=random.choice(["before", "after"]),
+        evaluates=random.random() < 0.2,
+        averages=random.random() < 0.15 and not any(kind.startswith("generator") for kind in stateful),  # has no copies
+        schedules=random.random() < 0.2, sets_to_none=random.random() < 0.7,
+        rows=tuple(random.choice([64, 96, 128, 256]) for _ in range(6)), cleared=random.choice(["before", "after"]),
     )  # fmt: skip
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make: Any = {
@@ -211,7 +214,7 @@ def program_of(seed: int) -> Program:
         "adamw fused": lambda: torch.optim.AdamW(trained, lr=1e-3, fused=True),
         "foreach": lambda: torch.optim.RMSprop(trained, lr=1e-3, foreach=True),
     }
-    return Program(seed, model, make[loop.optimizer](), loop, (*(kind.__name__ for kind in kinds), *stateful))
+    return Program(seed, model, make[loop.optimizer](), loop, (*(kind.__name__ for kind in kinds), *stateful), [])
 
 
 # ---------------------------------------------------------------------- training
@@ -224,7 +227,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=loop.scales)
     averaged = torch.optim.swa_utils.AveragedModel(model) if loop.averages else None
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for rows in loop.rows:
+    for number, rows in enumerate(loop.rows):
         batch = torch.randn(rows, WIDTH, generator=batches)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step(batch))
@@ -234,6 +237,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
                 optimizer.zero_grad(set_to_none=loop.sets_to_none)
             total = torch.zeros(())
             for part in range(loop.accumulates):
+                program.calls.append(number)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=loop.autocast):
                     out = model(batch + 0.1 * part)
                 loss = out.float().square().mean() / loop.accumulates
@@ -244,6 +248,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
                 del out, loss
             if loop.evaluates:
                 model.eval()
+                program.calls.append(number)
                 with torch.no_grad():
                     total = total + 1e-3 * model(batch).float().mean()
                 model.train()

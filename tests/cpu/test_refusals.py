@@ -164,3 +164,26 @@ def test_what_batch_normalisation_takes_for_itself_is_told(shape: tuple[int, ...
             run()
         # Numbers of a few bytes, such as how many batches there have been, are rounded up by the allocator.
         assert abs(_taken(run) - tally.peak) < 1024
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(
+    ("steps", "batch", "width", "hidden"),
+    [(128, 1, 48, 48), (17, 3, 20, 36), (9, 8, 16, 256), (60, 7, 100, 48), (1, 1, 16, 16)],
+)
+def test_what_an_lstm_takes_for_itself_is_told(
+    steps: int, batch: int, width: int, hidden: int, bidirectional: bool
+) -> None:
+    x = torch.randn(steps, batch, width, requires_grad=True)
+    lstm = nn.LSTM(width, hidden, num_layers=2, bidirectional=bidirectional)
+    made = [lstm(x)[0]]
+    gradient = torch.ones_like(made[0])
+
+    def backward() -> Any:
+        return torch.autograd.grad(made, [x, *lstm.parameters()], gradient, retain_graph=True)
+
+    for run in (lambda: lstm(x), backward):
+        with Tally([x, *lstm.parameters(), gradient, *made]) as tally:
+            run()
+        assert abs(_taken(run) - tally.peak) < 1024

@@ -368,8 +368,8 @@ class StepWatch:
         if taken > self._allowed:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
-            smallest = max(taken, level - self._died + rise) if rise is not None else taken
-            self._refuse(taken, number, smallest, exact=rise is not None)
+            told = level - self._died + rise if rise is not None else 0
+            self._refuse(taken, number, max(taken, told), exact=told >= taken)  # less has been told wrong
 
     def _traced_level(self) -> Bytes | None:
         windows = self._trace.so_far() if self._trace is not None and not _in_backward() else []

@@ -208,19 +208,20 @@ def _rnn_layer(args: Sequence[Any]) -> Bytes:
     if not torch.is_grad_enabled():
         return int(made)
     forward, sides, wide = steps * batch, 2 * (steps + 1) * batch, max(width, hidden)
-    kept = [forward * _rnn_row(4 * hidden, size), forward * _rnn_row(hidden, size)]
-    kept += [sides * _rnn_row(wide, size), sides * hidden * states[1].element_size()]
-    added_up = [sides * _rnn_row(wide, 4), sides * _rnn_row(wide, 4), sides * hidden * 4]
-    return int(made + sum(map(_pages, kept + added_up)))
+    kept = [forward * rnn_row(4 * hidden, size), forward * rnn_row(hidden, size)]
+    kept += [sides * rnn_row(wide, size), sides * hidden * states[1].element_size()]
+    added_up = [sides * rnn_row(wide, 4), sides * rnn_row(wide, 4), sides * hidden * 4]
+    return int(made + sum(map(pages, kept + added_up)))
 
 
-def _rnn_row(numbers: int, size: Bytes) -> Bytes:
+def rnn_row(numbers: int, size: Bytes) -> Bytes:
     """Rows are rounded up to 64 bytes, and made longer where their length would be a multiple of 256 numbers."""
     nbytes = -(-numbers * size // 64) * 64
     return nbytes if nbytes % (256 * size) else nbytes + 64
 
 
-def _pages(nbytes: int) -> Bytes:
+def pages(nbytes: int) -> Bytes:
+    """What they take in whole pages."""
     return -(-nbytes // _PAGE) * _PAGE
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.lists import arguments_per_element, part_of
-from spillway.engines.tensors.sizes import FORMULAS
+from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
 from spillway.units import Bytes
 
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
@@ -36,8 +36,32 @@ def _of_batch_norm_backward(args: Sequence[Any]) -> Bytes:
     return int(x.nbytes) if x.device.type == "cpu" and args[9][0] else 0
 
 
+def _of_rnn_layer(args: Sequence[Any], hidden_at: int = 10) -> Bytes:
+    """Of a oneDNN LSTM layer: its weights turned, the sum of its biases, its gates, and some pages. To the byte in full
+    precision and with a backward; without one it can be a third more."""
+    (steps, batch, width), hidden, size = args[0].shape, int(args[hidden_at]), args[0].element_size()
+    gates = rnn_row(4 * hidden, size)
+    own = pages(steps * batch * gates) + 2 * pages(batch * rnn_row(hidden, size)) + pages(1) + 568
+    return int(own + (width + hidden) * gates + 4 * hidden * size)
+
+
+def _of_rnn_layer_backward(args: Sequence[Any]) -> Bytes:
+    """As much, gradients of the results that do not lie in order, and the weights again where rows are rounded up."""
+    width, hidden, size = args[0].shape[2], int(args[15]), args[0].element_size()
+    rounded = [numbers for numbers in (width, hidden) if rnn_row(numbers, size) != numbers * size]
+    turned = sum(4 * hidden * rnn_row(numbers, size) for numbers in rounded)
+    pairs = zip(args[7:10], args[10:13], strict=True)
+    copied = sum(result.nbytes for result, given in pairs if given is None or not given.is_contiguous())
+    return int(_of_rnn_layer(args, 15) + copied + turned)
+
+
 _WITHIN: Final[Mapping[str, Callable[[Sequence[Any]], Bytes]]] = MappingProxyType(
-    {"aten::native_batch_norm": _of_batch_norm, "aten::native_batch_norm_backward": _of_batch_norm_backward}
+    {
+        "aten::native_batch_norm": _of_batch_norm,
+        "aten::native_batch_norm_backward": _of_batch_norm_backward,
+        "aten::mkldnn_rnn_layer": _of_rnn_layer,
+        "aten::mkldnn_rnn_layer_backward": _of_rnn_layer_backward,
+    }
 )
 """What kernels take for themselves beside their results, by the positional arguments, as measured with torch 2.13."""
 
