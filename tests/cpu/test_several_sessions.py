@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import spillway
 from spillway.errors import SessionError
 from spillway.methods import Drop, Move
+from tests.cpu.another_process import run_python
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.training import WIDTH, adam, train
@@ -228,3 +229,86 @@ def test_steps_of_two_threads_on_one_storage_are_refused(shared: str) -> None:
     assert in_threads(lambda: step(sessions[1], given)) == []
     for memory in sessions:
         memory.close()
+
+
+# ---------------------------------------------------------------------- what would end the process
+
+
+@pytest.mark.parametrize("method", ["checkpoint", "mimose"])
+def test_block_sessions_in_several_threads_at_once(method: str) -> None:
+    done = run_python(
+        f"""
+        import contextlib, threading, torch, spillway
+        from torch import nn
+        from tests.cpu.families import difference, state_of
+
+        class Block(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(64, 64)
+
+            def forward(self, x):
+                return x + self.linear(x).relu()
+
+        def train(seed, managed, found, begin):
+            x = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+            with managed as memory:
+                begin.wait()
+                for rows in (16, 32, 64, 48, 16, 64):
+                    with memory.step(x[:rows]):
+                        models[seed](x[:rows]).square().mean().backward()
+                        optimizers[seed].step()
+                        optimizers[seed].zero_grad()
+            found[seed] = state_of(models[seed], optimizers[seed])
+
+        class Plain:
+            def step(self, batch):
+                return contextlib.nullcontext()
+
+        found = []
+        for managed in (False, True):
+            models, optimizers, states, begin = [], [], {{}}, threading.Barrier(4)
+            for seed in range(4):
+                torch.manual_seed(seed)
+                models.append(nn.Sequential(*(Block() for _ in range(4))))
+                optimizers.append(torch.optim.Adam(models[seed].parameters()))
+            sessions = [
+                spillway.manage(models[seed], optimizers[seed], method={method!r}, budget="256 MiB")
+                if managed else contextlib.nullcontext(Plain()) for seed in range(4)
+            ]
+            threads = [threading.Thread(target=train, args=(n, sessions[n], states, begin)) for n in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            found.append(states)
+        assert [difference(found[0][seed], found[1][seed]) for seed in range(4)] == [None] * 4
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_thread_that_ends_after_the_program_does_not_abort_it() -> None:
+    """The thread is slow to end and the interpreter holds on to the GIL on its way out."""
+    done = run_python(
+        """
+        import atexit, ctypes, threading
+
+        atexit.register(ctypes.PyDLL(None).usleep, 600_000)
+        import torch, spillway
+
+        library = ctypes.CDLL(None)
+        library.__cxa_thread_atexit_impl.argtypes = [ctypes.c_void_p] * 3
+        sleep = ctypes.cast(library.usleep, ctypes.c_void_p)
+
+        def train():
+            with spillway.manage(torch.nn.Linear(8, 8), budget="64 MiB") as memory, memory.step():
+                torch.ones(8) + 1
+            library.__cxa_thread_atexit_impl(sleep, 200_000, None)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        """
+    )
+    assert done.returncode == 0, done.stderr

@@ -13,7 +13,9 @@ so (`AbstractTrace.freed`).
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,6 +42,8 @@ _NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
 when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
 _prepare_trace: Final[Any] = cast(Any, autograd_profile)._prepare_trace
 _SILENT: Final = "99"
+_turn: Final = threading.Lock()
+"""Of who has the profiler: there is one in a process, whatever its threads are told."""
 
 
 class Window(NamedTuple):
@@ -100,17 +104,21 @@ class AllocationTrace(AbstractTrace):
         self._stopped = False
         self._lost = False
         """Whether something was missed, so that nothing is known."""
+        self._leave = _take_turn(self)
         try:
-            self._begin()
+            if self._leave is None:
+                self._lost = True
+            else:
+                self._begin()
         except BaseException:  # Ctrl-C
-            self._end()
+            self.stop()
             raise
 
     @staticmethod
     def possible() -> bool:
         """Whether nobody else has the profiler, or is about to have it: a schedule that warms up, or waits, loses its
         own if another one begins."""
-        return not _profiler._profiler_enabled() and not _others_profile()
+        return not _profiler._profiler_enabled() and not _others_profile() and not _turn.locked()
 
     def mark(self) -> None:
         self._marks.append(time.time_ns())  # the clock of the profiler's events
@@ -132,6 +140,8 @@ class AllocationTrace(AbstractTrace):
         if not self._stopped:
             self._end()
             self._stopped = True
+            if self._leave is not None:
+                self._leave()
         return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
     def at_peak(self) -> Held | None:
@@ -229,6 +239,15 @@ def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) 
                 held -= ours.pop(address)
         found.append(Window(level, peak))
     return found
+
+
+def _take_turn(trace: AllocationTrace) -> weakref.finalize[Any, Any] | None:
+    """What ends it, at the latest when the trace is gone; None where another thread traces."""
+    if not _turn.acquire(blocking=False):
+        return None
+    leave = weakref.finalize(trace, _turn.release)
+    leave.atexit = False
+    return leave
 
 
 def _give_way(lose: Callable[[], None] | None) -> None:

@@ -15,10 +15,13 @@ the thread whose op is under way is a part of that op. A custom op that waits fo
 
 from __future__ import annotations
 
+import atexit
 import functools
 import operator
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
@@ -41,6 +44,9 @@ _NAME: Final = "spillway"
 _include: Final = _of_torch._dispatch_tls_set_dispatch_key_included
 _is_excluded: Final = _of_torch._dispatch_tls_is_dispatch_key_excluded
 _watcher: Final = _of_torch._get_obj_in_tls
+
+_kept_by: Final[set[int]] = set()
+"""Native identifiers of threads that keep something there, which none can remove."""
 
 _registering = threading.RLock()
 renew_in_children(sys.modules[__name__], "_registering")
@@ -88,6 +94,7 @@ class Watcher:
             for op in torch._ops._higher_order_ops.values():  # they are made of ops, and these arrive
                 if cast(Any, op).non_fallthrough_keys.has(_KEY):
                     cast(Any, op).fallthrough(_KEY)
+        _kept_by.add(threading.get_native_id())
         _of_torch._stash_obj_in_tls(_NAME, self)
         self.watching = True
         _include(_KEY, True)
@@ -104,6 +111,18 @@ class Watcher:
         """In a forked child, which may be in the middle of an op: let everything through."""
         self.watching, self.turn, self.within = False, threading.RLock(), 0
         _include(_KEY, False)
+
+
+@atexit.register
+def _outlive_threads() -> None:
+    """A thread lets go of what it keeps after Python has seen it end, and wants the GIL for that. Where it waits for it
+    while the interpreter goes, the C++ library aborts the process."""
+    running = {thread.native_id for thread in threading.enumerate()}
+    for ended in _kept_by - running:
+        for _ in range(1000):
+            if not os.path.exists(f"/proc/self/task/{ended}"):
+                break
+            time.sleep(0.001)
 
 
 def _arrive(op: Any, /, *args: Any, **kwargs: Any) -> Any:
