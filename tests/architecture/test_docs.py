@@ -24,6 +24,7 @@ from tests.architecture.test_import_order import RANKS, place
 DOCUMENTS = documents()
 README = DOCUMENTS["README.md"]
 PACKAGE = ROOT / "src" / "spillway"
+MEMBERS = members(package_sources().values())
 LINES_OF_THE_EXAMPLE = 15
 
 
@@ -34,7 +35,7 @@ def test_every_path_that_a_document_names_exists(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_member_of_a_class_that_a_document_names_exists(name: str) -> None:
-    assert unknown_members(DOCUMENTS[name], members(package_sources().values())) == []
+    assert unknown_members(DOCUMENTS[name], MEMBERS) == []
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
