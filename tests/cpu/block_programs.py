@@ -160,8 +160,8 @@ class Program(NamedTuple):
     optimizer: torch.optim.Optimizer
     loop: Loop
     parts: tuple[str, ...]
-    calls: list[int]
-    """Of the model: in which step each was."""
+    calls: list[Tensor]
+    """Batches that the model was called with."""
 
 
 def program_of(seed: int) -> Program:
@@ -227,7 +227,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=loop.scales)
     averaged = torch.optim.swa_utils.AveragedModel(model) if loop.averages else None
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    for number, rows in enumerate(loop.rows):
+    for rows in loop.rows:
         batch = torch.randn(rows, WIDTH, generator=batches)
         with contextlib.ExitStack() as stack:
             stack.enter_context(step(batch))
@@ -237,7 +237,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
                 optimizer.zero_grad(set_to_none=loop.sets_to_none)
             total = torch.zeros(())
             for part in range(loop.accumulates):
-                program.calls.append(number)
+                program.calls.append(batch)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=loop.autocast):
                     out = model(batch + 0.1 * part)
                 loss = out.float().square().mean() / loop.accumulates
@@ -248,7 +248,7 @@ def steps(program: Program, step: Callable[[Tensor], Any]) -> Iterator[Tensor]:
                 del out, loss
             if loop.evaluates:
                 model.eval()
-                program.calls.append(number)
+                program.calls.append(batch)
                 with torch.no_grad():
                     total = total + 1e-3 * model(batch).float().mean()
                 model.train()

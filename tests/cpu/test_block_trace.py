@@ -60,3 +60,35 @@ def test_who_takes_the_address_of_what_was_freed_unheard_takes_its_place() -> No
     windows = trace.stop()
     addresses = len({event.address for event in trace._memory})
     assert windows[0].peak == addresses * PAGE  # and not 8 of them, if any was taken again
+
+
+def test_a_profiler_that_is_open_in_another_thread_is_left_alone() -> None:
+    opened, go_on, found = threading.Event(), threading.Event(), []
+
+    def profile() -> None:
+        with torch.autograd.profiler.profile():
+            opened.set()
+            go_on.wait()
+
+    thread = threading.Thread(target=profile)
+    thread.start()
+    opened.wait()
+    found.append(AllocationTrace.possible())
+    go_on.set()
+    thread.join()
+    assert [*found, AllocationTrace.possible()] == [False, True]
+
+
+def test_a_profiler_of_another_thread_begins_when_the_trace_has_ended_at_its_next_mark() -> None:
+    trace, still_on = AllocationTrace({}), []
+
+    def profile() -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            torch.ones(64)
+
+    thread = threading.Thread(target=profile)
+    thread.start()
+    while thread.is_alive():
+        trace.mark()
+    still_on.append(torch._C._autograd._profiler_enabled())
+    assert (trace.stop(), still_on) == ([], [False])

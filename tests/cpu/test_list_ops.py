@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import spillway
 from spillway.engines.tensors.lists import Elements, arguments_per_element
+from spillway.errors import BudgetInfeasible
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.training import frozen
 
@@ -205,6 +206,16 @@ def test_lists_with_something_particular_about_them_are_cut_with_the_same_bits(p
         assert report.peak_bytes <= report.allowed
         moves += report.moves
     assert moves > 0
+
+
+def test_where_a_later_element_has_no_room_nothing_is_written() -> None:
+    """A turned tensor is not cut into parts."""
+    made = [nn.Parameter(torch.randn(side, side)) for side in (64, 300, 300)]
+    before = frozen(made)
+    memory = spillway.manage(nn.ParameterList(made), budget="560 KiB", method="lru")
+    with memory, pytest.raises(BudgetInfeasible), memory.step(), torch.no_grad():
+        torch._foreach_add_([made[0], made[1].t()], [made[0] * 1, made[2]])
+    assert frozen(made) == before
 
 
 def test_lists_that_do_not_match_are_left_to_torch_to_complain_of() -> None:

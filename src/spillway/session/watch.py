@@ -321,7 +321,7 @@ class StepWatch:
         update = level + needs.state + needs.working
         if max(peak, update) > self._allowed:
             # The next step begins with the state that this one adds.
-            self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=True)
+            self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
 
     def recomputing_again(self) -> Bytes | None:
         """What another forward like the latest needs above what is there now, if every block is recomputed."""

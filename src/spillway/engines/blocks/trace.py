@@ -13,6 +13,7 @@ so (`AbstractTrace.freed`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -33,17 +34,23 @@ from torch._C._profiler import (
 from torch.autograd.profiler import KinetoStepTracker
 from torch.autograd.profiler import profile as autograd_profile
 
+from spillway.engines.locks import renew_in_children
 from spillway.units import Bytes
 
 _profiler: Final[Any] = torch._C._autograd
+_python_profiler: Final[Any] = torch.autograd.profiler
 _LOG_LEVEL: Final = "KINETO_LOG_LEVEL"
 _NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
 """No eager op and no `record_function` has this scope. One that is open while the profiler ends, as `Optimizer.step` is
 when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
 _prepare_trace: Final[Any] = cast(Any, autograd_profile)._prepare_trace
 _SILENT: Final = "99"
-_turn: Final = threading.Lock()
-"""Of who has the profiler: there is one in a process, whatever its threads are told."""
+_PATIENCE: Final = 2.0
+"""Seconds that another thread's profiler waits for a trace to end: it may be what the tracing thread waits for."""
+_turns = threading.RLock()
+renew_in_children(sys.modules[__name__], "_turns")
+_tracing: Final[weakref.WeakSet[AllocationTrace]] = weakref.WeakSet()
+"""Who has the profiler: there is one in a process, whatever its threads are told."""
 
 
 class Window(NamedTuple):
@@ -104,11 +111,14 @@ class AllocationTrace(AbstractTrace):
         self._stopped = False
         self._lost = False
         """Whether something was missed, so that nothing is known."""
-        self._leave = _take_turn(self)
+        self._thread = threading.get_ident()
+        self._wanted, self._over = threading.Event(), threading.Event()
         try:
-            if self._leave is None:
-                self._lost = True
-            else:
+            with _turns:
+                self._lost = bool(_tracing)
+                if not self._lost:
+                    _tracing.add(self)
+            if not self._lost:
                 self._begin()
         except BaseException:  # Ctrl-C
             self.stop()
@@ -118,9 +128,13 @@ class AllocationTrace(AbstractTrace):
     def possible() -> bool:
         """Whether nobody else has the profiler, or is about to have it: a schedule that warms up, or waits, loses its
         own if another one begins."""
-        return not _profiler._profiler_enabled() and not _others_profile() and not _turn.locked()
+        return not _profiler._profiler_enabled() and not _others_profile() and not _tracing
 
     def mark(self) -> None:
+        if (
+            self._wanted.is_set() and not self._lost and torch._C._current_graph_task_id() < 0
+        ):  # within a backward it would not end
+            self._lose()
         self._marks.append(time.time_ns())  # the clock of the profiler's events
 
     def died(self, address: int, nbytes: Bytes) -> None:
@@ -140,8 +154,8 @@ class AllocationTrace(AbstractTrace):
         if not self._stopped:
             self._end()
             self._stopped = True
-            if self._leave is not None:
-                self._leave()
+            _tracing.discard(self)
+            self._over.set()
         return [] if self._lost else _windows(self._memory, self._marks, self._known)
 
     def at_peak(self) -> Held | None:
@@ -161,9 +175,14 @@ class AllocationTrace(AbstractTrace):
         _give_way(self._lose)
 
     def _lose(self) -> None:
-        """Somebody begins to profile."""
-        self._end()
-        self._lost = True
+        """Somebody begins to profile. Only the thread that traces can end that: another one waits for its next mark."""
+        if threading.get_ident() == self._thread:
+            self._end()
+            self._lost = True
+            self._over.set()
+        else:
+            self._wanted.set()
+            self._lost |= not self._over.wait(_PATIENCE)
 
     def _end(self) -> None:
         if self._lost:
@@ -241,15 +260,6 @@ def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) 
     return found
 
 
-def _take_turn(trace: AllocationTrace) -> weakref.finalize[Any, Any] | None:
-    """What ends it, at the latest when the trace is gone; None where another thread traces."""
-    if not _turn.acquire(blocking=False):
-        return None
-    leave = weakref.finalize(trace, _turn.release)
-    leave.atexit = False
-    return leave
-
-
 def _give_way(lose: Callable[[], None] | None) -> None:
     """Two profilers at a time end in a segmentation fault: call `lose` before another one is prepared. None: we have no
     profiler any more, and everything is as torch has it."""
@@ -265,8 +275,8 @@ def _give_way(lose: Callable[[], None] | None) -> None:
 
 
 def _others_profile() -> bool:
-    """Whether a `torch.profiler.profile` is open, in whatever part of its schedule."""
-    return "ProfilerStep" in KinetoStepTracker._step_dict
+    """Whether a profiler of torch is open in any thread, in whatever part of its schedule."""
+    return _python_profiler._is_profiler_enabled or "ProfilerStep" in KinetoStepTracker._step_dict
 
 
 @contextmanager

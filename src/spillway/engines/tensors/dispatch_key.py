@@ -117,12 +117,13 @@ class Watcher:
 def _outlive_threads() -> None:
     """A thread lets go of what it keeps after Python has seen it end, and wants the GIL for that. Where it waits for it
     while the interpreter goes, the C++ library aborts the process."""
-    running = {thread.native_id for thread in threading.enumerate()}
-    for ended in _kept_by - running:
-        for _ in range(1000):
-            if not os.path.exists(f"/proc/self/task/{ended}"):
-                break
-            time.sleep(0.001)
+    running = {threading.get_native_id(), *(thread.native_id for thread in threading.enumerate())}
+    ending = _kept_by - running
+    for _ in range(1000):
+        ending = {thread for thread in ending if os.path.exists(f"/proc/self/task/{thread}")}
+        if not ending:
+            break
+        time.sleep(0.001)
 
 
 def _arrive(op: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -408,7 +408,10 @@ class General:
         engine = self._engine
         allowed = engine.controller.allowed - engine.never_leaves()
         results: list[Any] = []
-        for group in elements.groups(allowed):
+        groups = list(elements.groups(allowed))
+        if info.writes:
+            self._rehearse(info, elements, [group for group in groups if elements.needs(group) > allowed])
+        for group in groups:
             args, kwargs = elements.take(group)
             creates = engine.sizes.expected(info, args, kwargs)[1] if info.fresh else 0
             parts = elements.parts(group) if elements.needs(group) + creates > allowed else []
@@ -419,6 +422,18 @@ class General:
             else:
                 self._in_parts(info, args, kwargs, parts)
         return results if info.func._schema.returns else None
+
+    def _rehearse(self, info: OpInfo, elements: Elements, groups: Sequence[slice]) -> None:
+        """Whether there is room for what writes and cannot be cut into parts, before the first group writes."""
+        controller = self._engine.controller
+        for group in groups:
+            if len(elements.parts(group)) < 2 or not self._engine.machine.readable_in_place:
+                seen = self._look(info, *elements.take(group))
+                with controller.lock:
+                    controller.prepare(info.name, seen.reads, seen.writes, 0)
+                    controller.finish(seen.reads, seen.writes)
+                for storage in seen.writes:
+                    storage.written = True
 
     def _in_parts(self, info: OpInfo, args: list[Any], kwargs: dict[str, Any], parts: Sequence[slice]) -> None:
         """One element of what writes in place: on a copy of one part of its tensors after the other."""
