@@ -187,3 +187,30 @@ def test_what_an_lstm_takes_for_itself_is_told(
         with Tally([x, *lstm.parameters(), gradient, *made]) as tally:
             run()
         assert abs(_taken(run) - tally.peak) < 1024
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(32, 32, 3, padding=1), (16, 32, 32, 32)),
+        (nn.Conv2d(64, 128, 3, 2, 1), (8, 64, 16, 16)),
+        (nn.Conv2d(64, 256, 1), (8, 64, 16, 16)),
+        (nn.Conv2d(256, 256, 3, padding=1), (4, 256, 4, 4)),
+        (nn.Conv2d(32, 32, 3, padding=2, dilation=2), (8, 32, 16, 16)),
+        (nn.Conv1d(64, 64, 3, padding=1), (16, 64, 128)),
+    ],
+    ids=["3x3", "strided", "1x1", "many channels", "dilated", "1d"],
+)
+def test_what_a_convolution_takes_for_itself_is_told(convolution: nn.Module, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, requires_grad=True)
+    made = [convolution(x)]
+    gradient = torch.ones_like(made[0])
+
+    def backward() -> Any:
+        return torch.autograd.grad(made, [x, *convolution.parameters()], gradient, retain_graph=True)
+
+    for run in (lambda: convolution(x), backward):
+        with Tally([x, *convolution.parameters(), gradient, *made]) as tally:
+            run()
+        assert abs(_taken(run) - tally.peak) <= 1024

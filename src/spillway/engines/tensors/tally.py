@@ -23,20 +23,20 @@ _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Ops whose last result is a workspace that fake tensors have no size of."""
 
 
-def _of_batch_norm(args: Sequence[Any]) -> Bytes:
+def _of_batch_norm(args: Sequence[Any], out: Any) -> Bytes:
     """Sums and factors of each channel: two at once, three where channels lie beside each other."""
     x = args[0]
     beside = x.dim() == 2 or not x.is_contiguous()
     return (2 + beside) * 4 * int(x.shape[1]) if x.device.type == "cpu" else 0
 
 
-def _of_batch_norm_backward(args: Sequence[Any]) -> Bytes:
+def _of_batch_norm_backward(args: Sequence[Any], out: Any) -> Bytes:
     """The gradient of the input is made twice."""
     x = args[1]
     return int(x.nbytes) if x.device.type == "cpu" and args[9][0] else 0
 
 
-def _of_rnn_layer(args: Sequence[Any], hidden_at: int = 10) -> Bytes:
+def _of_rnn_layer(args: Sequence[Any], out: Any, hidden_at: int = 10) -> Bytes:
     """Of a oneDNN LSTM layer: its weights turned, the sum of its biases, its gates, and some pages. To the byte in full
     precision and with a backward; without one it can be a third more."""
     (steps, batch, width), hidden, size = args[0].shape, int(args[hidden_at]), args[0].element_size()
@@ -45,25 +45,54 @@ def _of_rnn_layer(args: Sequence[Any], hidden_at: int = 10) -> Bytes:
     return int(own + (width + hidden) * gates + 4 * hidden * size)
 
 
-def _of_rnn_layer_backward(args: Sequence[Any]) -> Bytes:
+def _of_rnn_layer_backward(args: Sequence[Any], out: Any) -> Bytes:
     """As much, gradients of the results that do not lie in order, and the weights again where rows are rounded up."""
     width, hidden, size = args[0].shape[2], int(args[15]), args[0].element_size()
     rounded = [numbers for numbers in (width, hidden) if rnn_row(numbers, size) != numbers * size]
     turned = sum(4 * hidden * rnn_row(numbers, size) for numbers in rounded)
     pairs = zip(args[7:10], args[10:13], strict=True)
     copied = sum(result.nbytes for result, given in pairs if given is None or not given.is_contiguous())
-    return int(_of_rnn_layer(args, 15) + copied + turned)
+    return int(_of_rnn_layer(args, out, 15) + copied + turned)
 
 
-_WITHIN: Final[Mapping[str, Callable[[Sequence[Any]], Bytes]]] = MappingProxyType(
+def _of_convolution(args: Sequence[Any], out: torch.Tensor) -> Bytes:
+    """Of oneDNN's: weights in blocks, and beside them the input or the result in blocks of 16 channels."""
+    x, weight = args[:2]
+    if _in_order(x, weight, args[3]):
+        return 0
+    return max(_blocked(x) if x.shape[1] >= 16 else 0, _blocked(out)) + int(weight.nbytes)
+
+
+def _of_convolution_backward(args: Sequence[Any], out: Any) -> Bytes:
+    """The gradient and the input in blocks, where the input has a gradient; or the weights."""
+    gradient, x, weight = args[:3]
+    if _in_order(x, weight, args[4]):
+        return 0
+    return max(_blocked(gradient) + (_blocked(x) if args[10][0] else 0), int(weight.nbytes))
+
+
+def _in_order(x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether a convolution takes its operands as they lie: no oneDNN, a product of matrices, or channels last."""
+    product = set(weight.shape[2:]) == {1} and set(stride) == {1}
+    return x.device.type != "cpu" or x.dtype != torch.float32 or product or not x.is_contiguous()
+
+
+def _blocked(x: torch.Tensor) -> Bytes:
+    return int(x.nbytes) // int(x.shape[1]) * (-(-int(x.shape[1]) // 16) * 16) if x.numel() else 0
+
+
+_WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingProxyType(
     {
+        "aten::convolution": _of_convolution,
+        "aten::convolution_backward": _of_convolution_backward,
         "aten::native_batch_norm": _of_batch_norm,
         "aten::native_batch_norm_backward": _of_batch_norm_backward,
         "aten::mkldnn_rnn_layer": _of_rnn_layer,
         "aten::mkldnn_rnn_layer_backward": _of_rnn_layer_backward,
     }
 )
-"""What kernels take for themselves beside their results, by the positional arguments, as measured with torch 2.13."""
+"""What kernels take for themselves beside their results, by positional arguments and results, as measured with torch
+2.13."""
 
 
 @final
@@ -122,7 +151,7 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
             self._note(storage, made=True)
         at_once = self._at_once(func, args, given, out)
         self.large, self.largest = max(self.large, at_once), max(self.largest, at_once + self.small)
-        within = _WITHIN[func._schema.name](args) if func._schema.name in _WITHIN else 0
+        within = _WITHIN[func._schema.name](args, out) if func._schema.name in _WITHIN else 0
         self.peak, self.small_peak = max(self.peak, self.alive + within), max(self.small_peak, self.small)
         return out
 
