@@ -121,7 +121,8 @@ class AllocationTrace(AbstractTrace):
             if not self._lost:
                 self._begin()
         except BaseException:  # Ctrl-C
-            self.stop()
+            self._end()
+            _tracing.discard(self)
             raise
 
     @staticmethod
