@@ -13,11 +13,13 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+from torch.autograd import profiler as autograd_profiler
 from torch.autograd.profiler import KinetoStepTracker
 from torch.optim import optimizer as torch_optimizer
 from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from spillway.engines.blocks import trace
 from spillway.engines.tensors import compiled, dispatch_key, escapes, guests, system, turns
 from spillway.session import updates
 
@@ -97,15 +99,23 @@ def _set_environment(before: dict[str, str]) -> None:
     os.environ.update(before)
 
 
-def _profilers() -> tuple[bool, dict[str, int]]:
-    return torch._C._autograd._profiler_enabled(), dict(KinetoStepTracker._step_dict)
+def _profilers() -> tuple[bool, bool, dict[str, int], int]:
+    return (
+        torch._C._autograd._profiler_enabled(),
+        autograd_profiler._is_profiler_enabled,
+        dict(KinetoStepTracker._step_dict),
+        len(trace._tracing),
+    )
 
 
-def _stop_profilers(before: tuple[bool, dict[str, int]]) -> None:
+def _stop_profilers(before: tuple[bool, bool, dict[str, int], int]) -> None:
     if torch._C._autograd._profiler_enabled() > before[0]:
         torch._C._autograd._disable_profiler()
+    autograd_profiler._is_profiler_enabled = before[1]
     KinetoStepTracker._step_dict.clear()
-    KinetoStepTracker._step_dict.update(before[1])
+    KinetoStepTracker._step_dict.update(before[2])
+    trace._give_way(None)
+    trace._tracing.clear()
 
 
 def _flags() -> tuple[Any, ...]:
