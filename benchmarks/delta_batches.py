@@ -10,8 +10,8 @@ from benchmarks.delta_lab import HERITAGE, Lab, figure, gib, published
 from benchmarks.record import Row
 from benchmarks.soft_budget import Ran, run_softly
 from spillway.costs import Device
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.simulated import simulate
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import METHODS, AbstractPolicy, Delta, KeepAll
 
 TABLES: Final = {"III": "ResNet-50", "IV": "ResNet-101"}

@@ -119,7 +119,7 @@ def _passed(planning: SimulatedPlanning, steps: Sequence[tuple[InputSize, Bytes]
         planning.observe(StepSample(size=size, recomputed=frozenset({0}), peak=nbytes), [believed], whole=False)
     over = 0
     for size, peak in steps:
-        recomputed = planning.plan(size, BUDGET).recomputed
+        recomputed = planning.plan(size, BUDGET).given_up
         measured = floors[size] if recomputed else peak
         over += measured > BUDGET
         planning.observe(StepSample(size=size, recomputed=recomputed, peak=measured), [], whole=True)

@@ -148,7 +148,7 @@ def _planning(blocks: int, size: Size, *, alike: bool) -> list[Row]:
     what = f"{blocks} blocks, {'alike' if alike else 'all different'}"
     if (mimose.cache.made, mimose.cache.hits) != (size.rounds * size.plans,) * 2:
         raise RuntimeError(f"{what}: {mimose.cache.made} plans were made and {mimose.cache.hits} remembered.")
-    chosen = {len(mimose.plan(*question).recomputed) for question in questions}
+    chosen = {len(mimose.plan(*question).given_up) for question in questions}
     return [
         {
             "what": f"{kind}, {what}", "kind": kind, "of": blocks, "seconds": statistics.median(taken),

@@ -228,7 +228,7 @@ class Lab:
         first = [seconds for seconds in sheltered if seconds is not None and options.static_size is None]
         runs, given_up = [], 0.0
         for weight, at in zip(weights, self.all, strict=True):
-            chosen = planned = mimose.plan(at.size, budget - at.found.start).recomputed
+            chosen = planned = mimose.plan(at.size, budget - at.found.start).given_up
             if options.checks_peak:
                 chosen = at.revoked(planned, budget)
                 given_up += weight * (chosen != planned)

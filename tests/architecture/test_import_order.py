@@ -15,7 +15,16 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("ir",),
     ("costs",),
     ("methods",),
-    ("engines",),  # the controller and what it is made of: the engines' torch-free part
+    ("memory.budget", "memory.lanes"),
+    ("memory.records",),
+    ("memory.ancestry", "memory.machine"),
+    ("memory.ledger",),
+    ("memory.recompute", "memory.unsafe_region"),
+    ("memory.copies",),
+    ("memory.view",),
+    ("memory.controller",),
+    ("memory",),  # what asks a policy around every op
+    ("engines",),  # the engines' torch-free part
     ("engines.simulated",),
     ("engines.tiers",),
     ("engines.tensors.system",),  # asks the operating system about this process, for either engine
@@ -161,7 +170,7 @@ def small_package(module: str, text: str) -> dict[str, str]:
         ("spillway.ir.step", "from spillway.methods.base import AbstractPolicy"),
         ("spillway.ir.step", "import spillway.session"),
         ("spillway.errors", "def late():\n    import spillway.ir.step"),
-        ("spillway.engines.controller", "if TYPE_CHECKING:\n    import spillway.session"),
+        ("spillway.memory.controller", "if TYPE_CHECKING:\n    import spillway.session"),
         ("spillway.engines.tiers.disk", "from spillway.engines.tensors import machine"),
         ("spillway.report.html", "from spillway.workloads import demo"),
         ("spillway.advisor", "from spillway.workloads import demo"),
@@ -197,7 +206,7 @@ def test_a_module_that_the_order_does_not_know_has_to_be_given_a_place() -> None
     [
         ("spillway.ir.step", "import torch"),
         ("spillway.ir.step", "def late():\n    from torch.nn import Module"),
-        ("spillway.engines.controller", "if TYPE_CHECKING:\n    from torch import Tensor"),
+        ("spillway.memory.controller", "if TYPE_CHECKING:\n    from torch import Tensor"),
         ("spillway.costs.roofline", "try:\n    import torch\nexcept ImportError:\n    torch = None"),
         ("spillway.report.html", "def late():\n    from spillway.session import Session"),
         ("spillway", "from spillway.session import manage"),

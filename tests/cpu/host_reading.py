@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import spillway
-from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.methods import DTR, LRU, AbstractPolicy, Delta, Drop, Move
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, Way, image, is_dropped, is_moved, put_away

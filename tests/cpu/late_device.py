@@ -340,7 +340,7 @@ def late_engine(
     if exchanges and not CAN_SWAP:
         pytest.skip("this torch cannot exchange bytes under a storage")
     engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
-    driver.account = lambda: engine.controller.resident
+    driver.account = lambda: engine.controller.budget.resident
     _watch_blocks(engine.machine, driver)
     place: Any = engine.place
     if not costs:

@@ -29,8 +29,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import spillway
-from spillway.engines.flights import Flights
 from spillway.errors import BudgetInfeasible, SpillwayError
+from spillway.memory.copies import Flights
 
 STEPS: Final = 3
 PATIENCE: Final = timedelta(seconds=60)

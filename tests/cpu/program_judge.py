@@ -23,8 +23,8 @@ from typing import Any, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, AbstractPolicy, KeepAll, method_named
 from tests.cpu.pressure import copying_beside
 from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until, poisoned

@@ -15,14 +15,14 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.controller import SMALLEST_MOVABLE
-from spillway.engines.records import AWAY, HERE
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.dispatch_key import Handler, Watcher
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible, SpillwayError
+from spillway.memory.ledger import SMALLEST_MOVABLE
+from spillway.memory.records import AWAY, HERE
 from spillway.methods import AbstractPolicy
 from spillway.methods.base import Drop, Move
 from tests.cpu.bits import strided
@@ -307,10 +307,10 @@ def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, front: C
         ran.held = sum(storage.nbytes for storage in small if storage.held)
     except Exception as error:
         ran.wrong.append("".join(traceback.format_exception(error)))
-    ran.peak = max(ran.peak, engine.controller.peak)
+    ran.peak = max(ran.peak, engine.controller.budget.peak)
     try:
         engine.end_step()
-        ran.peak = max(ran.peak, engine.controller.peak)
+        ran.peak = max(ran.peak, engine.controller.budget.peak)
     except BudgetInfeasible as error:
         if ran.refusal is None:
             ran.refusal, ran.ops = error, 1 << 40
@@ -323,8 +323,8 @@ def _check_books(engine: TensorEngine, ran: Ran) -> None:
     """What has to hold between steps."""
     controller, storages = engine.controller, list(engine.table.values())
     present = sum(s.nbytes for s in storages if s.value is not None and s.value.absent == HERE)
-    if controller.resident != present:
-        ran.wrong.append(f"the account says {controller.resident} bytes and {present} are present")
+    if controller.budget.resident != present:
+        ran.wrong.append(f"the account says {controller.budget.resident} bytes and {present} are present")
     if controller.dropped or controller.recipes:
         ran.wrong.append(f"{len(controller.dropped)} drops and {len(controller.recipes)} recipes outlive the step")
     if controller.away != sum(s.value is not None and s.value.absent == AWAY for s in storages):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import spillway
 from spillway.engines.blocks.hook import Hook
 from spillway.errors import BudgetInfeasible, ModelError, SessionError, UsageError
-from spillway.methods import Mimose
+from spillway.methods import Action, Mimose
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,
@@ -26,6 +26,7 @@ from spillway.methods.by_block import (
     InputSize,
     Phase,
     StepSample,
+    recomputing,
 )
 from spillway.methods.mimose import Options
 from spillway.session import BlockSession
@@ -153,8 +154,9 @@ class TooHopeful(AbstractBlockMethod):
 
     def begin(self, size: InputSize, available: int) -> Decision:
         plan = BlockPlan(
-            size=size, recomputed=frozenset(), blocks=4, projected=0, available=available, seconds=0.0, smallest=0
-        )
+            size=size, actions=recomputing((), 4), otherwise=Action.RECOMPUTE, projected=0, available=available,
+            seconds=0.0, smallest=0,
+        )  # fmt: skip
         return Decision(Phase.RESPONSIVE, plan, False)
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:

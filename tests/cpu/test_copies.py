@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.records import Storage
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.ir.step import Phase
+from spillway.memory.records import Storage
 from spillway.methods import AbstractPolicy, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.session import Session
 from tests.cpu.pressure import PLENTY, copying_beside, is_moved, put_away
@@ -85,7 +85,7 @@ def storage_of(memory: Session, tensor: Tensor) -> Storage:
 
 
 def resident(memory: Session) -> int:
-    return memory._engine.controller.resident
+    return memory._engine.controller.budget.resident
 
 
 def trained(budget: int | None) -> tuple[list[Tensor], Session]:
@@ -237,7 +237,7 @@ def test_what_dies_on_its_way_in_leaves_nothing(memory: Session, monkeypatch: py
     assert begin(memory, tensor, Fetch)
     gate.open.set()
     del tensor
-    memory._engine.controller.empty_graveyard()
+    memory._engine.controller.collect_dead()
     assert (resident(memory), memory._engine.tier.used) == (before, 0)
 
 
@@ -266,7 +266,7 @@ def test_nothing_is_on_its_way_when_a_step_has_ended(closes: bool) -> None:
         put_away(memory, back, Move)
         assert begin(memory, out, Copy)
         assert begin(memory, back, Fetch)
-    assert memory._engine.controller.copies.arriving == {}
+    assert memory._engine.controller.arriving == {}
     assert torch.equal(back, out * 2)
     out += 1  # between steps, seen by nobody
     if not closes:

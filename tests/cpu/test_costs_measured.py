@@ -13,8 +13,8 @@ import torch
 
 from spillway.costs import DEVICES, HERE, Device, measured, watching
 from spillway.costs.finding import device_of
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tiers.speed import Speed
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta
 from spillway.units import KiB, MiB
 

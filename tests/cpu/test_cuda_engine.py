@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH, Resized
 from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta, Drop, Move
 from spillway.session import Session
 from tests.cpu.late_device import COPYING, LateDriver, driver_of, late_session, late_step
@@ -51,10 +51,10 @@ def test_what_others_have_of_the_device_is_set_aside_in_the_budget() -> None:
 def test_what_grows_beside_the_account_within_a_step_is_seen() -> None:
     late = LateDriver()
     with late_session(nn.Linear(2, 2), budget=200 << 20, method=LRU(), driver=late) as memory, memory.step():
-        roomy = memory._engine.controller.allowed
+        roomy = memory._engine.controller.budget.allowed
         late.beside = 50 << 20
         kept = [torch.arange(ITEMS) for _ in range(40)]
-        assert memory._engine.controller.allowed == roomy - (50 << 20)
+        assert memory._engine.controller.budget.allowed == roomy - (50 << 20)
     assert kept
 
 
@@ -90,7 +90,7 @@ def test_the_nearer_the_budget_the_more_often_it_is_looked_at() -> None:
         kept = [torch.arange(ITEMS) for _ in range(34)]
         late.beside = 1 << 20
         kept += [torch.arange(ITEMS) for _ in range(8)]
-        assert memory._engine.controller.allowed == budget - budget // 100 - (1 << 20)
+        assert memory._engine.controller.budget.allowed == budget - budget // 100 - (1 << 20)
     assert kept
 
 
@@ -100,11 +100,11 @@ def test_room_is_made_for_what_a_hungry_op_may_need_the_first_time_and_nothing_i
     with late_session(layer, budget=PLENTY, method=LRU()) as memory, memory.step():
         others, controller = [torch.randperm(4096) for _ in range(16)], memory._engine.controller
         held = [other.numpy() for other in others if escaped]
-        controller.allowed = controller.resident + 2 * made + 4096
+        controller.budget.allow(controller.budget.resident + 2 * made + 4096)
         layer(picture)
-        assert controller.resident <= controller.allowed - (0 if escaped else 2 * made)
+        assert controller.budget.resident <= controller.budget.allowed - (0 if escaped else 2 * made)
         assert any(is_moved(memory, other) or is_dropped(memory, other) for other in others) != escaped
-        controller.allowed = PLENTY
+        controller.budget.allow(PLENTY)
     assert len(held) == 16 * escaped
 
 
@@ -121,10 +121,10 @@ def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_nex
         assert known is not None
         assert [looks for looks in known._known.values() if looks == [3 * made, 3 * made]]
         controller = memory._engine.controller
-        controller.allowed = controller.resident + 2 * made
+        controller.budget.allow(controller.budget.resident + 2 * made)
         with pytest.raises(BudgetInfeasible):
             layer(picture)
-        controller.allowed = PLENTY
+        controller.budget.allow(PLENTY)
 
 
 # ---------------------------------------------------------------------- no memory all the same
@@ -252,9 +252,9 @@ def test_a_replay_that_finds_no_memory_for_what_it_brings_back_makes_room_and_le
             monkeypatch.undo()
         assert int((tensor + 1)[-1]) == 2 * ITEMS - 1
         assert is_moved(memory, other) or is_dropped(memory, other)
-        engine.controller.empty_graveyard()
+        engine.controller.collect_dead()
         present = [s.nbytes for s in engine.table.values() if s.value is not None and not s.value.absent]
-        assert engine.controller.resident == sum(present)
+        assert engine.controller.budget.resident == sum(present)
         assert [storage.locks for storage in engine.table.values() if storage.locks] == []
 
 

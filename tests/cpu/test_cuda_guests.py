@@ -204,7 +204,7 @@ def test_a_custom_function_that_fails_leaves_nothing_lent(memory: Session) -> No
     x = torch.ones(ITEMS) + 1
     with pytest.raises(ValueError, match="no kernel"):
         Failing.apply(x)
-    assert not memory._engine.controller.lending.running
+    assert not memory._engine.controller.unsafe.running
     assert put_away(memory, x, Move)
     assert put_away(memory, x + 1, Drop)
 

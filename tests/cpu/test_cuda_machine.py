@@ -86,26 +86,26 @@ def test_the_host_waits_for_nothing_within_a_step(memory: Session, monkeypatch: 
 
 
 def test_what_dies_while_it_is_copied_lives_until_the_copy_is_done(memory: Session) -> None:
-    late, before = driver_of(memory), memory._engine.controller.resident
+    late, before = driver_of(memory), memory._engine.controller.budget.resident
     tensor = torch.arange(ITEMS)
     assert begin(memory, tensor, Copy)
-    after = memory._engine.controller.resident
+    after = memory._engine.controller.budget.resident
     del tensor
-    assert memory._engine.controller.resident == after == before + NBYTES, "in flight is resident"
+    assert memory._engine.controller.budget.resident == after == before + NBYTES, "in flight is resident"
     memory._engine.machine.reap()
-    assert memory._engine.controller.resident == after
+    assert memory._engine.controller.budget.resident == after
     late.synchronize()
     memory._engine.machine.reap()
-    assert memory._engine.controller.resident == before
+    assert memory._engine.controller.budget.resident == before
 
 
 def test_room_is_made_of_what_lives_for_its_copy_alone(memory: Session) -> None:
     tensor, controller = torch.arange(ITEMS), memory._engine.controller
-    before = controller.resident - NBYTES
+    before = controller.budget.resident - NBYTES
     assert begin(memory, tensor, Copy)
     del tensor
     memory._engine.machine.settle()
-    assert controller.resident == before
+    assert controller.budget.resident == before
 
 
 def test_a_write_while_a_copy_is_under_way_is_what_comes_back(memory: Session) -> None:
@@ -119,13 +119,13 @@ def test_a_write_while_a_copy_is_under_way_is_what_comes_back(memory: Session) -
 def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(memory: Session) -> None:
     tensor, engine = torch.arange(ITEMS), memory._engine
     assert put_away(memory, tensor, Move)
-    before = engine.controller.resident
+    before = engine.controller.budget.resident
     assert begin(memory, tensor, Fetch)
-    assert engine.controller.resident == before + NBYTES
+    assert engine.controller.budget.resident == before + NBYTES
     del tensor
-    engine.controller.empty_graveyard()
+    engine.controller.collect_dead()
     engine.controller.copies.land(wait=True)  # a storage that is its own target lives until then
-    assert engine.controller.resident == before
+    assert engine.controller.budget.resident == before
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def leave_and_come_back(late: LateDriver) -> None:
             tensor += 1
             assert begin(memory, tensor, Copy)
             tensor += 1  # what is on its way out is good for nothing
-            memory._engine.controller.empty_graveyard()
+            memory._engine.controller.collect_dead()
             assert torch.equal(tensor, torch.arange(ITEMS) + number + 2)
 
 
@@ -206,7 +206,7 @@ def give_up_a_block(memory: Session) -> None:
     tensor = torch.zeros(ITEMS, dtype=torch.int64)
     assert put_away(memory, tensor, Move)
     tensor += 1
-    memory._engine.controller.empty_graveyard()
+    memory._engine.controller.collect_dead()
 
 
 def test_a_block_is_free_when_the_compute_stream_has_passed_the_moment_at_which_it_was_given_up() -> None:
@@ -315,7 +315,7 @@ def test_a_copy_that_nothing_needs_yet_is_refused_where_the_host_would_have_to_w
         first, second, controller = torch.arange(ITEMS), torch.arange(ITEMS) + 1, memory._engine.controller
         assert begin(memory, first, Copy)
         first += 1  # what is on its way out is good for nothing
-        controller.empty_graveyard()
+        controller.collect_dead()
         assert not begin(memory, second, Copy)
         assert controller.counters.refusals == {"slower tier full": 1}
         assert len(late.out) == 1, "nobody waited"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors import driver as drivers
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import CudaDriver
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Drop, Fetch, Move
 from spillway.session import Session
 from tests.cpu.late_device import LateDriver, OutOfOrderError, driver_of, late_session, late_step

@@ -63,5 +63,5 @@ def test_reports_of_what_varies_are_those_of_a_witness() -> None:
 def test_what_torch_tensor_makes_is_in_the_account_before_it_is_used() -> None:
     with spillway.manage(nn.Linear(2, 2), budget=None) as memory, memory.step():
         made = torch.tensor([0.0] * 1000)
-        peak = memory._engine.controller.peak  # type: ignore[attr-defined]
+        peak = memory._engine.controller.budget.peak  # type: ignore[attr-defined]
         assert peak >= made.nbytes

@@ -79,7 +79,7 @@ def test_ctrl_c_at_every_op(order: str) -> None:
         with spillway.manage(model, optimizer, budget=TIGHT, method=ORDERS[order]()) as memory:
             with pytest.raises(KeyboardInterrupt), memory.step(), PressesBefore(number):
                 step_of(model, optimizer, 1)
-            assert memory._engine.controller.copies.arriving == {}
+            assert memory._engine.controller.arriving == {}
             assert not memory._engine.controller.dropped
         assert hash(tuple(state_of(model, optimizer).items())) == states[number], f"op {number}"
 
@@ -255,7 +255,7 @@ def test_a_worker_of_a_loader_that_is_killed_ends_the_step_with_a_clear_error() 
             while True:
                 model(torch.randn(96, 64, generator=torch.Generator().manual_seed(1)))
                 next(loader)
-        assert memory._engine.controller.copies.arriving == {}
+        assert memory._engine.controller.arriving == {}
         del loader
     model, optimizer = fresh()
     with spillway.manage(model, optimizer, budget=TIGHT) as memory, memory.step():

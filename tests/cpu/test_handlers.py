@@ -6,9 +6,9 @@ import threading
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import storage_address
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, KeepAll
 
 BUDGET = 1 << 30

@@ -133,7 +133,7 @@ def test_a_wait_that_the_controller_does_not_see_is_a_stall_too(monkeypatch: pyt
                     assert put_away(memory, tensor, Drop)
                 else:
                     tensor += 1
-                    memory._engine.controller.empty_graveyard()
+                    memory._engine.controller.collect_dead()
         assert memory.history[-1].stall_seconds > 0
 
 

@@ -162,7 +162,7 @@ def test_a_view_of_a_sparse_tensor_takes_what_it_makes(layout: str, made: float,
         engine.begin_step([("input", matrix)])
         view(matrix)
         engine.end_step()
-        assert engine.controller.peak >= int((1 + made) * parts)
+        assert engine.controller.budget.peak >= int((1 + made) * parts)
     finally:
         engine.close()
 

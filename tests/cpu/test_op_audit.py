@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors import ops
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import NEVER_REPLAYED
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU
 from tests.cpu.fronts import stand_before
 from tests.cpu.op_audit import Audit

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spillway.engines.room import leaving_reserved
 from spillway.engines.tensors import places
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
@@ -63,8 +62,8 @@ def reserved(engine: TensorEngine) -> int:
     """In the next step; its budget is what it was."""
     engine.begin_step([], base_rss=START)
     engine.end_step()
-    assert engine.controller.allowed + engine.place.measured().reserved == BUDGET
-    return engine.place.measured().reserved
+    assert engine.controller.budget.allowed + engine.controller.budget.reserved == BUDGET
+    return engine.controller.budget.reserved
 
 
 def test_what_was_above_a_tenth_is_reserved_from_the_next_step_on(engine: TensorEngine, rises_to: RisesTo) -> None:
@@ -76,7 +75,7 @@ def test_what_was_above_a_tenth_is_reserved_from_the_next_step_on(engine: Tensor
     assert reserved(engine) == pytest.approx(0.05 * BUDGET, abs=KiB)
     rises_to(1.1)
     pressed(engine)
-    assert engine.controller.peak <= 0.95 * BUDGET + KiB
+    assert engine.controller.budget.peak <= 0.95 * BUDGET + KiB
     assert reserved(engine) == pytest.approx(0.05 * BUDGET, abs=KiB), "it is what keeps it there"
 
 
@@ -120,10 +119,10 @@ def test_rather_than_refuse_an_op_the_whole_budget_is_allowed(engine: TensorEngi
     pressed(engine)
     engine.begin_step([], base_rss=START)
     try:
-        assert engine.controller.allowed < 9 * MiB
+        assert engine.controller.budget.allowed < 9 * MiB
         wide = torch.ones(9 * MiB // 8)
         assert (wide + wide).sum() == 9 * MiB // 4  # 9 MiB, and a sum
-        assert (engine.controller.allowed, engine.place.measured().reserved) == (BUDGET, 0)
+        assert (engine.controller.budget.allowed, engine.controller.budget.reserved) == (BUDGET, 0)
         with pytest.raises(BudgetInfeasible) as refused:
             torch.ones(4 * MiB)
         assert refused.value.allowed == BUDGET
@@ -151,7 +150,7 @@ def test_a_step_that_took_it_does_not_learn_the_same_again(engine: TensorEngine,
         try:
             half = torch.ones(BUDGET // 8 - 256)
             assert (half + 1).sum() == 2 * half.numel()  # all of the budget
-            assert engine.controller.reserved == 0
+            assert engine.controller.budget.reserved == 0
             torch.ones(MiB // 4)
         finally:
             engine.end_step()
@@ -169,7 +168,7 @@ def test_a_method_that_refuses_is_asked_again_with_the_whole_budget(
         for _ in range(2):
             pressed(engine)
         assert engine.controller.counters.moves > 0
-        assert (engine.controller.allowed, engine.controller.reserved) == (BUDGET, 0)
+        assert (engine.controller.budget.allowed, engine.controller.budget.reserved) == (BUDGET, 0)
     finally:
         engine.close()
 
@@ -180,10 +179,10 @@ def test_what_is_not_needed_does_not_take_it(engine: TensorEngine, rises_to: Ris
     engine.begin_step([], base_rss=START)
     controller = engine.controller
     try:
-        allowed, kept = controller.allowed, controller.reserved
-        with leaving_reserved(controller), pytest.raises(BudgetInfeasible):
+        allowed, kept = controller.budget.allowed, controller.budget.reserved
+        with controller.budget.keeping_reserve(), pytest.raises(BudgetInfeasible):
             controller.make_room(BUDGET, "a test")
-        assert (controller.allowed, controller.reserved) == (allowed, kept)
+        assert (controller.budget.allowed, controller.budget.reserved) == (allowed, kept)
     finally:
         engine.end_step()
 
@@ -224,8 +223,8 @@ def test_a_step_that_fits_the_budget_but_not_what_is_left_of_it_is_managed() -> 
         assert [managed(session) for _ in range(4)][-1] is False
         assert isinstance(session, TensorSession)
         controller = session._engine.controller
-        controller.reserved = controller.allowed - max(report.peak_bytes for report in session.history) + KiB
-        controller.allowed -= controller.reserved
+        budget, most = controller.budget, max(report.peak_bytes for report in session.history)
+        budget.reserve(budget.named - most + KiB, spendable=True)
         assert managed(session)
         assert not managed(session), "nothing was learned that is to be reserved"
 

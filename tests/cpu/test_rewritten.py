@@ -18,12 +18,12 @@ from spillway.advisor.ways import WAYS
 from spillway.costs import device_named, step_seconds, timed
 from spillway.costs.packing import packed_bytes, quantized_bytes
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.controller import UNLIMITED
 from spillway.errors import UsageError
 from spillway.ir import Op, Phase, Plan, Recorded, Step, read_step, verify, write_step
 from spillway.ir.account import account
 from spillway.ir.blocks import block_names
 from spillway.ir.lives import lives_of
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import METHODS, AbstractPlanner, CheckpointPlanner, Problem, Swap
 from spillway.methods.actions import Action
 from spillway.methods.rewritten import PACK, UNPACK, compressed, run_twice

@@ -14,11 +14,11 @@ import torch
 
 import spillway
 from spillway.costs.device import DEVICES
-from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Change, Gap, Host, Op, Plan, Recompute, Recorded, Step, Timeline, verify
 from spillway.ir.blocks import block_calls
 from spillway.ir.recipes import as_one
+from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.methods import DTR, LRU, Checkmate, KeepAll, Planned, Problem, SqrtN, Swap
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.recording import record

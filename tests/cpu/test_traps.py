@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spillway
-from spillway.engines.controller import CHAIN_CAP
+from spillway.memory.ledger import CHAIN_CAP
 from spillway.methods import Drop, Move
 from spillway.session import Session
 from tests.cpu.pressure import ORDERS, PLENTY, Image, InputsLeave, image, is_dropped, put_away

@@ -393,9 +393,9 @@ def test_a_storage_can_be_emptied_and_filled_again_as_sharded_training_does(memo
         assert put_away(memory, x, Move)
         real.resize_(0)
         assert way is Move or not is_dropped(memory, doubled), "what would be recomputed from it came back first"
-        present = controller.resident
+        present = controller.budget.resident
         real.resize_(doubled.nbytes)
-        assert controller.resident == present + doubled.nbytes
+        assert controller.budget.resident == present + doubled.nbytes
         x.fill_(3)
         assert put_away(memory, x, Move)
         assert bool((x == 3).all())
@@ -418,9 +418,10 @@ def test_a_replay_accounts_for_what_a_storage_was_before_it_got_another_size(mem
         y = x.exp()
         storage_of(x).resize_(rows * SIDE * 4)
         assert put_away(memory, y, Drop)
-        controller.peak = present = controller.resident
+        controller.budget.begin()
+        present = controller.budget.resident
         y.neg_()
-        assert controller.peak == present + 2 * y.nbytes
+        assert controller.budget.peak == present + 2 * y.nbytes
         assert image(y) == image((matrix() * 2).exp().neg())
 
 

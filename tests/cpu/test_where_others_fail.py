@@ -143,7 +143,7 @@ def test_parameters_and_duplicates_are_not_stored_twice() -> None:
         with memory.step(batch):
             kept = model(batch)
             views = [kept.t(), kept[2:], kept.detach(), kept.view(-1)]
-            with_views = memory._engine.controller.resident
+            with_views = memory._engine.controller.budget.resident
         assert len(views) == 4
     matrices = 4 + 1 + 4  # weights, the batch, outputs
     assert with_views == matrices * 4 * SIDE * SIDE

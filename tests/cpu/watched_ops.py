@@ -25,13 +25,13 @@ import torch
 from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_legacy, _enable_profiler_legacy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spillway.engines import controller
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.calls import inner_tensors
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.errors import BudgetInfeasible
+from spillway.memory import ledger
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, KeepAll
 from tests.cpu.op_samples import MOST_SAMPLES, database, elements, fitting
 
@@ -216,11 +216,11 @@ class Watching:
             if isinstance(leaf, torch.Tensor)
         ]
         engine.begin_step([("sample", tensor) for tensor in given])
-        before = engine.controller.resident
+        before = engine.controller.budget.resident
         try:
             with measured() as allocated:
                 results = program.run()
-                held, peak = engine.controller.resident - before, engine.controller.peak
+                held, peak = engine.controller.budget.resident - before, engine.controller.budget.peak
             numbers = numbers_kept(results, engine) if held != sum(allocated) else 0
         except Exception as error:
             self.findings.blame("fails watched", program, f"{type(error).__name__}: {str(error)[:120]}")
@@ -235,7 +235,7 @@ class Watching:
         return peak
 
     def _tightly(self, program: Program, expected: list[Any], engine: TensorEngine, budget: int) -> bool:
-        engine.controller.allowed = budget
+        engine.controller.budget.allow(budget)
         counts, counters = self.findings.counts, engine.controller.counters
         try:
             results = self._watched(engine, program)
@@ -246,9 +246,9 @@ class Watching:
             self.findings.blame("fails under a budget", program, f"{type(error).__name__}: {str(error)[:120]}")
             return True
         finally:
-            engine.controller.allowed = UNLIMITED - 1
-        if engine.controller.peak > budget:
-            self.findings.blame("over the budget", program, f"{engine.controller.peak} of {budget} bytes")
+            engine.controller.budget.allow(UNLIMITED - 1)
+        if engine.controller.budget.peak > budget:
+            self.findings.blame("over the budget", program, f"{engine.controller.budget.peak} of {budget} bytes")
         for told in self._asked.smaller:
             self.findings.blame("more created than expected", program, told)
         self._asked.smaller.clear()
@@ -346,15 +346,15 @@ def look_at(found: Iterable[Program]) -> Findings:
 @contextlib.contextmanager
 def watching() -> Iterator[Watching]:
     """Storages of any size may leave."""
-    smallest = controller.SMALLEST_MOVABLE
+    smallest = ledger.SMALLEST_MOVABLE
     judge = Watching()
-    controller.SMALLEST_MOVABLE = 1
+    ledger.SMALLEST_MOVABLE = 1
     try:
         with warnings.catch_warnings(), torch.random.fork_rng():
             warnings.simplefilter("ignore")  # the database tries what is deprecated too
             yield judge
     finally:
-        controller.SMALLEST_MOVABLE = smallest
+        ledger.SMALLEST_MOVABLE = smallest
         judge.close()
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from spillway.engines.controller import SMALLEST_MOVABLE
-from spillway.engines.records import EXACT, NEVER, SCAFFOLD, Recipe, Storage
 from spillway.errors import SpillFullError
+from spillway.memory.ledger import SMALLEST_MOVABLE
+from spillway.memory.records import EXACT, NEVER, SCAFFOLD, Recipe, Storage
 from spillway.units import Bytes, Seconds
 
 ITEM: Bytes = SMALLEST_MOVABLE
@@ -270,7 +270,7 @@ class MemoryMachine:
                 self.finish(home)
         storage.handle.items = None
 
-    def give(self, source: Storage, target: Storage) -> None:
+    def transfer(self, source: Storage, target: Storage) -> None:
         self.before("give")
         assert target.handle.items is None, "bytes are given to a storage that has some"
         home = target.handle.home

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, final
 
-from spillway.engines.controller import CHAIN_CAP, UNLIMITED, Controller
-from spillway.engines.records import AWAY, DROPPED, GONE, HERE, NEVER, Recipe, Storage, Value
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.controller import Controller
+from spillway.memory.ledger import CHAIN_CAP
+from spillway.memory.records import AWAY, DROPPED, GONE, HERE, NEVER, Recipe, Storage, Value
 from spillway.methods.base import AbstractPolicy, Drop, Move
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
@@ -51,7 +53,7 @@ class Program:
 
     def check_account(self, action: str) -> None:
         """What the controller believes to be in memory is what is there."""
-        assert self.controller.resident == self.machine.present(), f"before {action}"
+        assert self.controller.budget.resident == self.machine.present(), f"before {action}"
 
     # ------------------------------------------------------------------ what a user does
 
@@ -106,7 +108,8 @@ class Program:
     def begin_step(self) -> None:
         self.controller.begin_step()
         self.controller.make_room(0, "begin step")
-        self.controller.peak = self.machine.peak = self.machine.present()
+        self.controller.budget.begin()
+        self.machine.peak = self.machine.present()
 
     def end_step(self) -> None:
         self.controller.end_step()
@@ -135,14 +138,14 @@ class Program:
         self, name: str, operands: Sequence[Storage], writes: Sequence[Storage], needed: Bytes, act: Callable[[], T]
     ) -> T:
         if self.controller.policy.foresees:
-            self.controller.copies.foresee()
+            self.controller.copies.foresee(self.controller.view)
         self.controller.clock += 1
         for storage in operands:
             storage.touched = self.controller.clock
         reads = [value_of(storage) for storage in operands]
         absent = any(value_of(storage).absent for storage in (*operands, *writes))
         risky = any(value_of(storage).dependents for storage in writes)
-        if not absent and not risky and self.controller.resident + needed <= self.controller.allowed:
+        if not absent and not risky and self.controller.budget.resident + needed <= self.controller.budget.allowed:
             return act()
         self.controller.prepare(name, reads, writes, needed)
         try:
@@ -189,7 +192,7 @@ class Program:
 
     def _die(self, storage: Storage) -> None:
         storage.handle = None
-        self.controller.bury(storage)
+        self.controller.forget(storage)
 
 
 @final
@@ -246,12 +249,12 @@ def error_of(kind: type[E], act: Callable[..., Any], *args: Any) -> E:
 def audit(program: Program) -> None:
     """Between ops: nothing is locked or wanted, every count is what a fresh count gives."""
     controller, machine = program.controller, program.machine
-    controller.empty_graveyard()
+    controller.collect_dead()
     for home in machine.reading:
         machine.finish(home)
     machine.let_go()
-    controller.empty_graveyard()
-    assert len(machine.arrivals) == len(controller.copies.arriving)
+    controller.collect_dead()
+    assert len(machine.arrivals) == len(controller.arriving)
     program.check_account("the audit")
     values = list(living(program))
     assert set(controller.dropped) == {value for value in values if value.absent == DROPPED}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import final
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import NEVER, SCAFFOLD
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.records import NEVER, SCAFFOLD
 from spillway.methods.base import AbstractPolicy, Drop, MemoryView, Proposal
 from spillway.units import Bytes
 from tests.pure.cells import Op

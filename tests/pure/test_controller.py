@@ -1,16 +1,16 @@
 """The controller's account, and its rules 1 to 4: absent inputs, cuts, locks, room.
 
-The numbers are those of NOTE [Safety rules] in `engines.controller`.
+The numbers are those of NOTE [Safety rules] in `memory.controller`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from spillway.engines.controller import FIRST_TEMPORARY
-from spillway.engines.records import AWAY, DROPPED, GONE, HERE
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.ir.timeline import Change
+from spillway.memory.ledger import FIRST_TEMPORARY
+from spillway.memory.records import AWAY, DROPPED, GONE, HERE
 from spillway.methods.base import Drop
 from tests.pure.cells import ITEM, Op
 from tests.pure.memory_machine import Plain, Program, audit
@@ -23,8 +23,8 @@ def test_a_storage_may_be_buried_twice_and_counts_once() -> None:
     program = started()
     storage = program.names["a"]
     program.free("a")
-    program.controller.bury(storage)
-    assert program.controller.resident == ITEM
+    program.controller.forget(storage)
+    assert program.controller.budget.resident == ITEM
     assert storage.value is None
 
 
@@ -41,7 +41,7 @@ def test_a_resized_storage_counts_with_its_new_size() -> None:
     cell = program.names["a"].handle
     cell.nbytes = 3 * ITEM
     program.controller.resize(program.names["a"], 3 * ITEM)
-    assert (program.controller.resident, program.controller.peak) == (4 * ITEM, 4 * ITEM)
+    assert (program.controller.budget.resident, program.controller.budget.peak) == (4 * ITEM, 4 * ITEM)
     audit(program)
 
 
@@ -92,7 +92,7 @@ def test_rule_1_a_dropped_storage_is_recomputed_before_the_op_that_reads_it() ->
 def test_rule_1_a_moved_storage_is_paged_in_before_the_op_that_reads_it() -> None:
     program = started()
     assert program.move("a")
-    assert program.controller.resident == ITEM
+    assert program.controller.budget.resident == ITEM
     program.run(MAKE, "a", "b")
     assert (program.machine.replayed, program.controller.counters.bytes_in) == ([], ITEM)
     assert program.look("b") == made_from(*made_from(3))
@@ -190,9 +190,9 @@ def test_rule_2_death_hazard_a_drop_keeps_the_leaves_of_its_cut_alive() -> None:
     program = started()
     assert program.drop("a")
     program.free("x")
-    assert program.controller.resident == ITEM
+    assert program.controller.budget.resident == ITEM
     assert program.read("a") == made_from(3)
-    assert program.controller.resident == ITEM, "the leaf died when nothing hung on it any more"
+    assert program.controller.budget.resident == ITEM, "the leaf died when nothing hung on it any more"
     audit(program)
 
 
@@ -203,7 +203,7 @@ def test_rule_2_a_leaf_that_only_a_drop_keeps_alive_may_leave_like_any_other() -
     assert program.drop("b")
     program.free("a")
     assert program.controller.grant(Drop(leaf))
-    assert program.controller.resident == ITEM
+    assert program.controller.budget.resident == ITEM
     assert program.read("b") == made_from(*made_from(3))
     audit(program)
 
@@ -214,7 +214,7 @@ def test_rule_2_the_death_of_a_dropped_storage_lets_go_of_its_leaves() -> None:
     program.free("x")
     program.free("a")
     audit(program)
-    assert (program.controller.resident, program.controller.dropped) == (0, {})
+    assert (program.controller.budget.resident, program.controller.dropped) == (0, {})
 
 
 def test_rule_2_several_versions_of_one_storage_are_replayed_on_a_copy() -> None:
@@ -266,7 +266,7 @@ def test_rule_2_a_sibling_that_never_left_is_not_replaced() -> None:
     assert program.drop("a")
     program.read("a")
     assert program.names["b"].handle is cell
-    assert program.controller.resident == 4 * ITEM
+    assert program.controller.budget.resident == 4 * ITEM
     audit(program)
 
 
@@ -336,7 +336,7 @@ def test_rule_4_room_is_made_before_an_op_runs() -> None:
     program.source("x", [1, 2])
     program.run(Op(name="big", creates=(2,)), "x", "a")
     program.run(Op(name="big", creates=(2,)), "x", "b")
-    assert (program["a"].absent, program.machine.peak, program.controller.peak) == (AWAY, 4 * ITEM, 4 * ITEM)
+    assert (program["a"].absent, program.machine.peak, program.controller.budget.peak) == (AWAY, 4 * ITEM, 4 * ITEM)
     audit(program)
 
 
@@ -352,7 +352,7 @@ def test_rule_4_the_temporaries_of_a_replay_are_spilled_when_they_are_in_the_way
         each.free("b")
         each.free("c")
     assert program.drop("d")
-    program.controller.allowed, program.machine.peak = 3 * ITEM, 0
+    program.controller.budget.allowed, program.machine.peak = 3 * ITEM, 0
     x = program.names["x"]
     x.escaped = True
     with pytest.raises(BudgetInfeasible):
@@ -368,7 +368,7 @@ def test_rule_4_a_temporary_is_freed_as_soon_as_no_later_op_of_the_replay_reads_
     program = Program()
     chain_of_ops(program, 5)
     assert program.drop("a5")
-    program.controller.allowed, program.machine.peak = 3 * ITEM, 0
+    program.controller.budget.allowed, program.machine.peak = 3 * ITEM, 0
     program.read("a5")
     assert (program.controller.counters.bytes_out, program.machine.peak) == (0, 3 * ITEM)
 
@@ -385,7 +385,7 @@ def test_rule_4_a_temporary_that_was_spilled_leaves_no_home_behind() -> None:
             each.free(name)
     assert program.drop("e")
     program.free("x")
-    program.controller.allowed, program.machine.peak = 3 * ITEM, 0
+    program.controller.budget.allowed, program.machine.peak = 3 * ITEM, 0
     assert program.read("e") == plain.read("e")
     assert program.controller.counters.bytes_out > ITEM, "x and a temporary were spilled"
     assert (program.machine.peak, program.machine.homes) == (3 * ITEM, set())

@@ -23,7 +23,7 @@ def test_rule_2_a_storage_that_dies_while_it_is_recomputed_is_let_go_of_afterwar
     program.end_step()
     program.machine.before = program.check_account
     audit(program)
-    assert program.controller.resident == 0
+    assert program.controller.budget.resident == 0
 
 
 @pytest.mark.parametrize("action", ["page_out", "leave", "release"])
@@ -45,4 +45,4 @@ def test_rule_5_a_storage_that_dies_while_it_leaves_is_accounted_for_once(action
     program.free("a2")
     program.free("x")
     audit(program)
-    assert (program.controller.resident, program.controller.away) == (0, 0)
+    assert (program.controller.budget.resident, program.controller.away) == (0, 0)

@@ -11,9 +11,9 @@ from typing import final
 
 import pytest
 
-from spillway.engines.records import AWAY, DROPPED, HERE, Recipe
-from spillway.engines.room import PATIENCE
 from spillway.errors import BudgetInfeasible, SpillCorruptedError, SpillError, SpillFullError
+from spillway.memory.controller import PATIENCE
+from spillway.memory.records import AWAY, DROPPED, HERE, Recipe
 from spillway.methods.base import AbstractPolicy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
@@ -44,14 +44,14 @@ def test_rule_5_bytes_on_their_way_count_as_resident_until_the_copy_is_done() ->
     seen: dict[str, Bytes] = {}
 
     def note(action: str) -> None:
-        seen[action] = program.controller.resident
+        seen[action] = program.controller.budget.resident
 
     program.machine.before = note
     assert program.move("x")
     program.read("x")
     assert seen["page_out"] == 2 * ITEM, "x is still here while it is copied out"
     assert seen["page_in"] == ITEM, "and not yet here while it is copied in"
-    assert program.controller.resident == program.machine.present() == 2 * ITEM
+    assert program.controller.budget.resident == program.machine.present() == 2 * ITEM
 
 
 # ---------------------------------------------------------------------- rule 6
@@ -346,7 +346,7 @@ def test_rule_11_a_step_begins_with_its_own_counters_and_peak() -> None:
     program = started()
     program.move("a")
     program.begin_step()
-    assert (program.controller.counters.moves, program.controller.peak) == (0, ITEM)
+    assert (program.controller.counters.moves, program.controller.budget.peak) == (0, ITEM)
 
 
 # ---------------------------------------------------------------------- rule 12
@@ -380,7 +380,7 @@ def test_rule_12_the_smallest_budget_of_a_refusal_knows_larger_ops_that_ran_befo
     program.move("a")
     program.read("a")
     program.run(Op(name="wide", creates=(4,)), "x", "b")
-    program.controller.allowed = 2 * ITEM
+    program.controller.budget.allow(2 * ITEM)
     error = error_of(BudgetInfeasible, program.run, MAKE, "a", "c")
     assert (error.needed, error.smallest_budget) == (5 * ITEM, 5 * ITEM)
 
@@ -392,11 +392,11 @@ def test_rule_12_a_replay_that_does_not_fit_leaves_no_temporary_behind() -> None
     program.run(MAKE, "a", "b")
     program.free("a")
     assert program.drop("b")
-    program.controller.allowed = 4 * ITEM
+    program.controller.budget.allow(4 * ITEM)
     error = error_of(BudgetInfeasible, program.read, "b")
     assert (error.op, error.needed) == ("wide", 5 * ITEM)
     audit(program)
-    program.controller.allowed = 5 * ITEM
+    program.controller.budget.allow(5 * ITEM)
     assert program.read("b") == made_through_a_wide_one()
     audit(program)
 
@@ -493,8 +493,9 @@ def test_rule_12_closing_brings_everything_back_even_beyond_the_budget() -> None
     program.source("y", [4])
     for name in "abc":
         program.run(MAKE, "x", name)
-    program.controller.bring_back_all(program.names.values())
+    program.controller.restore_all(program.names.values())
     assert {program[name].absent for name in program.names} == {HERE}
-    assert (program.controller.resident, program.controller.away, program.controller.allowed) == (5 * ITEM, 0, 2 * ITEM)
+    budget = program.controller.budget
+    assert (budget.resident, program.controller.away, budget.allowed) == (5 * ITEM, 0, 2 * ITEM)
     assert [program.look(name) for name in "xyabc"] == [[3], [4], *[made_from(3)] * 3]
     audit(program)

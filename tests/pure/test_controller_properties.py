@@ -11,9 +11,9 @@ from typing import Any, final
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import EXACT, HERE, NEVER, SCAFFOLD
 from spillway.errors import BudgetInfeasible, SpillFullError
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.records import EXACT, HERE, NEVER, SCAFFOLD
 from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Recall
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
@@ -241,8 +241,8 @@ def run_beside(program: Program, plain: Plain, actions: Sequence[Action]) -> Non
         got = outcome(program, action)
         audit(program)
         assert got == outcome(plain, action), f"{action} gave something else"
-        assert program.machine.peak == program.controller.peak, f"{action} had another peak"
-        assert program.machine.peak <= program.controller.allowed or action[0] in BETWEEN_STEPS
+        assert program.machine.peak == program.controller.budget.peak, f"{action} had another peak"
+        assert program.machine.peak <= program.controller.budget.allowed or action[0] in BETWEEN_STEPS
 
 
 def ends_well(program: Program, plain: Plain) -> None:
@@ -254,7 +254,7 @@ def ends_well(program: Program, plain: Plain) -> None:
     for name in list(program.names):
         program.free(name)
     audit(program)
-    assert (program.controller.resident, program.machine.homes) == (0, set())
+    assert (program.controller.budget.resident, program.machine.homes) == (0, set())
 
 
 def largest_op(actions: Sequence[Action]) -> Bytes:
@@ -403,6 +403,6 @@ def test_an_exception_at_any_moment_leaves_every_account_right_and_every_content
 def test_after_closing_every_byte_is_in_memory_again(actions: list[Action], seed: int) -> None:
     program, plain = Program(largest_op(actions) + ITEM, Foreseeing(seed)), Plain()
     refusal(lambda: run_beside(program, plain, actions[:-1]))
-    program.controller.bring_back_all(list(program.names.values()))
+    program.controller.restore_all(list(program.names.values()))
     assert all(program[name].absent == HERE for name in program.names)
     assert {name: program.look(name) for name in program.names} == plain.names

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.engines.records import DROPPED, GONE, NEVER, Storage, Value
 from spillway.errors import UsageError
+from spillway.memory.records import DROPPED, GONE, NEVER, Storage, Value
 from spillway.methods import DTR, Drop, Evicted
 from spillway.methods.dtr import HEURISTICS, Classes
 from tests.pure.cells import ITEM, Op
@@ -293,5 +293,5 @@ def test_under_dtr_nothing_is_moved_but_what_cannot_be_recomputed_and_the_result
         chain_of_ops(target, 8, keep="a2 a4 a6")
     assert [program.read(name) for name in plain.names] == [plain.read(name) for name in plain.names]
     assert program.controller.counters.bytes_out == ITEM, "the source"
-    assert program.controller.peak <= 3 * ITEM
+    assert program.controller.budget.peak <= 3 * ITEM
     assert program.machine.replayed

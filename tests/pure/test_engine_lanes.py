@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from spillway.engines import lanes
-from spillway.engines.lanes import Stall, Transfer, TransferLog, stalled_intervals, transfers_beside, unseen
 from spillway.ir import Lane
+from spillway.memory import lanes
+from spillway.memory.lanes import Stall, Transfer, TransferLog, stalled_intervals, transfers_beside, unseen
 
 PLACE = SimpleNamespace(nbytes=1, storage=1)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spillway.engines.records import Storage
 from spillway.errors import BudgetInfeasible
+from spillway.memory.records import Storage
 from spillway.methods.lru import LRU
 from tests.pure.cells import ITEM
 from tests.pure.memory_machine import Program
@@ -52,13 +52,13 @@ def test_what_is_in_flight_does_not_leave_and_lands_as_another_version() -> None
 def test_what_a_collective_needs_besides_is_resident_until_it_lands() -> None:
     run, read, written = program()
     work = Work(by_itself=False)
-    resident = run.controller.resident
+    resident = run.controller.budget.resident
     run.controller.flights.begin(work, [read], [written], BIG)
-    assert run.controller.resident == resident + BIG
+    assert run.controller.budget.resident == resident + BIG
     assert run.controller.flights.beside == BIG
     work.finished = True
     run.controller.flights.land()
-    assert run.controller.resident == resident
+    assert run.controller.budget.resident == resident
 
 
 def test_before_a_refusal_what_ends_by_itself_is_waited_for() -> None:
@@ -67,7 +67,7 @@ def test_before_a_refusal_what_ends_by_itself_is_waited_for() -> None:
     run.controller.flights.begin(work, [read], [written])
     run.controller.make_room(2 * BIG, "op")
     assert work.waits == 1
-    assert run.controller.resident + 2 * BIG <= run.controller.allowed
+    assert run.controller.budget.resident + 2 * BIG <= run.controller.budget.allowed
 
 
 def test_what_ends_only_when_somebody_waits_is_not_waited_for() -> None:

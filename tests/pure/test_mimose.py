@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.errors import UsageError
+from spillway.methods.actions import Action
+from spillway.methods.by_block import recomputing
 from spillway.methods.mimose import (
     BlockPlan,
     BlockSample,
@@ -127,7 +129,7 @@ def test_the_published_plan_covers_what_the_whole_model_is_over(over: int, recom
     truth = training.truth(100)
     whole = simulate(truth, truth.everything).nbytes + sum(truth.saved)
     plan = training.mimose.plan((98,), whole - over + 1000)
-    assert (plan.size, plan.recomputed) == ((100,), recomputed)
+    assert (plan.size, plan.given_up) == ((100,), recomputed)
     assert plan.projected == pytest.approx(whole - sum(truth.saved[block] for block in recomputed), abs=2)
     assert plan.holds
 
@@ -135,7 +137,7 @@ def test_the_published_plan_covers_what_the_whole_model_is_over(over: int, recom
 def test_the_listing_takes_the_sum_of_blocks_for_the_whole_model() -> None:
     literal = trained(Mimose(Options.as_published(reserve=0, reading=Reading.literal())))
     total = sum(literal.truth(100).saved)
-    assert literal.mimose.plan((100,), total + 1).recomputed == frozenset()  # whatever the rest of the step needs
+    assert literal.mimose.plan((100,), total + 1).given_up == frozenset()  # whatever the rest of the step needs
     assert literal.peaks[0] > 0
 
 
@@ -144,7 +146,7 @@ def test_a_budget_that_no_plan_meets_is_reported_by_how_much() -> None:
         training = trained(Mimose(options))
         floor = simulate(training.truth(100), frozenset(range(BLOCKS))).nbytes
         plan = training.mimose.plan((100,), floor - 5000)
-        assert (len(plan.recomputed), plan.holds) == (BLOCKS, False)
+        assert (len(plan.given_up), plan.holds) == (BLOCKS, False)
         assert plan.shortfall == pytest.approx(5000, abs=2)
 
 
@@ -173,7 +175,7 @@ def test_the_published_planner_passes_a_budget_that_the_simulating_one_keeps() -
             # As a collector sees it that looks at the forward alone, where nothing of the backward is there yet.
             mimose.end(StepSample(size=(length,), recomputed=frozenset(range(4)), peak=0), blocks)
         plan = mimose.plan((25,), 5000)
-        peaks[options.checks_peak] = simulate(truth, plan.recomputed).nbytes
+        peaks[options.checks_peak] = simulate(truth, plan.given_up).nbytes
         assert plan.projected <= 5000 or options.checks_peak
     assert peaks[False] > 5000
 
@@ -186,10 +188,10 @@ def test_the_published_planner_passes_a_budget_that_the_simulating_one_keeps() -
 def test_a_plan_that_should_hold_holds(length: int, available: int) -> None:
     training = trained(Mimose())
     plan = training.mimose.plan((length,), available)
-    peak = simulate(training.truth(length), plan.recomputed).nbytes
+    peak = simulate(training.truth(length), plan.given_up).nbytes
     assert peak <= plan.projected
     assert plan.holds == (plan.projected <= available)
-    assert plan.holds or len(plan.recomputed) == BLOCKS
+    assert plan.holds or len(plan.given_up) == BLOCKS
 
 
 @settings(max_examples=40)
@@ -199,7 +201,7 @@ def test_more_available_bytes_never_cost_more_recomputing_of_equal_blocks(length
     for x in LENGTHS:
         training.step(x)
     few = training.mimose.plan((length,), low)
-    assert len(training.mimose.plan((length,), low + more).recomputed) <= len(few.recomputed)
+    assert len(training.mimose.plan((length,), low + more).given_up) <= len(few.given_up)
 
 
 def test_a_peak_above_the_projected_one_is_not_made_twice() -> None:
@@ -209,18 +211,18 @@ def test_a_peak_above_the_projected_one_is_not_made_twice() -> None:
     available = 3 * simulate(training.truth(100), frozenset(range(BLOCKS))).nbytes
     before = mimose.begin((100,), available).plan
     measured = available + 50_000
-    mimose.end(StepSample(size=(100,), recomputed=before.recomputed, peak=measured))
+    mimose.end(StepSample(size=(100,), recomputed=before.given_up, peak=measured))
     after = mimose.begin((100,), available).plan
-    assert after.recomputed != before.recomputed
+    assert after.given_up != before.given_up
     assert mimose.plan((100,), measured).projected <= measured
-    assert simulate(mimose.forecast((100,)), before.recomputed).nbytes == measured  # type: ignore[arg-type]
-    assert mimose.plan((101,), available).projected > before.projected or len(after.recomputed) > len(before.recomputed)
+    assert simulate(mimose.forecast((100,)), before.given_up).nbytes == measured  # type: ignore[arg-type]
+    assert mimose.plan((101,), available).projected > before.projected or len(after.given_up) > len(before.given_up)
 
 
 def test_the_published_planner_makes_it_twice() -> None:
     mimose = trained(Mimose(Options.as_published(reserve=0))).mimose
     before = mimose.begin((100,), 3_000_000).plan
-    mimose.end(StepSample(size=(100,), recomputed=before.recomputed, peak=9_000_000))
+    mimose.end(StepSample(size=(100,), recomputed=before.given_up, peak=9_000_000))
     assert mimose.begin((100,), 3_000_000).plan is before
 
 
@@ -242,8 +244,8 @@ def test_peaks_known_by_part_make_plans_less_careful_and_still_hold() -> None:
         return mimose.plan((100,), 2_000_000)
 
     truth = Training(Mimose()).truth(100)
-    assert len(planned(True).recomputed) < len(planned(False).recomputed)
-    assert planned(True).projected == simulate(truth, planned(True).recomputed).nbytes <= 2_000_000
+    assert len(planned(True).given_up) < len(planned(False).given_up)
+    assert planned(True).projected == simulate(truth, planned(True).given_up).nbytes <= 2_000_000
 
 
 def test_a_block_that_a_plan_does_not_know_is_recomputed() -> None:
@@ -255,9 +257,9 @@ def test_a_block_that_a_plan_does_not_know_is_recomputed() -> None:
 def test_the_static_plan_is_that_of_the_largest_size_whatever_the_size() -> None:
     training = trained(Mimose(Options(static_size=(141,))))
     moving, made = trained(Mimose()), training.mimose.cache.made
-    static = [training.mimose.plan((length,), 3_000_000).recomputed for length in (35, 90, 141)]
-    assert static == [moving.mimose.plan((141,), 3_000_000).recomputed] * 3
-    assert len(moving.mimose.plan((35,), 3_000_000).recomputed) < len(static[0])
+    static = [training.mimose.plan((length,), 3_000_000).given_up for length in (35, 90, 141)]
+    assert static == [moving.mimose.plan((141,), 3_000_000).given_up] * 3
+    assert len(moving.mimose.plan((35,), 3_000_000).given_up) < len(static[0])
     assert training.mimose.cache.made <= made + 1
 
 
@@ -284,7 +286,8 @@ def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
 
 def a_plan(size: InputSize, *, projected: int = 50, recomputed: frozenset[int] = frozenset({0})) -> BlockPlan:
     return BlockPlan(
-        size=size, recomputed=recomputed, blocks=4, projected=projected, available=60, seconds=1.0, smallest=20,
+        size=size, actions=recomputing(recomputed, 4), otherwise=Action.RECOMPUTE, projected=projected, available=60,
+        seconds=1.0, smallest=20,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import final
 
 import pytest
 
-from spillway.engines.records import AWAY, HERE
+from spillway.memory.records import AWAY, HERE
 from spillway.methods.base import AbstractPolicy, Candidate, MemoryView, Proposal, Recall
 from spillway.units import Bytes
 from tests.pure.cells import ITEM, Op
@@ -171,8 +171,8 @@ def test_what_is_on_its_way_back_is_not_recomputed() -> None:
     assert program.move("a")
     storage = program.names["a"]
     value = program["a"]
-    program.controller.copies.arriving[value] = program.controller.machine.start_in(storage, value.home)
-    program.controller.resident += storage.nbytes
+    program.controller.arriving[value] = program.controller.machine.start_in(storage, value.home)
+    program.controller.budget.take(storage.nbytes)
     assert program.read("a") == made_from(3)
     counters = program.controller.counters
     assert (counters.recalls, counters.reloads, program.controller.policy.asked) == (0, 1, 0)  # type: ignore[attr-defined]

@@ -9,12 +9,13 @@ from math import inf, sqrt
 import pytest
 
 from spillway.engines.allocators import ExactAllocator
-from spillway.engines.controller import UNLIMITED, Controller
 from spillway.engines.paper_machine import PaperMachine
-from spillway.engines.records import EXACT, TEMPORARY, Recipe, Storage
 from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Change, Lane, Step
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.controller import Controller
+from spillway.memory.records import EXACT, TEMPORARY, Recipe, Storage
 from spillway.methods import DTR, LRU, Delta, KeepAll, SqrtN
 from spillway.methods.base import AbstractPolicy, MemoryView, Move, Proposal
 from spillway.units import MiB

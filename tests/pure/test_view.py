@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
-from spillway.engines.records import EXACT
+from spillway.memory.records import EXACT
 from tests.pure.cells import ITEM, Op
 from tests.pure.memory_machine import Program, audit
 from tests.pure.small_programs import MAKE, ONCE, chain_of_ops, started

@@ -21,12 +21,12 @@ from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
 from spillway.costs.growth import Growth, fit_growth
 from spillway.costs.roofline import step_seconds, timed
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.simulated import Simulation, simulate
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
 from spillway.ir.step import Op, Phase, Step
 from spillway.ir.timeline import Kind
+from spillway.memory.budget import UNLIMITED
 from spillway.methods.actions import Action
 from spillway.methods.base import Problem
 from spillway.methods.planned import Planned

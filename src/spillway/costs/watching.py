@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tiers.speed import Speed
+from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
@@ -157,7 +157,7 @@ class _Trainer:
         with self._engine() as engine:
             for _ in range(_WARM):
                 self._managed(engine)
-            return engine.controller.peak
+            return engine.controller.budget.peak
 
     def op_seconds(self) -> list[Seconds]:
         """Of every op of a plain step, the median of some."""

@@ -6,14 +6,14 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple, final
 
-from spillway.engines.lanes import TransferLog, stalled_intervals
-from spillway.engines.records import HERE, Storage
 from spillway.ir.lanes import Lane, Span, Work, overlap
 from spillway.ir.timeline import Change, Event, Kind, StorageLine, Timeline
+from spillway.memory.lanes import TransferLog, stalled_intervals
+from spillway.memory.records import HERE, Storage
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
-    from spillway.engines.controller import Controller
+    from spillway.memory.controller import Controller
 
 
 class Ran(NamedTuple):
@@ -65,7 +65,7 @@ class Chronicle:
             lines[storage.number] = storage
             kept.append(Event(op=self._number(clock, ops), storage=storage.number, change=change))
         return Timeline(
-            step=step, allowed=controller.allowed + reserved, ops=ops, events=tuple(kept),
+            step=step, allowed=controller.budget.allowed + reserved, ops=ops, events=tuple(kept),
             spans=self._spans(ops, log, began),
             storages=tuple(
                 StorageLine(

@@ -20,10 +20,10 @@ from typing import Any, Final, Literal, final
 
 from spillway.costs.device import Device
 from spillway.engines.allocators import AbstractAllocator
-from spillway.engines.lanes import Stall, Transfer, TransferLog
-from spillway.engines.records import Recipe, Storage
 from spillway.errors import EngineError
 from spillway.ir.lanes import Lane
+from spillway.memory.lanes import Stall, Transfer, TransferLog
+from spillway.memory.records import Recipe, Storage
 from spillway.units import Bytes, Seconds, format_seconds
 
 Tier = Literal["host", "disk"]
@@ -264,7 +264,7 @@ class PaperMachine:
         self._wait(storage.handle.read_until)
         storage.handle.leave()
 
-    def give(self, source: Storage, target: Storage) -> None:
+    def transfer(self, source: Storage, target: Storage) -> None:
         """The memory changes hands."""
         target.handle.token, source.handle.token = source.handle.token, None
 

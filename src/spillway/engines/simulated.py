@@ -28,16 +28,17 @@ from spillway.costs.device import Device
 from spillway.costs.roofline import step_seconds
 from spillway.engines.allocators import allocator_named
 from spillway.engines.chronicle import Chronicle, Ran
-from spillway.engines.controller import CHAIN_CAP, UNLIMITED, Controller
-from spillway.engines.following import Following
-from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.engines.paper_machine import PaperMachine, Thrashing, Tier
-from spillway.engines.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTENT, Recipe, Storage, Value
 from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, SpillFullError, UsageError
 from spillway.ir.lanes import total
 from spillway.ir.plan import Plan
 from spillway.ir.step import Op, Phase, Step, StorageId
 from spillway.ir.timeline import Timeline
+from spillway.memory.controller import Controller
+from spillway.memory.following import Following
+from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
+from spillway.memory.ledger import CHAIN_CAP
+from spillway.memory.records import EXACT, LARGE, NEVER, SCAFFOLD, WITHOUT_CONTENT, Recipe, Storage, Value
 from spillway.methods.base import AbstractPlanner, AbstractPolicy, Problem
 from spillway.methods.planned import Planned
 from spillway.units import Bytes, Seconds
@@ -244,7 +245,7 @@ class _Run:
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
         self._counted: dict[Storage, None] = {}  # these, and what lives on for a copy of it that is under way
-        self._foresees = controller.policy.foresees and controller.allowed < UNLIMITED
+        self._foresees = controller.policy.foresees and controller.budget.limited
         self._following = Following(controller) if controller.policy.follows else None
         self._look_ahead = False
         self._phase = Phase.FORWARD
@@ -290,7 +291,7 @@ class _Run:
             self._following.begin_step(self._storages[number] for number in sorted(self._storages))
         self._chronicle = Chronicle(controller, self._counted)
         controller.make_room(0, "begin step")
-        controller.peak = controller.resident
+        controller.budget.begin()
         machine.allocator.reset_peak()
         self._chronicle = Chronicle(controller, self._counted)
         for storage in self._step.storages:
@@ -322,12 +323,12 @@ class _Run:
         hidden = transfers_beside(log.transfers, stalled_intervals(counters.stalls)).hidden_seconds
         return Simulation(
             status=status, why=why, timeline=timeline, seconds=self._seconds, plain_seconds=plain,
-            peak_bytes=controller.peak, reserved_bytes=self._machine.allocator.peak_reserved,
+            peak_bytes=controller.budget.peak, reserved_bytes=self._machine.allocator.peak_reserved,
             bytes_out=counters.bytes_out, bytes_in=counters.bytes_in, recomputed_ops=counters.recomputed_ops,
             recomputed_seconds=counters.recomputed_seconds, stall_seconds=counters.stall_seconds,
             python_seconds=self._python, hidden_seconds=hidden,
             dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
-            bytes_in_beside=counters.early_in, end_bytes=controller.resident,
+            bytes_in_beside=counters.early_in, end_bytes=controller.budget.resident,
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
         )  # fmt: skip
 
@@ -347,7 +348,7 @@ class _Run:
         for storage in (*used, *written):
             storage.touched = clock
         reads = [_current(storage) for storage in used]
-        if self._ready(reads, written) and controller.resident + call.needed <= controller.allowed:
+        if self._ready(reads, written) and controller.budget.short(call.needed) <= 0:
             self._complete(call, reads, written)
         else:
             with self._prepared(call, reads, written):
@@ -438,7 +439,7 @@ class _Run:
     def _bury(self, storage: Storage) -> None:
         storage.handle = None
         self._counted.pop(storage, None)  # a replay's temporary is not among them
-        self._controller.bury(storage)
+        self._controller.forget(storage)
 
 
 def _current(storage: Storage) -> Value:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Self, TypeAlias, final
@@ -94,26 +94,39 @@ class BlockPlan:
 
     size: InputSize
     """The size it was made for: that of the step, rounded up."""
-    recomputed: frozenset[int]
-    """Blocks that are recomputed, by their number in forward order."""
-    blocks: int
-    """How many blocks it knows of."""
+    actions: Sequence[Action]
+    """What becomes of each call of a block that it knows of, in forward order."""
+    otherwise: Action
+    """What becomes of any other call, of whose bytes nothing is known."""
     projected: Bytes
     """Bytes that the step is expected to need above what is there when its forward begins; 0 in the sheltered phase,
     which expects nothing."""
     available: Bytes
     """Bytes that it may need."""
     seconds: Seconds
-    """Expected to be spent on recomputing."""
+    """Expected to be spent on what is not kept."""
     smallest: Bytes
-    """What the smallest of the recomputed blocks saves; 0 if none is recomputed."""
+    """What the smallest of the blocks saves that are not kept; 0 if all are."""
 
     @classmethod
-    def nothing_kept(cls, size: InputSize, available: Bytes) -> Self:
-        """For a step of which nothing is known yet: every block is recomputed."""
-        return cls(
-            size=size, recomputed=frozenset(), blocks=0, projected=0, available=available, seconds=0.0, smallest=0
-        )
+    def nothing_kept(cls, size: InputSize, available: Bytes, action: Action = Action.RECOMPUTE) -> Self:
+        """For a step of which nothing is known yet: the same becomes of every block."""
+        return cls(size=size, actions=(), otherwise=action, projected=0, available=available, seconds=0.0, smallest=0)
+
+    @property
+    def given_up(self) -> frozenset[int]:
+        """The calls that it knows of and does not keep, by their number in forward order."""
+        return frozenset(call for call, action in enumerate(self.actions) if action is not Action.KEEP)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything waits outside of the device's memory."""
+        return any(action.moves for action in {*self.actions, self.otherwise})
+
+    @property
+    def only_recomputes(self) -> bool:
+        """Whether nothing becomes of what is not kept but that it is recomputed."""
+        return {*self.actions, self.otherwise} <= {Action.KEEP, Action.RECOMPUTE}
 
     @property
     def shortfall(self) -> Bytes:
@@ -128,9 +141,18 @@ class BlockPlan:
         """Whether it is expected to stay within what is available."""
         return not self.shortfall
 
-    def keeps(self, block: int) -> bool:
-        """Whether a block is kept. One that the plan does not know of is not: nothing is known of its bytes."""
-        return block < self.blocks and block not in self.recomputed
+    def action(self, call: int) -> Action:
+        """What becomes of a call, by its number in forward order."""
+        return self.actions[call] if call < len(self.actions) else self.otherwise
+
+    def keeps(self, call: int) -> bool:
+        """Whether a call is kept."""
+        return self.action(call) is Action.KEEP
+
+
+def recomputing(calls: Collection[int], of: int) -> tuple[Action, ...]:
+    """What becomes of so many calls if these are recomputed and the others kept."""
+    return tuple(Action.RECOMPUTE if call in calls else Action.KEEP for call in range(of))
 
 
 @final

@@ -78,7 +78,7 @@ class Checkpoint(AbstractBlockMethod):
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """A plan that keeps nothing."""
-        return Decision(Phase.SHELTERED, BlockPlan.nothing_kept(size, available), False)
+        return Decision(Phase.SHELTERED, BlockPlan.nothing_kept(size, available, self.action), False)
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """There is nothing to learn."""

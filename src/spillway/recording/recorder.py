@@ -25,7 +25,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.records import NEVER
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
 from spillway.engines.tensors.dispatch_key import Handler, Watcher, watcher_here
@@ -34,6 +33,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unheard
 from spillway.errors import UsageError
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
+from spillway.memory.records import NEVER
 from spillway.recording.fake import tensors_are_fake
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.ledger import Entry, Ledger

@@ -106,7 +106,7 @@ def manage(
             f"{method!r} watches every op and needs none of them."
         )
     engine = engine_for(device_of(models), decides, budget, host_budget, spill_directory, spill_io)
-    allowed = engine.controller.allowed
+    allowed = engine.controller.budget.allowed
     try:
         first = tensor_header(allowed, engine, return_freed=return_freed)
         writer = None if run_file is None else RunWriter(run_file, first)

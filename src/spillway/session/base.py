@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.memory import machine_memory
 from spillway.engines.tensors.interrupts import WATCHED, DeferredInterrupts, deliver
 from spillway.engines.tensors.private import process_groups
@@ -35,6 +34,7 @@ from spillway.engines.tensors.turns import end_lost_steps, may_end
 from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
+from spillway.memory.budget import UNLIMITED
 from spillway.report.html import write_report
 from spillway.session.inputs import check_not_sharded, leaves, storages
 from spillway.session.updates import Updates

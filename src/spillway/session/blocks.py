@@ -23,7 +23,6 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.interrupts import by_signal, deliver
 from spillway.engines.tensors.optimizers import Update
@@ -32,6 +31,7 @@ from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
 from spillway.ir import Kind, RunWriter, StepReport
+from spillway.memory.budget import Budget
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,
@@ -162,7 +162,7 @@ class BlockSession(Session):
         self._model = _one(models)
         check_runs_once(self._model)
         self._method = method
-        self._allowed = allowed
+        self._budget = Budget(allowed)
         self._size_of = size_of
         self._generators = tuple(generators)
         self._pinned = pinned
@@ -196,7 +196,7 @@ class BlockSession(Session):
 
     @property
     def allowed(self) -> Bytes:
-        return self._allowed
+        return self._budget.allowed
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -230,15 +230,15 @@ class BlockSession(Session):
                 stack.callback(handle.remove)
 
     def _header(self) -> dict[str, Any]:
-        return header(self._allowed, self._method.name, self._device)
+        return header(self._budget.allowed, self._method.name, self._device)
 
     def _watch_resident_set(self) -> Reclaimer:
         self._resident_set = resident_set = ResidentSet()
         self._heap = HeldHeap()
         reclaimer = Reclaimer(resident_set)
-        if self._allowed < UNLIMITED:
+        if self._budget.limited:
             known = self._named_bytes(())
-            reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._allowed)
+            reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._budget.allowed)
         return reclaimer
 
     # ------------------------------------------------------------------ blocks
@@ -316,7 +316,7 @@ class BlockSession(Session):
 
     def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Told anew when it has got state for more parameters."""
-        if self._allowed >= UNLIMITED:
+        if not self._budget.limited:
             return Update()
         key = id(optimizer), len(optimizer.state)
         if key not in self._needs:
@@ -390,13 +390,12 @@ class _Step(AbstractStep):
             base=self._base,
             start=self._start,
             gradients=self._gradients,
-            allowed=session._allowed,
+            budget=session._budget,
             known=partial(session._named_bytes, self._batch),
             foresight=self,
             measured=partial(self._family.measured, self._key),
             late_trace=self._trace_late,
             decide=self._decide,
-            action=session._method.action,
             waits=session._method.waits,
             largest=session._largest,
             reclaimer=session._reclaimer,
@@ -406,7 +405,7 @@ class _Step(AbstractStep):
 
     def _trace_late(self) -> AbstractTrace | None:
         session = self._session
-        if session._allowed >= UNLIMITED:
+        if not session._budget.limited:
             return None
         known = storages(session._tensors(self._batch))
         return trace_for(session._device, {storage.data_ptr(): storage.nbytes() for storage in known})
@@ -420,8 +419,8 @@ class _Step(AbstractStep):
 
     def least(self, call: Call, level: Bytes) -> Bytes | None:
         """None as well for a size that should fit by what smaller and larger ones took."""
-        enough = self._session._allowed - level
-        if self._session._allowed >= UNLIMITED or self._family.allows(self._dimensions, enough):
+        enough = self._session._budget.allowed - level
+        if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
             return None
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
@@ -439,16 +438,16 @@ class _Step(AbstractStep):
         deliver(self._session._pending)  # a signal at the last line of entering
         engine = self._session._engine
         assert engine is not None
-        if self._session._allowed >= UNLIMITED:  # nothing is in want of room
-            nothing = Decision(Phase.RESPONSIVE, BlockPlan.nothing_kept(self._size, available), False)
-            return nothing, None, self._size, True
+        if not self._session._budget.limited:  # nothing is in want of room
+            nothing = BlockPlan.nothing_kept(self._size, available, self._session._method.action)
+            return Decision(Phase.RESPONSIVE, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method
         decision = method.begin(self._size, available)
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
-        fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.recomputed
+        fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.given_up
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
@@ -480,16 +479,14 @@ class _Step(AbstractStep):
         """Of a step that took too much after the last seam, and not in its optimizer."""
         session, watch = self._session, self._watch
         taken = watch.passed if watch is not None else 0 if self._optimized else self._start + self._alone
-        if taken <= session._allowed:
+        if taken <= session._budget.allowed:
             return None
         calls = session._engine.begun if watch is not None and session._engine is not None else 0
-        return BudgetInfeasible(
-            needed=taken, allowed=session._allowed, op="the step", op_index=calls, smallest_budget=taken, exact=True
-        )
+        return session._budget.refusal(taken, "the step", calls, taken, exact=True)
 
     @property
     def refused(self) -> BudgetInfeasible | None:
-        return self._watch.refused if self._watch is not None else None
+        return self._session._budget.refused
 
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
@@ -527,7 +524,7 @@ class _Step(AbstractStep):
         if watch is None:
             return
         if not watch.traced:
-            if watch.unmeasured or any(0 < one.expected < watch.highest for one in watch.passes):
+            if watch.unmeasured or any(0 < one.expected < self._session._budget.peak for one in watch.passes):
                 self._family.traced.pop(self._key, None)  # it took more than was expected: measure it the next time
             return
         self._family.rises[self._dimensions] = max(
@@ -535,7 +532,7 @@ class _Step(AbstractStep):
         )
         for one, step, blocks in watch.samples():
             self._family.learn(self._dimensions, step, blocks)
-            unlimited = self._session._allowed >= UNLIMITED
+            unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
                 self._family.traced.setdefault(self._key, set()).add(watch.path)
 

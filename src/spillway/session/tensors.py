@@ -73,7 +73,7 @@ class TensorSession(Session):
     @property
     def allowed(self) -> Bytes:
         """The budget in bytes."""
-        return self._engine.controller.allowed + self._engine.place.measured().reserved
+        return self._engine.budget.named
 
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
@@ -130,10 +130,10 @@ class TensorSession(Session):
         """Whether the same step on the same sizes ran before, kept everything, and would again from where memory stands
         now, or stood then: what it found there may come again."""
         controller = self._engine.controller
-        start, growth = self._fits.get(circumstances, (0, controller.allowed + 1))
+        start, growth = self._fits.get(circumstances, (0, controller.budget.allowed + 1))
         if self._keep_timeline or controller.away or controller.policy.follows:
             return False
-        return max(controller.resident, start) + growth <= controller.allowed
+        return max(controller.budget.resident, start) + growth <= controller.budget.allowed
 
     def _say_what_ran_eagerly(self) -> None:
         if self._engine.ran_eagerly and not self._told_eager:
@@ -207,7 +207,7 @@ class _Step(AbstractStep):
 
     @property
     def refused(self) -> BudgetInfeasible | None:
-        return self._engine.controller.refused
+        return self._engine.budget.refused
 
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         session = self._session
@@ -246,8 +246,8 @@ class _Step(AbstractStep):
         measured = engine.place.measured()
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=engine.recording,
-            allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.controller.peak,
-            end_bytes=engine.controller.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
+            allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
+            end_bytes=engine.budget.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
             seconds=seconds, stall_seconds=counters.stall_seconds,
             recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
             bytes_out=counters.bytes_out,
@@ -255,7 +255,7 @@ class _Step(AbstractStep):
             moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
             unmanaged=engine.unmanaged, logged=self.logged, transfer_seconds=engine.transfers.seconds,
             hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
-            bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=measured.reserved,
+            bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=engine.budget.reserved,
         )  # fmt: skip
 
 

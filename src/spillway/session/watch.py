@@ -27,8 +27,8 @@ from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.system import Reclaimer
-from spillway.errors import BudgetInfeasible
 from spillway.ir import Kind
+from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.session.inputs import storages
@@ -82,6 +82,11 @@ class Pass:
     """That the backward of each call has created."""
 
     @property
+    def moves(self) -> bool:
+        """Whether the plan has anything wait outside of the device's memory."""
+        return self.decision.plan.moves
+
+    @property
     def expected(self) -> Bytes:
         """The peak that the plan expects; 0 where nothing is expected yet."""
         projected = self.decision.plan.projected
@@ -122,14 +127,14 @@ class StepWatch:
         trace: Of the whole step, begun and marked once; None if this step is not traced.
         start: Bytes of the storages that are known by name when the step begins; on CUDA what is allocated then.
         gradients: Of these, gradients: a step may begin by giving them up.
-        allowed: The budget.
+        budget: The account of the session: what is there is what the meter shows at seams, and what the next block is
+            expected to need is claimed.
         known: Bytes of the storages that are known by name now.
         foresight: What is told of forwards on tensors without content.
         measured: Whether a step like this one was measured that began with these forwards, evaluations and updates,
             one letter each.
         late_trace: Begins a trace where there is none.
         decide: Asked when a forward begins.
-        action: What becomes of blocks that are not kept.
         waits: Whether nothing may be read before the backward wants it.
         largest: What the largest block of earlier steps saved.
         reclaimer: Returns freed memory to the system; None to leave it.
@@ -144,20 +149,17 @@ class StepWatch:
         base: Bytes,
         start: Bytes,
         gradients: Sequence[torch.UntypedStorage],
-        allowed: Bytes,
+        budget: Budget,
         known: Callable[[], Bytes],
         foresight: Foresight,
         measured: Callable[[str], bool],
         late_trace: Callable[[], AbstractTrace | None],
         decide: Decide,
-        action: Action,
         waits: bool,
         largest: Bytes,
         reclaimer: Reclaimer | None,
     ) -> None:
         self.passes: list[Pass] = []
-        self.highest = start
-        """The most that the meter has shown at a seam."""
         self.windows: list[Window] = []
         """Of the trace, from mark to mark, when it has ended."""
         self._engine = engine
@@ -167,17 +169,15 @@ class StepWatch:
         self._foresight = foresight
         self._measured = measured
         self._late_trace = late_trace
-        self.refused: BudgetInfeasible | None = None
-        """What was said last; never raised itself, or it would hold frames."""
         self.path = ""
         """Of this step so far, as `measured` takes it."""
         self._first = 0
         """The mark at which the trace began."""
         self._start = start
-        self._allowed = allowed
+        self._budget = budget
+        budget.begin(start)
         self._decide = decide
-        self._action = action
-        self._reads_ahead = action.moves and not waits
+        self._waits = waits
         self._reclaimer = reclaimer
         self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
@@ -202,7 +202,7 @@ class StepWatch:
         self._goes_on("f")
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
-        decision, forecast, size, asleep = self._decide(self._allowed - resident - coarse(self._allowed))
+        decision, forecast, size, asleep = self._decide(self._free())
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.asleep = asleep
@@ -213,7 +213,7 @@ class StepWatch:
         if called is not None and not asleep:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
-            if self.unmeasured and not planned and self._action is Action.RECOMPUTE:
+            if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
 
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -228,6 +228,7 @@ class StepWatch:
 
     def _goes_on(self, letter: str) -> None:
         self.path += letter
+        self._budget.claim(0)
         if self._trace is not None or not self.unmeasured or _in_backward():
             return
         self._origin, self._first = self._taken(), len(self._marks)
@@ -248,7 +249,7 @@ class StepWatch:
 
     def _foresee(self, level: Bytes, call: Call) -> None:
         least = self._foresight.least(call, level)
-        if least is None or level + least - least // ERRS <= self._allowed:
+        if least is None or level + least - least // ERRS <= self._budget.allowed:
             return
         smallest = level + least
         if torch.is_grad_enabled():
@@ -261,9 +262,7 @@ class StepWatch:
         self._refuse(level + least, self._engine.begun, smallest, exact=True)
 
     def _action_of(self, block: str, call: int) -> Action:
-        if not self.passes:
-            return Action.KEEP
-        return Action.KEEP if self.passes[-1].decision.plan.keeps(self._engine.begun) else self._action
+        return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
 
     def forward_is_over(self) -> None:
         """Keep what the engine is about to forget."""
@@ -283,9 +282,9 @@ class StepWatch:
         self.largest = max(self.largest, self._engine.saved_bytes(number))
         if not self.passes:
             return
-        if self._action.moves:  # it may be the last: nobody looks again before the backward
-            self._make_room(0, number)
         now = self.passes[-1]
+        if now.moves:  # it may be the last: nobody looks again before the backward
+            self._make_room(0, number)
         if now.decision.plan.keeps(number):
             now.kept[number] = self._engine.giver(number)
         forecast = now.forecast
@@ -297,10 +296,10 @@ class StepWatch:
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
-        if self._reads_ahead:  # what comes back before it is wanted must not take the room of what is
-            free = self._allowed - self._taken() - coarse(self._allowed)
-            self._engine.read_ahead = max(min(free - 2 * self.largest, self.largest), 0)
         one = self.passes[of]
+        if one.moves and not self._waits:  # what comes back before it is wanted must not take the room of what is
+            self._taken()
+            self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
         returns = one.kept.pop(number, None) is None
         self._make_room(self._needs(one, number, returns=returns), number)
 
@@ -310,7 +309,8 @@ class StepWatch:
         Raises:
             BudgetInfeasible: What came before it took more than is allowed, or the optimizer will.
         """
-        peak, level = self.highest - COARSE, self._taken() - COARSE
+        self._budget.claim(0)
+        peak, level = self._budget.peak - COARSE, self._taken() - COARSE
         self.path += "o"
         self._mark("optimizer")
         windows = self._trace.so_far() if self._trace is not None else []
@@ -319,7 +319,7 @@ class StepWatch:
             peak = self._origin + max(window.peak for window in windows) - slack
             level = self._origin + windows[-1].level - slack
         update = level + needs.state + needs.working
-        if max(peak, update) > self._allowed:
+        if max(peak, update) > self._budget.allowed:
             # The next step begins with the state that this one adds.
             self._refuse(max(peak, update), self._engine.begun, max(peak + needs.state, update), exact=bool(windows))
 
@@ -342,11 +342,14 @@ class StepWatch:
     def _make_room(self, needed: Bytes, number: int) -> None:
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self.largest))
-        highest = self.highest
-        over = self._taken(needed) + needed - self._allowed
-        if over + 2 * self.largest > 0 and self._action.moves and self._engine.leaving_bytes:
+        highest = self._budget.peak
+        self._budget.claim(needed)
+        self._taken()
+        over = self._budget.short(0)
+        if over + 2 * self.largest > 0 and self._engine.leaving_bytes:
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
-            over = self._taken(needed) + needed - self._allowed
+            self._taken()
+            over = self._budget.short(0)
         if over <= 0:
             return
         for one in self.passes:
@@ -356,16 +359,18 @@ class StepWatch:
                 if freed:
                     one.revoked.add(first)
                 over -= freed
+        self._budget.claim(0)
         taken = self._taken()
-        if taken - COARSE > self._allowed:
+        if taken - COARSE > self._budget.allowed:
             most = self._meter.most()
             if most is not None and most < taken:
                 self._overcounted += taken - most
-                self.highest, taken = max(highest, most), most
+                self._budget.observe(most, peak=highest)
+                taken = most
         self._refuse_above(self._least_taken(taken), number)
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
-        if taken > self._allowed:
+        if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
             rise = self._foresight.recomputing(call) if call is not None else None
             told = level - self._died + rise if rise is not None else 0
@@ -389,22 +394,22 @@ class StepWatch:
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
-        said = partial(
-            BudgetInfeasible,
-            needed=needed, allowed=self._allowed, op=name, op_index=number, smallest_budget=smallest, exact=exact,
-        )  # fmt: skip
-        self.refused = said()
-        raise said()
+        raise self._budget.refusal(needed, name, number, smallest, exact=exact)
 
-    def _taken(self, needed: Bytes = 0) -> Bytes:
-        """Now, by the meter; where that leaves no room for what is needed, by the trace as well if there is one."""
+    def _free(self) -> Bytes:
+        """What plans may count on: what was there when it was last looked at, and what the meter may be wrong by, is
+        not theirs."""
+        return -self._budget.short(0) - coarse(self._budget.allowed)
+
+    def _taken(self) -> Bytes:
+        """Now, by the meter; where that leaves no room for what is claimed, by the trace as well if there is one."""
         taken = self._start + self._meter.read() - self._base - self._overcounted
         if taken < self._start and taken < (known := self._known()):
             self._base -= known - taken  # something else than the step's has gone since, and makes no room
             taken = known
-        if taken + needed > self._allowed and self._trace is not None and not _in_backward():
+        if taken + self._budget.claimed > self._budget.allowed and self._trace is not None and not _in_backward():
             taken -= self._count_again(taken)
-        self.highest = max(self.highest, taken)
+        self._budget.observe(taken)
         return taken
 
     def _count_again(self, taken: Bytes) -> Bytes:
@@ -422,6 +427,7 @@ class StepWatch:
         return more
 
     def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
+        self._budget.claim(0)  # what was expected has come, or not
         self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
         if self._trace is not None:
             for gone in [one for one in self._gradients if one[0].expired()]:
@@ -464,7 +470,7 @@ class StepWatch:
     def peak(self) -> Bytes:
         """Of the whole step: measured if it was traced, and otherwise the most that was seen or expected."""
         seen = [self._origin + window.peak for window in self.windows]
-        return max(seen if self.traced else [self.highest, *seen, *(one.expected for one in self.passes)])
+        return max(seen if self.traced else [self._budget.peak, *seen, *(one.expected for one in self.passes)])
 
     @property
     def passed(self) -> Bytes:
@@ -472,7 +478,7 @@ class StepWatch:
         pairs = zip(self._marks[self._first :], self.windows, strict=False)  # no windows where others profiled
         peaks = [window.peak for mark, window in pairs if mark.kind != "optimizer"]
         most = self._origin + max(peaks, default=0) - (COARSE if self._first else 0)
-        return most if peaks and most > self._allowed else 0
+        return most if peaks and most > self._budget.allowed else 0
 
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:
         """What a traced step has to tell of each of its passes that went backward."""

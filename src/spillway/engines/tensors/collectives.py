@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from spillway.engines.records import Storage
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unbox_work, unheard, unwaited_works
+from spillway.memory.records import Storage
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Collectives:
                 self._take_off(info, args, out, (reads, writes), beside)
             finally:
                 controller.finish(values, writes)
-            if controller.resident > controller.allowed:
+            if controller.budget.short(0) > 0:
                 controller.make_room(0, info.name)
         return out
 

@@ -40,8 +40,6 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 
-from spillway.engines.lanes import Again, OnDevice, Stall, Transfer
-from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
 from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
@@ -49,6 +47,8 @@ from spillway.engines.tensors.private import owners, resize_storage, storage_at,
 from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.errors import EngineError, SpillError
 from spillway.ir.lanes import Lane
+from spillway.memory.lanes import Again, OnDevice, Stall, Transfer
+from spillway.memory.records import Recipe, Storage
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")
@@ -360,7 +360,7 @@ class CudaMachine:
         """Room was short: what lives on for copies alone may die, in the order of the device (rule 2)."""
         self._let_go(lambda real: owners(real) <= 1)
 
-    def give(self, source: Storage, target: Storage) -> None:
+    def transfer(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
         one, other = real_storage(target), real_storage(source)
         self.allocate(lambda: self.absence.give(one, other), target.nbytes)

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import torch
 
-from spillway.engines.records import EXACT, NEVER
 from spillway.engines.tensors.calls import Settings
 from spillway.engines.tensors.ops import OpInfo
+from spillway.memory.records import EXACT, NEVER
 
 
 def _named(*names: str) -> frozenset[str]:

@@ -7,9 +7,6 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.lanes import OnDevice, TransferLog
-from spillway.engines.records import Recipe
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
@@ -23,6 +20,9 @@ from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
 from spillway.engines.tensors.retry import Retry
 from spillway.engines.tiers.host import HostPool
 from spillway.errors import SessionError
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.lanes import OnDevice, TransferLog
+from spillway.memory.records import Recipe
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
 
@@ -113,7 +113,7 @@ class CudaPlace(AbstractPlace):
     def attach(self, engine: TensorEngine) -> None:
         """From here on ops that find no memory run again, and custom functions find their tensors."""
         self._engine = engine
-        self._limited = engine.controller.allowed < UNLIMITED
+        self._limited = engine.controller.budget.allowed < UNLIMITED
         self.reserve.attach(engine)
         self.retry.attach(engine)
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
@@ -161,7 +161,7 @@ class CudaPlace(AbstractPlace):
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()
         self.driver.synchronize()
-        policy, limited = engine.controller.policy, engine.controller.allowed < UNLIMITED
+        policy, limited = engine.controller.policy, engine.controller.budget.allowed < UNLIMITED
         if limited and (policy.uses_recipes or policy.foresees):  # it weighs copies against ops, or begins them early
             self._machine.measure_link()
         self.reserve.look()
@@ -182,7 +182,7 @@ class CudaPlace(AbstractPlace):
         try:
             if not self._machine.readable_in_place:
                 with engine.controller.lock:
-                    engine.bring_all_back()
+                    engine.restore_all()
         finally:
             self.driver.synchronize()
             self._lanes = self._machine.lanes(synchronised=self._synchronised)
@@ -192,7 +192,7 @@ class CudaPlace(AbstractPlace):
 
     def measured(self) -> Measured:
         """Peak of the allocator, and what the lanes did."""
-        return Measured(peak=self._peak, reserved=self.reserve.reserved, lanes=self._lanes)
+        return Measured(peak=self._peak, lanes=self._lanes)
 
     def close(self) -> None:
         """Give the pinned memory back."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.memory import machine_memory, usable_memory
 from spillway.engines.tensors.cuda_place import cuda_engine
 from spillway.engines.tensors.driver import CudaDriver
@@ -15,6 +14,7 @@ from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetError, ModelError
+from spillway.memory.budget import UNLIMITED
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, parse_budget
 

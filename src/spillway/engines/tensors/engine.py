@@ -17,9 +17,6 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.controller import SMALLEST_MOVABLE, UNLIMITED, Controller
-from spillway.engines.lanes import stalled_intervals, transfers_beside, unseen
-from spillway.engines.records import DROPPED, LARGE, Storage, Value
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.dispatch_key import unwatched
@@ -43,6 +40,11 @@ from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.ir.lanes import Transfers, total
 from spillway.ir.step import Phase
 from spillway.ir.timeline import Kind
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.controller import Controller
+from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
+from spillway.memory.ledger import SMALLEST_MOVABLE
+from spillway.memory.records import DROPPED, LARGE, Storage, Value
 from spillway.methods.base import AbstractPolicy
 from spillway.units import Bytes, Seconds
 
@@ -76,6 +78,7 @@ class TensorEngine:
         self.machine = self.place.machine
         self.creations = self.place.creations
         self.controller = Controller(self.machine, policy, allowed)
+        self.budget = self.controller.budget
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
         self.geometries: dict[Geometry, Geometry] = {}
@@ -190,7 +193,7 @@ class TensorEngine:
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
-        if storage.nbytes >= SMALLEST_MOVABLE and self.controller.allowed < UNLIMITED:
+        if storage.nbytes >= SMALLEST_MOVABLE and self.budget.limited:
             self._newcomers.append(tensor)
             if self.in_step:
                 self._leave_alone_what_others_hold(())
@@ -279,16 +282,16 @@ class TensorEngine:
         if info.creates(seen.args):
             bound = info.bound(seen.args) if info.bound is not None and seen.args and not seen.opaque else None
             needed = bound or 0
-            if bound is None or not ready or controller.resident + bound > controller.allowed:
+            if bound is None or not ready or self.budget.short(bound) > 0:
                 self._restore_what_sizes_read(seen)
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
                 needed = needed if bound is None else min(needed, bound)
         needed += self.growth(seen.writes) if info.resized else 0
         guess = 0
         if self.place.workspaces is not None and key is not None:
-            guess = self.place.workspaces.guess(seen, key, needed, controller.allowed)
+            guess = self.place.workspaces.guess(seen, key, needed, self.budget.allowed)
             needed += self.place.workspaces.expected(key)
-        if ready and controller.resident + needed + guess <= controller.allowed:
+        if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)
         self.record_from_here()
         with controller.lock:
@@ -312,9 +315,9 @@ class TensorEngine:
         together = {value.storage: value for value in seen.reads}
         absent = sum(storage.nbytes for storage, value in together.items() if value.absent)
         needed = 0
-        if seen.info.fresh and self.controller.allowed < UNLIMITED:
+        if seen.info.fresh and self.budget.limited:
             _, needed = self.sizes.expected(seen.info, seen.args, seen.kwargs or {})
-        return absent + needed == 0 or self.controller.resident + absent + needed <= self.controller.allowed
+        return absent + needed == 0 or self.budget.short(absent + needed) <= 0
 
     def never_leaves(self) -> Bytes:
         """Bytes of what stays in memory whatever happens: what has escaped, and what is too small to be worth it."""
@@ -352,7 +355,7 @@ class TensorEngine:
                     self.controller.restore(value)
 
     def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
-        before = self.controller.created
+        before = self.budget.created
         if needed >= LARGE:
             self.creations.expect(needed if key is not None else needed // seen.info.safety)
         if self.place.workspaces is None:
@@ -360,8 +363,8 @@ class TensorEngine:
         else:
             out = self.place.workspaces.watch(self.controller, key, lambda: seen.run(complete))
         if key is not None and not seen.info.resizes:
-            self.sizes.learn(key, self.controller.created - before)
-        if self.controller.resident > self.controller.allowed:
+            self.sizes.learn(key, self.budget.created - before)
+        if self.budget.short(0) > 0:
             self.controller.make_room(0, seen.info.name)
         return out
 
@@ -468,7 +471,7 @@ class TensorEngine:
         if self.in_step:
             self.controller.restore(self.current(storage))
         else:
-            self.controller.bring_back_all([storage])
+            self.controller.restore_all([storage])
 
     # ------------------------------------------------------------------ steps
 
@@ -492,10 +495,9 @@ class TensorEngine:
         for storage in list(self.table.values()):
             self.check_size(storage)  # the user may have changed it between steps
         self.collectives.land()
-        controller.resident = controller.flights.beside + sum(
-            s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent
-        )
-        self.place.begin_step(controller.allowed, base_rss, signature)
+        there = [s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent]
+        self.budget.begin(controller.flights.beside + sum(there))
+        self.place.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
             self.log.begin_step()
@@ -503,7 +505,8 @@ class TensorEngine:
             if self.following is not None:
                 self.following.begin_step()
             controller.make_room(0, "begin step")
-            controller.peak = self.start_bytes = controller.resident
+            self.budget.begin()
+            self.start_bytes = self.budget.resident
             self._first_op = controller.clock
             self.fused_updates = 0
             self.unmanaged = 0
@@ -570,7 +573,7 @@ class TensorEngine:
             known = (0.0, 0.0) if device.synchronised else (self.transfers.seconds, counters.stall_seconds)
             self.controller.copies.weigh(*known)
 
-    def bring_all_back(self) -> None:
+    def restore_all(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
 
         Raises:
@@ -580,25 +583,23 @@ class TensorEngine:
         absent = [
             storage for storage in list(self.table.values()) if storage.value is not None and storage.value.absent
         ]
-        together = controller.resident + sum(storage.nbytes for storage in absent)
-        controller.bring_back_all(absent)
-        if together > controller.allowed:
-            raise BudgetInfeasible(
-                needed=together, allowed=controller.allowed, op="the end of the step", op_index=max(self.ops - 1, 0),
-                smallest_budget=together, exact=False,
-            )  # fmt: skip
+        together = self.budget.resident + sum(storage.nbytes for storage in absent)
+        controller.restore_all(absent)
+        if together > self.budget.allowed:
+            last = max(self.ops - 1, 0)
+            raise self.budget.refusal(together, "the end of the step", last, together, exact=False)
 
     def disarm(self) -> None:
         """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
         self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
-        self.controller.allowed = UNLIMITED
+        self.budget.allow(UNLIMITED)
         self.controller.flights.forget()
         self.foresees = False
         self._dispatch.disarm()
 
     def await_copies(self) -> None:
         """No worker is busy afterwards. Changes nothing else: it may be asked by any thread, and at any moment."""
-        self.machine.await_workers(list(self.controller.copies.arriving.values()))
+        self.machine.await_workers(list(self.controller.arriving.values()))
 
     def close(self) -> None:
         """Bring everything back, forget everything, give the spill file back to the system. A step that is running is
@@ -612,7 +613,7 @@ class TensorEngine:
         finally:
             try:
                 with self.controller.lock:
-                    self.controller.bring_back_all(list(self.table.values()))
+                    self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
             finally:
                 self._escapes.remove()
@@ -645,7 +646,7 @@ class TensorEngine:
 def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
     """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
     controller, table = engine.controller, engine.table
-    adopt, bury, created = controller.adopt, controller.bury, engine.creations.created
+    adopt, bury, created = controller.adopt, controller.forget, engine.creations.created
 
     def buried(watch: Any) -> None:
         try:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, final
 
-from spillway.engines.following import Following
-from spillway.engines.records import Storage
 from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.memory.following import Following
+from spillway.memory.records import Storage
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.dispatch_key import Handler

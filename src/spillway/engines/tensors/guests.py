@@ -6,7 +6,7 @@ returns. That is done where Python hands the tensors over, and not by `saved_ten
 op's saved tensors, and torch leaves its check of versions to them.
 
 Such a kernel may also write: an argument, or what was made for its results. What follows from that stands in
-`engines.lending`.
+`memory.unsafe_region`.
 
 A CUDA graph keeps addresses, and a session moves storages: a capture is refused while one is open, a replay in a step.
 
@@ -27,9 +27,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from spillway.engines.locks import renew_in_children
-from spillway.engines.records import Storage
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
+from spillway.memory.records import Storage
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -92,7 +92,7 @@ class _Loans:
         for engine in self._engines:
             with engine.controller.lock:
                 engine.place.follow()
-                engine.controller.lending.begin()
+                engine.controller.unsafe.begin()
 
     def lend(self, values: Iterable[Any]) -> None:
         """Make the tensors among these resident, and keep them so."""
@@ -110,7 +110,7 @@ class _Loans:
         if storage is None or storage.value is None:
             return
         with engine.controller.lock, unwatched():
-            engine.controller.lending.lend(storage)
+            engine.controller.unsafe.lend(storage)
             self._storages.append((engine, storage))
             if storage.value.absent:
                 engine.fetch(storage)
@@ -120,12 +120,12 @@ class _Loans:
         try:
             for engine, storage in self._storages:
                 with engine.controller.lock:
-                    engine.controller.lending.take_back(storage)
+                    engine.controller.unsafe.take_back(storage)
         finally:
             self._storages.clear()
             for engine in self._engines:
                 with engine.controller.lock:
-                    engine.controller.lending.end()
+                    engine.controller.unsafe.end()
 
 
 @contextlib.contextmanager

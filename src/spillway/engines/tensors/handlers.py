@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import LARGE, Recipe, Storage, Value
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state, surroundings_with
 from spillway.engines.tensors.collectives import NAMESPACES
@@ -27,6 +25,7 @@ from spillway.engines.tensors.dispatch_key import Handler
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import KEPT_WITHIN, NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
+from spillway.memory.records import LARGE, Recipe, Storage, Value
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -132,8 +131,9 @@ def _parting(info: OpInfo, view: Handler, usual: Usual) -> Handler:
 def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
+    budget = engine.budget
     call, call_with = engine.place.calls(info)
-    bound, safety, limited = info.bound, info.safety, controller.allowed < UNLIMITED
+    bound, safety, limited = info.bound, info.safety, engine.budget.limited
     plain, harmless, here, expect = PLAIN_TENSORS, NO_TENSORS, engine.place.devices, engine.creations.expect
     several = None if info.single else _registering_several(info, engine)
 
@@ -154,7 +154,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
                 return usual(info, args, kwargs)
         if limited:
             needed = bound(args) if bound is not None else None
-            if needed is None or controller.resident + needed > controller.allowed:
+            if needed is None or budget.resident + needed > budget.allowed:
                 return usual(info, args, kwargs)
             if needed >= LARGE:
                 expect(needed // safety)
@@ -180,8 +180,9 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
 def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
+    budget = engine.budget
     call, call_with = engine.place.calls(info)
-    bound, safety, limited = info.bound, info.safety, controller.allowed < UNLIMITED
+    bound, safety, limited = info.bound, info.safety, engine.budget.limited
     append, expect, now = controller.recipes.append, engine.creations.expect, engine.place.now
     plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
     surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
@@ -211,7 +212,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
         needed = (bound(args) if bound is not None else None) if limited else 0
-        if needed is None or controller.resident + needed > controller.allowed:
+        if needed is None or budget.resident + needed > budget.allowed:
             return usual(info, args, kwargs)
         if needed >= LARGE:
             expect(needed // safety)
@@ -243,6 +244,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
 def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write running statistics, which a replay does without."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
+    budget = engine.budget
     call, bound, finish = engine.place.calls(info)[0], info.bound, _registering_several(info, engine)
     overwrite, expect, now = controller.overwrite, engine.creations.expect, engine.place.now
     plain, harmless, odd, statistics = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.scratch
@@ -275,7 +277,7 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
         needed = bound(args) if bound is not None and info.trains(args) and not kwargs else None
-        if needed is None or controller.resident + needed > controller.allowed:
+        if needed is None or budget.resident + needed > budget.allowed:
             return usual(info, args, kwargs)
         if needed >= LARGE:
             expect(needed)
@@ -300,12 +302,8 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     A value that could be recomputed has its next version recorded. Any other value is its own source: if no recipe
     reads it and there is no copy of it, the new content may take its place.
     """
-    controller, table, interrupts, overwrite = (
-        engine.controller,
-        engine.table,
-        engine.interrupts,
-        engine.controller.overwrite,
-    )
+    controller, table, interrupts, budget = engine.controller, engine.table, engine.interrupts, engine.budget
+    overwrite = controller.overwrite
     call, call_with = engine.place.calls(info)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
@@ -328,7 +326,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
                     first = storage
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
-        if controller.resident > controller.allowed:
+        if budget.resident > budget.allowed:
             return usual(info, args, kwargs)
         if writes:
             old = first.value
@@ -355,7 +353,7 @@ def _filling(info: OpInfo, engine: TensorEngine, write: Handler, usual: Usual) -
     controller, find = engine.controller, engine.find
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = find(args[0]) if controller.allowed < UNLIMITED else None
+        target = find(args[0]) if engine.budget.limited else None
         grown = 0 if target is None else engine.growth((target,))
         if not grown:
             return write(_, func, types, args, kwargs)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from spillway.engines.chronicle import Chronicle, Ran
-from spillway.engines.records import Storage
 from spillway.ir.timeline import Kind, Timeline
+from spillway.memory.records import Storage
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.dispatch_key import Handler
@@ -63,5 +63,5 @@ class StepHistory:
         self._engine.label(self._named())
         when, ran = self._engine.place.when, self._chronicle.ran
         ran[:] = [op._replace(began=when(op.began), ended=when(op.ended)) for op in ran]
-        reserved = self._engine.place.measured().reserved
+        reserved = self._engine.controller.budget.reserved
         return self._chronicle.timeline(step, events, self._engine.log, self._engine.began, reserved=reserved)

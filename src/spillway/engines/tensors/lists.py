@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from spillway.engines.records import Storage
 from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.memory.records import Storage
 from spillway.units import Bytes
 
 if TYPE_CHECKING:

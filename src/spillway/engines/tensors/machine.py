@@ -21,12 +21,12 @@ from typing import Final, NamedTuple, final
 
 import torch
 
-from spillway.engines.records import Recipe, Storage
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.private import fresh_storage, storage_at, swap_bytes
 from spillway.engines.tensors.system import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import EngineError, SpillError
+from spillway.memory.records import Recipe, Storage
 from spillway.units import Bytes, Seconds
 
 UNREADABLE_RANGE: Final = 1 << 40
@@ -171,7 +171,7 @@ class CpuMachine:
         self.wait_for_readers(storage)
         self._exchange(real_storage(storage), nowhere)
 
-    def give(self, source: Storage, target: Storage) -> None:
+    def transfer(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes."""
         swap_bytes(real_storage(target), real_storage(source))
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED
-from spillway.engines.records import DROPPED, Recipe, Storage, Value
 from spillway.engines.tensors.calls import (
     Call,
     Environment,
@@ -36,6 +34,7 @@ from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import unheard
+from spillway.memory.records import DROPPED, Recipe, Storage, Value
 
 if TYPE_CHECKING:
     from spillway.engines.tensors.engine import TensorEngine
@@ -144,10 +143,11 @@ class Seen:
 def build_usual(engine: TensorEngine) -> Usual:
     """What takes the calls that no handler finishes; it counts the op."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
+    budget = engine.budget
     plain, odd = PLAIN_TENSORS, ODD_DTYPES
     complete = build_completion(engine)
     general = General(engine, complete)
-    limited = controller.allowed < UNLIMITED
+    limited = engine.budget.limited
 
     def usual(info: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:
         if interrupts:
@@ -189,7 +189,7 @@ def build_usual(engine: TensorEngine) -> Usual:
                     ready = False
             bound = info.bound
             needed = bound(args) if bound is not None else None
-            if not ready or needed is None or controller.resident + needed > controller.allowed:
+            if not ready or needed is None or budget.resident + needed > budget.allowed:
                 return engine.run_short_of_room(Seen(info, args, kwargs, reads, places, writes), complete)
         return complete(info, args, kwargs, reads, places, writes)
 
@@ -406,7 +406,7 @@ class General:
         """An op over lists whose elements do not fit together. For the rest of the step it is one op all the same, of
         which no recipe could be written; what it creates is moved and not dropped."""
         engine = self._engine
-        allowed = engine.controller.allowed - engine.never_leaves()
+        allowed = engine.budget.allowed - engine.never_leaves()
         results: list[Any] = []
         groups = list(elements.groups(allowed))
         if info.writes:

@@ -12,9 +12,9 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
 from spillway.engines.tensors.bounds import bound_of
 from spillway.engines.tensors.lists import arguments_per_element
+from spillway.memory.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
 
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {

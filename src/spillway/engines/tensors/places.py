@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 
-from spillway.engines.controller import UNLIMITED, Controller
-from spillway.engines.lanes import OnDevice, TransferLog
-from spillway.engines.machine import Machine
-from spillway.engines.records import Storage
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.calls import NO_SETTINGS, Settings
 from spillway.engines.tensors.machine import CpuMachine
@@ -24,6 +20,11 @@ from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.controller import Controller
+from spillway.memory.lanes import OnDevice, TransferLog
+from spillway.memory.machine import Machine
+from spillway.memory.records import Storage
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ class Measured:
 
     peak: Bytes = 0
     """The most that its allocator had handed out; 0 where nobody counts that."""
-    reserved: Bytes = 0
-    """What was set aside in the budget for what the account does not see."""
     lanes: OnDevice | None = None
     """Its copies, stalls and replays; None where the host waits, and its clock is the one to ask."""
 
@@ -217,29 +216,27 @@ class CpuPlace(AbstractPlace):
 
     def _reserve(self) -> Bytes:
         """Let the step do without what is to be reserved. Returns the budget."""
-        controller = self._attached()
-        budget = controller.allowed + controller.reserved
-        controller.reserved = self._learned
-        controller.allowed = budget - self._learned
-        return budget
+        budget = self._attached().budget
+        budget.reserve(self._learned, spendable=True)
+        return budget.named
 
     def _learn(self, base_rss: Bytes) -> None:
         """Beside the account there is what libraries keep, most of it for every size of input that they meet, and what
         lies between blocks in use. From a step from which nothing had to leave, nothing is learned.
         """
         controller = self._attached()
-        budget, counters = controller.allowed + controller.reserved, controller.counters
+        budget, counters = controller.budget.named, controller.counters
         if budget >= LEAST_ADJUSTED and (counters.moves or counters.drops):
             above = max(self.reclaimer.highest, self.reclaimer.limit) - base_rss - int(budget * (1 + RSS_TOLERATED))
             if above > 0:  # with what was reserved to the end, which is nothing if the step took it
-                learned = max(self._learned, controller.reserved + above)
+                learned = max(self._learned, controller.budget.reserved + above)
             else:
                 learned = max(self._learned + above // GIVEN_BACK, 0)
             self._learned = min(learned, int(budget * MOST_RESERVED))
 
     def measured(self) -> Measured:
-        """What is reserved. What the system says of a step's resident set is asked by the session itself."""
-        return Measured(reserved=self._attached().reserved)
+        """Nothing: what the system says of a step's resident set is asked by the session itself."""
+        return Measured()
 
     def close(self) -> None:
         """Give the file back, and the heap to the C library."""

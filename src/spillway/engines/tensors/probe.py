@@ -19,11 +19,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.optimizers import Update, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
+from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def smallest_budget(
         update.large + update.small_working + update.small + _small(models),
         (probed or 0) + update.small + escaped,
     )
-    reserved = engine.place.measured().reserved
+    reserved = engine.controller.budget.reserved
     return BudgetInfeasible(
         needed=error.needed + reserved, allowed=error.allowed + reserved, op=error.op, op_index=error.op_index,
         smallest_budget=int(largest * MARGIN) + reserved, exact=probed is not None,

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from spillway.engines.controller import UNLIMITED
 from spillway.engines.tensors.driver import Driver
+from spillway.memory.budget import UNLIMITED, Budget
+from spillway.memory.controller import Controller
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
-    from spillway.engines.controller import Controller
     from spillway.engines.tensors.engine import TensorEngine
     from spillway.engines.tensors.mode import Seen
 
@@ -34,27 +34,23 @@ _LEAST_BETWEEN_LOOKS: Final[Bytes] = 2 << 20
 
 @final
 class Reserve:
-    """Keeps `Controller.allowed` at the budget less what is set aside."""
+    """Sets aside what the device needs beside the account (`Budget.reserve`)."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._engine: TensorEngine | None = None
-        self._budget: Bytes = UNLIMITED
+        self._budget = Budget(UNLIMITED)
         self._until_look: Bytes = 0
         self._learned: Bytes = 0
         self.twice: Callable[[], Bytes] = lambda: 0
         """Bytes that are there twice for a moment when dropped bytes are given back."""
-        self.reserved: Bytes = 0
-        """Bytes set aside now."""
 
     def attach(self, engine: TensorEngine) -> None:
         """Whose account it is that is compared with the allocator's."""
-        self._engine = engine
-        self._budget = engine.controller.allowed
+        self._budget = engine.controller.budget
 
     def unused(self) -> Bytes:
         """What the allocator has not handed out of the budget."""
-        return self._budget - self._driver.allocated()
+        return self._budget.named - self._driver.allocated()
 
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created: room was made for them."""
@@ -67,20 +63,19 @@ class Reserve:
 
     def look(self) -> None:
         """Set aside what the allocator has handed out beside the account."""
-        if self._engine is None or self._budget >= UNLIMITED:
+        budget = self._budget
+        if budget.named >= UNLIMITED:
             self._until_look = BETWEEN_LOOKS
             return
-        controller = self._engine.controller
-        beside = max(self._driver.allocated() - controller.resident, 0)
-        self.reserved = beside + int(MARGIN * self._budget) + self._learned + self.twice()
-        controller.allowed = max(self._budget - self.reserved, 0)
-        left = controller.allowed - controller.resident
+        beside = max(self._driver.allocated() - budget.resident, 0)
+        budget.reserve(beside + int(MARGIN * budget.named) + self._learned + self.twice())
+        left = -budget.short(0)
         self._until_look = max(min(left, BETWEEN_LOOKS), _LEAST_BETWEEN_LOOKS)
 
     def learn(self, peak: Bytes) -> None:
         """The allocator's peak in a step: what was above the budget is set aside from now on."""
-        if self._budget < UNLIMITED:
-            self._learned += max(peak - self._budget, 0)
+        if self._budget.named < UNLIMITED:
+            self._learned += max(peak - self._budget.named, 0)
 
 
 @final

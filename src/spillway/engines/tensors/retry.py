@@ -7,16 +7,16 @@ that may.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch
 
-from spillway.engines.records import Storage
 from spillway.engines.tensors.driver import Driver
 from spillway.engines.tensors.ops import OWN_OPS, OpInfo
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
+from spillway.memory.records import Storage
 from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
@@ -83,18 +83,13 @@ class Retry:
         if engine is None:
             return
         controller = engine.controller
-        with controller.lock:
-            allowed = controller.allowed
-            controller.allowed = max(controller.resident - max(controller.resident // share, nbytes), 0)
-            try:
-                controller.make_room(0, "making room on the device")
-            except (BudgetInfeasible, SpillFullError):
-                pass  # all that could leave has left
-            finally:
-                controller.allowed = allowed
+        resident = controller.budget.resident
+        less, everything_left = max(resident - max(resident // share, nbytes), 0), (BudgetInfeasible, SpillFullError)
+        with controller.lock, controller.budget.as_if(less), contextlib.suppress(*everything_left):
+            controller.make_room(0, "making room on the device")
 
     def _refusal(self, name: str, told: str) -> DeviceFullError:
-        resident = self._engine.controller.resident if self._engine is not None else 0
+        resident = self._engine.controller.budget.resident if self._engine is not None else 0
         first, _, _ = told.partition(". ")
         return DeviceFullError(
             f"{name} found no memory on {self._driver.device} with all gone that may leave ({format_bytes(resident)} "
@@ -131,7 +126,7 @@ class Retry:
 
         return repeatable
 
-    @contextmanager
+    @contextlib.contextmanager
     def _operands_locked(self, arguments: Iterable[Any], writes: bool) -> Iterator[None]:
         """What the op uses stays, and nothing may come to depend on what it writes (rule 3)."""
         engine = self._engine

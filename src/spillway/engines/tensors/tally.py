@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from spillway.engines.controller import SMALLEST_MOVABLE
 from spillway.engines.tensors.collectives import NAMESPACES
 from spillway.engines.tensors.lists import arguments_per_element, part_of
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
+from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
 _UNTOLD: Final = frozenset({"aten::mkldnn_rnn_layer"})

@@ -20,11 +20,11 @@ from typing import Final, TypeVar, final
 
 import numpy as np
 
-from spillway.engines.lanes import Transfer, TransferLog
 from spillway.engines.tiers.forks import ForkedReaders
 from spillway.engines.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages, memory_at
 from spillway.errors import SpillBusyError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.ir import Lane
+from spillway.memory.lanes import Transfer, TransferLog
 from spillway.units import Bytes, Seconds, format_bytes
 
 _WINDOW: Final = 256 << 20

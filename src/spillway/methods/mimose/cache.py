@@ -70,4 +70,4 @@ def _good_for(plan: BlockPlan) -> tuple[float, float]:
     """From and below how many available bytes there is no better plan, as far as is easily told."""
     if not plan.holds:
         return -inf, plan.projected
-    return plan.projected, plan.available + max(plan.smallest, 1) if plan.recomputed else inf
+    return plan.projected, plan.available + max(plan.smallest, 1) if plan.given_up else inf

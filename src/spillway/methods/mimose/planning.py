@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, final
 
-from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample
+from spillway.methods.actions import Action
+from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample, recomputing
 from spillway.methods.mimose.estimator import (
     Estimate,
     FitCheck,
@@ -114,8 +115,8 @@ class PublishedPlanning(AbstractPlanning):
         chosen = frozenset(select(nbytes, whole - available, reading).blocks)
         return BlockPlan(
             size=size,
-            recomputed=chosen,
-            blocks=len(nbytes),
+            actions=recomputing(chosen, len(nbytes)),
+            otherwise=Action.RECOMPUTE,
             projected=max(whole - sum(nbytes[block] for block in chosen), 0),
             available=available,
             seconds=sum(seconds_at(learned.times[block], size) for block in chosen),
@@ -280,8 +281,8 @@ class SimulatedPlanning(AbstractPlanning):
             projected = highest(forecast, chosen, limit) + (margin if len(chosen) < len(forecast.saved) else 0)
         return BlockPlan(
             size=size,
-            recomputed=chosen,
-            blocks=len(forecast.saved),
+            actions=recomputing(chosen, len(forecast.saved)),
+            otherwise=Action.RECOMPUTE,
             projected=projected,
             available=available,
             seconds=seconds,

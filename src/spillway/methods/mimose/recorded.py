@@ -243,4 +243,4 @@ class MimosePlanner(AbstractPlanner):
         mimose = Mimose(self.options)
         for _ in range(2):  # the first step does not count for the whole model
             mimose.end(part.step, part.blocks)
-        return mimose.plan(part.step.size, available).recomputed
+        return mimose.plan(part.step.size, available).given_up

@@ -13,22 +13,20 @@ what it was given counts as written; when the last such code returns, the ops th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from spillway.engines.records import HERE, Recipe, Storage
-
-if TYPE_CHECKING:
-    from spillway.engines.controller import Controller
+from spillway.memory.ledger import AbstractLedger
+from spillway.memory.records import HERE, Recipe, Storage
 
 
 @final
-class Lending:
+class UnsafeRegion:
     """What is lent, and since when. Callers hold the controller's lock."""
 
-    __slots__ = ("_controller", "_first_op", "_first_recipe", "_running", "_storages")
+    __slots__ = ("_first_op", "_first_recipe", "_ledger", "_running", "_storages")
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
+    def __init__(self, ledger: AbstractLedger) -> None:
+        self._ledger = ledger
         self._running = self._first_op = self._first_recipe = 0
         self._storages: dict[Storage, int] = {}
 
@@ -40,17 +38,14 @@ class Lending:
     def begin(self) -> None:
         """It is about to run; calls may nest."""
         if not self._running:
-            self._first_op, self._first_recipe = self._controller.clock, len(self._controller.recipes)
+            self._first_op, self._first_recipe = self._ledger.clock, len(self._ledger.recipes)
         self._running += 1
 
     def end(self) -> None:
         """It returned, or failed."""
         self._running -= 1
-        if self._running:
-            return
-        for recipe in self._controller.recipes[self._first_recipe :]:
-            for value in (*recipe.creates, *(value for _, value in recipe.writes)):
-                value.recipe = None
+        if not self._running:
+            self._ledger.forget_recipes(self._first_recipe)
 
     def made(self, recipe: Recipe | None) -> bool:
         """Whether the op ran while such code did that has not returned yet."""
@@ -60,7 +55,7 @@ class Lending:
         """It is given this, which stays from here on; bringing the bytes back is the caller's."""
         storage.locks += 1
         self._storages[storage] = self._storages.get(storage, 0) + 1
-        self._controller.restore_dependents(storage)
+        self._ledger.restore_dependents(storage)
 
     def lent(self, storage: Storage) -> bool:
         """Whether it is in such hands."""
@@ -73,4 +68,4 @@ class Lending:
         if times:
             self._storages[storage] = times
         if storage.value is not None and storage.value.absent == HERE:
-            self._controller.overwrite(storage, None)
+            self._ledger.overwrite(storage, None)

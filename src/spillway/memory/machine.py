@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from spillway.engines.records import Recipe, Storage
+from spillway.memory.records import Recipe, Storage
 from spillway.units import Bytes, Seconds
 
 
@@ -52,7 +52,7 @@ class Machine(Protocol):
     def release(self, storage: Storage) -> None:
         """Free the bytes; nothing is kept."""
 
-    def give(self, source: Storage, target: Storage) -> None:
+    def transfer(self, source: Storage, target: Storage) -> None:
         """Move the bytes of a temporary into `target`, whose bytes are absent."""
 
     def hold(self, storage: Storage) -> None:

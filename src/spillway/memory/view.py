@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from spillway.engines.neighbours import Neighbours
-from spillway.engines.recall import way_back_of_moved
-from spillway.engines.records import AWAY, DROPPED, EXACT, HERE, Storage
-from spillway.engines.replay import Ancestry, ancestry
 from spillway.ir.step import Phase
-from spillway.methods.base import Evicted
+from spillway.memory.ancestry import Ancestry, ancestry
+from spillway.memory.copies import Copies
+from spillway.memory.ledger import AbstractLedger
+from spillway.memory.records import AWAY, DROPPED, EXACT, GONE, HERE, NEVER, Storage, Value
+from spillway.methods.base import Candidate, Evicted
 from spillway.units import Bytes, Seconds
-
-if TYPE_CHECKING:
-    from spillway.engines.controller import Controller
-    from spillway.methods.base import Candidate
 
 
 @final
@@ -25,39 +22,40 @@ class View:
     """Read-only to policies. Keeps the order of last use in a heap that is put right lazily, only when room is
     short."""
 
-    __slots__ = ("_controller", "_heap", "_neighbours", "_walked")
+    __slots__ = ("_copies", "_heap", "_ledger", "_neighbours", "_walked")
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self._neighbours = Neighbours(controller)
+    def __init__(self, ledger: AbstractLedger, copies: Copies) -> None:
+        self._ledger = ledger
+        self._copies = copies
+        self._neighbours = Neighbours(ledger)
         self._heap: list[tuple[int, int, Storage]] = []
         self._walked: list[tuple[int, int, Storage]] = []
 
     @property
     def allowed(self) -> Bytes:
         """The budget."""
-        return self._controller.allowed
+        return self._ledger.budget.allowed
 
     @property
     def resident(self) -> Bytes:
         """Bytes in device memory now."""
-        return self._controller.resident
+        return self._ledger.budget.resident
 
     @property
     def clock(self) -> int:
         """The number of the op that is about to run."""
-        return self._controller.clock
+        return self._ledger.clock
 
     @property
     def op_index(self) -> int:
         """Its number within the step; 0 before the first."""
-        return max(self._controller.clock - self._controller.first_op - 1, 0)
+        return max(self._ledger.clock - self._ledger.first_op - 1, 0)
 
     def candidates(self) -> Iterator[Storage]:
         """Storages that may leave now, least recently used first."""
         heap = self._heap
         self._put_back()  # what a walk took that was left unfinished
-        young, self._controller.young = self._controller.young, []
+        young, self._ledger.young = self._ledger.young, []
         for storage in young:
             heapq.heappush(heap, (storage.touched, storage.number, storage))
         last: Storage | None = None
@@ -72,7 +70,7 @@ class View:
                     continue
                 self._walked.append((touched, number, storage))
                 last = storage
-                if self._controller.may_leave(storage):
+                if self._ledger.may_leave(storage):
                     yield storage
         finally:
             self._put_back()
@@ -84,7 +82,7 @@ class View:
     def available(self, storage: Candidate) -> bool:
         """Whether it is present and may leave."""
         value = storage.value if isinstance(storage, Storage) else None
-        return value is not None and value.absent == HERE and self._controller.may_leave(value.storage)
+        return value is not None and value.absent == HERE and self._ledger.may_leave(value.storage)
 
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`; None if that is not legal."""
@@ -93,12 +91,12 @@ class View:
 
     def own_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the op that made it."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         recipe = None if value is None else value.recipe
         if recipe is None or recipe.exactness != EXACT:
             return inf
-        return self._controller.machine.seconds_of(recipe)
+        return self._ledger.machine.seconds_of(recipe)
 
     def recompute_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the chain, as measured when its ops ran, and to copy in what it needs of what was moved."""
@@ -106,10 +104,10 @@ class View:
         return inf if found is None else self._seconds(found)
 
     def _seconds(self, found: Ancestry) -> Seconds:
-        own = sum(map(self._controller.machine.seconds_of, found.recipes.values()))
-        below = (ancestry(leaf, self._controller.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
+        own = sum(map(self._ledger.machine.seconds_of, found.recipes.values()))
+        below = (ancestry(leaf, self._ledger.chain_cap) for leaf in found.leaves if leaf.absent == DROPPED)
         away = sum(leaf.storage.nbytes for leaf in found.leaves if leaf.absent == AWAY)
-        copied_in = self._controller.machine.transfer_seconds(away) / 2 if away else 0.0
+        copied_in = self._ledger.machine.transfer_seconds(away) / 2 if away else 0.0
         return own + copied_in + sum(self._seconds(deeper) for deeper in below if deeper is not None)
 
     def recompute_seconds_at_worst(self, storage: Candidate) -> Seconds:
@@ -118,25 +116,25 @@ class View:
         if found is None:
             return inf
         present = (leaf.storage for leaf in found.leaves if leaf.absent == HERE)
-        link = self._controller.machine.transfer_seconds
+        link = self._ledger.machine.transfer_seconds
         return self._seconds(found) + sum(min(self.own_seconds(leaf), link(leaf.nbytes) / 2) for leaf in present)
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
         """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
-        out_and_in = self._controller.machine.transfer_seconds(storage.nbytes)
+        out_and_in = self._ledger.machine.transfer_seconds(storage.nbytes)
         return out_and_in / 2 if value is not None and value.home is not None else out_and_in
 
     @property
     def exposed(self) -> float:
         """Share of the seconds of copies for which ops waited."""
-        return self._controller.copies.exposed
+        return self._copies.exposed
 
     @property
     def overlaps(self) -> bool:
         """Whether copies have a processor or a link of their own."""
-        return self._controller.copies.overlaps
+        return self._copies.overlaps
 
     def copied(self, storage: Candidate) -> bool:
         """Whether its value has a home."""
@@ -145,30 +143,30 @@ class View:
     @property
     def anything_moved(self) -> bool:
         """Whether `moved` has any."""
-        return self._controller.away > len(self._controller.copies.arriving)
+        return self._ledger.away > len(self._ledger.arriving)
 
     def moved(self) -> Iterator[Storage]:
         """Moved storages, the one that left first in front."""
-        return self._controller.copies.in_order_of_leaving()
+        return self._copies.in_order_of_leaving()
 
     def due(self) -> Iterator[Storage]:
         """Moved storages in the order in which the last step wanted them."""
-        return self._controller.copies.in_order_of_use()
+        return self._copies.in_order_of_use()
 
     @property
     def arriving(self) -> int:
         """Storages on their way back."""
-        return len(self._controller.copies.arriving)
+        return len(self._ledger.arriving)
 
     @property
     def in_backward(self) -> bool:
         """Whether autograd runs a backward."""
-        return self._controller.phase is Phase.BACKWARD
+        return self._ledger.phase is Phase.BACKWARD
 
     @property
     def turned(self) -> bool:
         """Whether a backward has begun, and no other forward since."""
-        return self._controller.phase is not Phase.FORWARD
+        return self._ledger.phase is not Phase.FORWARD
 
     def held_bytes(self, storage: Candidate) -> Bytes:
         """Bytes of the leaves that a drop would have to hold alive and that are present now."""
@@ -177,7 +175,7 @@ class View:
 
     def stale_seconds(self, storage: Candidate) -> Seconds:
         """Seconds of the ops of this step since it was last used."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return 0.0 if value is None else self._neighbours.seconds_since(value)
 
@@ -191,7 +189,7 @@ class View:
 
     def evicted_neighbours(self, of: Candidate | Evicted) -> Mapping[Evicted, Seconds]:
         """The evicted next to it."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         if isinstance(of, Evicted):
             return self._neighbours.around(of)
         value = of.value if isinstance(of, Storage) else None
@@ -199,13 +197,13 @@ class View:
 
     def evicted_ancestors(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
         """The evicted that it needs."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return {} if value is None else self._neighbours.ancestors(value)
 
     def evicted_descendants(self, storage: Candidate) -> Mapping[Evicted, Seconds]:
         """The evicted that need it."""
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         return {} if value is None else self._neighbours.descendants(value)
 
@@ -214,9 +212,105 @@ class View:
         self._neighbours.forget()
 
     def _ancestry(self, storage: Candidate) -> Ancestry | None:
-        self._controller.counters.questions += 1
+        self._ledger.counters.questions += 1
         if not isinstance(storage, Storage):
             return None
-        away = storage.value is not None and storage.value.absent == AWAY
-        found = way_back_of_moved(self._controller, storage) if away else self._controller.way_back(storage)
+        found = self._ledger.way_back(storage)
         return found if isinstance(found, Ancestry) else None
+
+
+def _evicted(value: Value) -> bool:
+    gone = value.absent == DROPPED or value.absent == GONE
+    return gone and value.recipe is not None and value.recipe.exactness != NEVER
+
+
+def _name(value: Value) -> Evicted | None:
+    return None if value.recipe is None else Evicted(value.storage.number, value.recipe.number)
+
+
+@final
+class Neighbours:
+    """The graph of one step's values, as far as it has been looked at."""
+
+    __slots__ = ("_clock", "_ledger", "_numbers", "_readers", "_values")
+
+    def __init__(self, ledger: AbstractLedger) -> None:
+        self._ledger = ledger
+        self._values: dict[Evicted, Value] = {}
+        self._readers: dict[Value, list[Value]] = {}
+        self._numbers: list[int] = []
+        self._clock: list[Seconds] = [0.0]
+
+    def forget(self) -> None:
+        """The recipes are forgotten."""
+        self._values.clear()
+        self._readers.clear()
+        self._numbers.clear()
+        del self._clock[1:]
+
+    def _catch_up(self) -> None:
+        recipes, seconds_of = self._ledger.recipes, self._ledger.machine.seconds_of
+        for recipe in recipes[len(self._numbers) :]:
+            made = [*recipe.creates, *(value for _, value in recipe.writes)]
+            for read in recipe.reads:
+                self._readers.setdefault(read, []).extend(made)
+            for value in made:
+                self._values[Evicted(value.storage.number, recipe.number)] = value
+            self._numbers.append(recipe.number)
+            self._clock.append(self._clock[-1] + seconds_of(recipe))
+
+    def name(self, value: Value | None) -> Evicted | None:
+        """What `value` is called once it is evicted; None if no recipe is known."""
+        return None if value is None else _name(value)
+
+    def evicted(self) -> dict[Evicted, Seconds]:
+        """All that is evicted, in the order in which it was made."""
+        self._catch_up()
+        return self._told(value for value in self._values.values() if _evicted(value))
+
+    def around(self, of: Value | Evicted) -> dict[Evicted, Seconds]:
+        """What is evicted and was read to make it, or made by reading it."""
+        self._catch_up()
+        value = self._values.get(of) if isinstance(of, Evicted) else of
+        if value is None:
+            return {}
+        return self._told(near for near in (*_parents(value), *self._readers.get(value, ())) if _evicted(near))
+
+    def ancestors(self, value: Value) -> dict[Evicted, Seconds]:
+        """What is evicted and has to be made again to make `value` again."""
+        found, stack = dict.fromkeys((value,)), [value]
+        while stack:
+            for near in _parents(stack.pop()):
+                if near not in found and _evicted(near):
+                    found[near] = None
+                    stack.append(near)
+        del found[value]
+        return self._told(found)
+
+    def descendants(self, value: Value) -> dict[Evicted, Seconds]:
+        """What is evicted and made from it, through nothing but what is evicted."""
+        self._catch_up()
+        found, stack = dict.fromkeys((value,)), [value]
+        while stack:
+            for near in self._readers.get(stack.pop(), ()):
+                if near not in found and _evicted(near):
+                    found[near] = None
+                    stack.append(near)
+        del found[value]
+        return self._told(found)
+
+    def seconds_since(self, value: Value) -> Seconds:
+        """What ops took since one last began to read it, or had made it."""
+        self._catch_up()
+        touched, recipe = value.storage.touched, value.recipe
+        made_last = recipe is not None and recipe.number == touched
+        return self._clock[-1] - self._clock[(bisect_right if made_last else bisect_left)(self._numbers, touched)]
+
+    def _told(self, values: Iterable[Value]) -> dict[Evicted, Seconds]:
+        seconds_of = self._ledger.machine.seconds_of
+        named = ((value.storage.number, value.recipe) for value in values)
+        return {Evicted(number, recipe.number): seconds_of(recipe) for number, recipe in named if recipe is not None}
+
+
+def _parents(value: Value) -> Iterable[Value]:
+    return () if value.recipe is None else value.recipe.reads

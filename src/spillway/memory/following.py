@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Sequence
 from typing import final
 
-from spillway.engines.controller import Controller
-from spillway.engines.records import Storage
-from spillway.engines.room import grant_in_turn
+from spillway.memory.controller import Controller
+from spillway.memory.records import Storage
 from spillway.methods.base import Proposal
 
 
@@ -39,5 +38,5 @@ class Following:
         self._grant(self._controller.policy.after_op(self._controller.view, self.op - 1, created))
 
     def _grant(self, proposals: Generator[Proposal, bool, None]) -> None:
-        self._controller.empty_graveyard()
-        grant_in_turn(self._controller, proposals, lambda: False)
+        self._controller.collect_dead()
+        self._controller.grant_in_turn(proposals, lambda: False)

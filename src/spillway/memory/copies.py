@@ -1,4 +1,4 @@
-"""Copies that are under way while ops run: the controller's side of rule 5.
+"""Copies and collectives that are under way while ops run: the controller's side of rule 5.
 
 A copy *out* leaves the storage where it is: it is present and counts, and its value has a home before the bytes are
 there. Whoever lets it leave, or gives the home up, waits for the copy. A copy *in* counts from its beginning, before
@@ -7,17 +7,15 @@ the bytes can be used. Neither outlives its step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, final
 
-from spillway.engines.records import AWAY, Storage, Value
-from spillway.engines.room import grant_in_turn
 from spillway.errors import EngineError, SpillBusyError, SpillError, SpillFullError
-from spillway.methods.base import Copy, Fetch
-from spillway.units import Seconds
-
-if TYPE_CHECKING:
-    from spillway.engines.controller import Controller
+from spillway.memory.ledger import AbstractLedger
+from spillway.memory.records import AWAY, TEMPORARY, Storage, Value
+from spillway.memory.unsafe_region import UnsafeRegion
+from spillway.methods.base import Copy, Fetch, MemoryView
+from spillway.units import Bytes, Seconds
 
 KNOWN_ORDERS = 64
 """Signatures of steps whose order of coming back is remembered."""
@@ -31,14 +29,13 @@ class Copies:
     """What is on its way out or in, and in which order the last step wanted what was away."""
 
     __slots__ = (
-        "_asks_at", "_before", "_controller", "_copying", "_expected", "_first", "_foreseeing", "_front", "_moved",
-        "_next", "_order", "_orders", "_places", "_signature", "_waiting", "arriving", "exposed", "overlaps",
+        "_asks_at", "_before", "_copying", "_expected", "_first", "_foreseeing", "_front", "_ledger", "_moved",
+        "_next", "_order", "_orders", "_places", "_signature", "_unsafe", "_waiting", "exposed", "overlaps",
     )  # fmt: skip
 
-    def __init__(self, controller: Controller) -> None:
-        self._controller = controller
-        self.arriving: dict[Value, Any] = {}
-        """Copies in, by the value that they bring."""
+    def __init__(self, ledger: AbstractLedger, unsafe: UnsafeRegion) -> None:
+        self._ledger = ledger
+        self._unsafe = unsafe
         self._moved: dict[int, Storage] = {}
         self._first = 0
         self._signature = ""
@@ -58,7 +55,7 @@ class Copies:
         self._before = (0.0, 0.0)  # the same before this step
         self.exposed = 1.0
         """Share of the seconds of copies, in the last steps, for which ops waited."""
-        self.overlaps = controller.machine.overlaps
+        self.overlaps = ledger.machine.overlaps
         """What the machine said when the step began: asking takes longer than some ops."""
 
     # ------------------------------------------------------------------ what a policy foresees
@@ -66,101 +63,93 @@ class Copies:
     def asks(self) -> bool:
         """Whether the policy is to be asked before the next op. If so, the ops that follow do not ask, and what they
         would have asked for waits for the next that does."""
-        clock = self._controller.clock
+        clock = self._ledger.clock
         if clock < self._asks_at:
             return False
-        self._asks_at = clock + self._controller.policy.looks_after
+        self._asks_at = clock + self._ledger.policy.looks_after
         return True
 
-    def foresee(self) -> None:
+    def foresee(self, view: MemoryView) -> None:
         """Let the policy begin copies, in and out; nothing that it proposes here is necessary."""
-        controller = self._controller
+        ledger = self._ledger
         if self._foreseeing:  # making room for a copy is no occasion for another
             return
         self.land()
-        if not controller.policy.looks(controller.view):
+        if not ledger.policy.looks(view):
             return
         self._foreseeing = True
         try:
-            controller.empty_graveyard()
-            grant_in_turn(controller, controller.policy.foresee(controller.view), lambda: False)
+            ledger.collect_dead()
+            ledger.grant_in_turn(ledger.policy.foresee(view), lambda: False)
         finally:
             self._foreseeing = False
 
     def begin(self, proposal: Copy | Fetch) -> bool:
         """Begin a copy, or refuse and count it (rule 9)."""
-        if self._controller.lending.running:
-            self._controller.counters.refuse("a custom function is running")
+        if self._unsafe.running:
+            self._ledger.counters.refuse("a custom function is running")
             return False
         storage: Any = proposal.storage
         return self._begin_out(storage) if isinstance(proposal, Copy) else self._begin_in(storage)
 
     def _begin_out(self, storage: Storage) -> bool:
-        controller, value = self._controller, storage.value
+        ledger, value = self._ledger, storage.value
         # What is exposed may be given another size at any moment, away from the bytes that are being read.
-        free = storage.value is not None and not storage.exposed and controller.may_leave(storage)
+        free = storage.value is not None and not storage.exposed and ledger.may_leave(storage)
         if value is None or value.absent or value.home is not None or not free:
-            controller.counters.refuse("not free to be copied")
+            ledger.counters.refuse("not free to be copied")
             return False
         try:
-            value.home = controller.machine.start_out(storage)
+            value.home = ledger.machine.start_out(storage)
         except SpillError as error:
-            controller.counters.refuse(_why(error))
+            ledger.counters.refuse(_why(error))
             return False
-        controller.note_copied(value)
-        controller.counters.bytes_out += storage.nbytes
-        controller.counters.early_out += storage.nbytes
+        ledger.note_copied(value)
+        ledger.counters.bytes_out += storage.nbytes
+        ledger.counters.early_out += storage.nbytes
         return True
 
     def _begin_in(self, storage: Storage) -> bool:
-        controller, value = self._controller, storage.value
-        if value is None or value.absent != AWAY or value in self.arriving:
-            controller.counters.refuse("not away")
+        ledger, value = self._ledger, storage.value
+        if value is None or value.absent != AWAY or value in self._ledger.arriving:
+            ledger.counters.refuse("not away")
             return False
-        if controller.resident + storage.nbytes > controller.allowed:
-            controller.counters.refuse("no room to bring it back early")
+        if ledger.budget.short(storage.nbytes) > 0:
+            ledger.counters.refuse("no room to bring it back early")
             return False
         try:
-            self.arriving[value] = controller.machine.start_in(storage, value.home)
+            self._ledger.arriving[value] = ledger.machine.start_in(storage, value.home)
         except SpillError as error:
-            controller.counters.refuse(_why(error))
+            ledger.counters.refuse(_why(error))
             return False
-        controller.resident += storage.nbytes
-        controller.peak = max(controller.peak, controller.resident)
+        ledger.budget.take(storage.nbytes)
         return True
 
     # ------------------------------------------------------------------ arrivals
 
     def land(self, *, wait: bool = False) -> None:
         """Take in what has arrived; with `wait`, all that is on its way."""
-        machine = self._controller.machine
+        machine = self._ledger.machine
         machine.reap()
-        if not self.arriving:
+        if not self._ledger.arriving:
             return
-        for value in [value for value, arrival in self.arriving.items() if wait or machine.arrived(arrival)]:
-            if value.absent == AWAY and value in self.arriving:
-                self._controller.restore(value)
+        for value in [value for value, arrival in self._ledger.arriving.items() if wait or machine.arrived(arrival)]:
+            if value.absent == AWAY and value in self._ledger.arriving:
+                self._ledger.restore(value)
 
     def arrive(self, value: Value) -> bool:
         """Wait for the bytes of a value and give them to its storage; whether its home is still good.
 
         The account is as if the copy had not begun: the caller takes the bytes into it.
         """
-        arrival = self.arriving.pop(value, None)
+        arrival = self._ledger.arriving.pop(value, None)
         if arrival is None:
             raise EngineError(f"{value!r} is not on its way.")
         storage = value.storage
-        self._controller.resident -= storage.nbytes
-        unchanged = self._controller.machine.finish_in(storage, arrival)
-        self._controller.counters.early_in += storage.nbytes
+        self._ledger.budget.free(storage.nbytes)
+        unchanged = self._ledger.machine.finish_in(storage, arrival)
+        self._ledger.counters.early_in += storage.nbytes
         return unchanged
-
-    def abandon(self, value: Value) -> None:
-        """The bytes of a value are not wanted any more: they stay where they are."""
-        arrival = self.arriving.pop(value, None)
-        if arrival is not None:
-            self._controller.machine.abandon(arrival)
-            self._controller.resident -= value.storage.nbytes
 
     # ------------------------------------------------------------------ the order of the last step
 
@@ -170,18 +159,18 @@ class Copies:
         self._signature, self._first, self._order = signature, first, []
         self._next = self._front = self._asks_at = 0
         self._before = self._copying, self._waiting
-        self.overlaps = self._controller.machine.overlaps
+        self.overlaps = self._ledger.machine.overlaps
         self._moved = {self._key(storage): storage for storage in still_away}
         self._expected = self._orders.get(signature) or next(reversed(self._orders.values()), [])
         self._places = {key: place for place, key in enumerate(self._expected)}
 
     def end_step(self) -> None:
         """Nothing is on its way afterwards."""
-        for value in list(self.arriving):
-            self.abandon(value)
-        self._controller.machine.reap()
-        counters = self._controller.counters
-        copying = self._controller.machine.transfer_seconds(counters.bytes_out + counters.bytes_in) / 2
+        for value in list(self._ledger.arriving):
+            self._ledger.abandon(value)
+        self._ledger.machine.reap()
+        counters = self._ledger.counters
+        copying = self._ledger.machine.transfer_seconds(counters.bytes_out + counters.bytes_in) / 2
         self.weigh(copying, counters.stall_seconds)
         self._orders.pop(self._signature, None)
         if len(self._orders) >= KNOWN_ORDERS:
@@ -232,7 +221,7 @@ class Copies:
 
     def _is_away(self, storage: Storage) -> bool:
         value = storage.value
-        return value is not None and value.absent == AWAY and value not in self.arriving
+        return value is not None and value.absent == AWAY and value not in self._ledger.arriving
 
     def _key(self, storage: Storage) -> int:
         """Positive and the same in every step that makes the same storages, for those of the step; else negative."""
@@ -244,3 +233,78 @@ def _why(error: SpillError) -> str:
     if isinstance(error, SpillFullError):
         return "slower tier full"
     return "workers busy" if isinstance(error, SpillBusyError) else "no worker"
+
+
+class Work(Protocol):
+    """What is done by somebody else."""
+
+    def done(self) -> bool:
+        """Whether nothing is read or written any more."""
+
+    def wait(self) -> bool:
+        """Wait for that, where it comes about without anything that this thread would have to do; whether it did."""
+
+
+class _Flight(NamedTuple):
+    work: Work
+    reads: Sequence[Storage]
+    writes: Sequence[Storage]
+    beside: Storage | None
+
+
+@final
+class Flights:
+    """Collectives in flight: what another thread reads and writes after the op that began it has returned. Callers hold
+    the controller's lock.
+
+    From the op until the work is known to be done, also beyond the end of a step,
+
+    - what it reads or writes stays where it is. Nothing comes to depend on what it writes, and what did came back
+      before (rules 2 and 3).
+    - what it needs beside its operands counts as resident (rule 5).
+
+    When it is done, a next version begins of everything that it wrote, which no op made (rule 7).
+    """
+
+    __slots__ = ("_flights", "_ledger", "_unsafe")
+
+    def __init__(self, ledger: AbstractLedger, unsafe: UnsafeRegion) -> None:
+        self._ledger = ledger
+        self._unsafe = unsafe
+        self._flights: list[_Flight] = []
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def beside(self) -> Bytes:
+        """What all need beside their operands."""
+        return sum(flight.beside.nbytes for flight in self._flights if flight.beside is not None)
+
+    def begin(self, work: Work, reads: Sequence[Storage], writes: Sequence[Storage], beside: Bytes = 0) -> None:
+        """It has begun. All these are present; `beside` is what it needs besides, for which room was made."""
+        for storage in reads:
+            storage.locks += 1
+        for storage in writes:
+            self._unsafe.lend(storage)
+        needed = self._ledger.adopt(TEMPORARY, beside, None, temporary=True) if beside else None
+        if needed is not None:
+            needed.locks += 1
+        self._flights.append(_Flight(work, reads, writes, needed))
+
+    def land(self, *, wait: bool = False) -> bool:
+        """Let go of what is done; with `wait`, wait for what can be waited for. Whether anything was."""
+        landed = [flight for flight in self._flights if flight.work.done() or (wait and flight.work.wait())]
+        for flight in landed:
+            self._flights.remove(flight)
+            for storage in flight.reads:
+                storage.locks -= 1
+            for storage in flight.writes:
+                self._unsafe.take_back(storage)
+            if flight.beside is not None:
+                self._ledger.forget(flight.beside)
+        return bool(landed)
+
+    def forget(self) -> None:
+        """Nothing is ever moved again."""
+        self._flights.clear()

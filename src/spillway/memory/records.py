@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from spillway.engines.lanes import Again, Stall
+from spillway.memory.lanes import Again, Stall
 from spillway.units import Bytes, Seconds
 
 HERE: Final = 0
