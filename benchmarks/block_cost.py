@@ -29,7 +29,7 @@ from spillway.methods.actions import Action
 from spillway.workloads import Batch, Workload, get
 
 PLAIN: Final = "plain"
-ASLEEP: Final = "asleep"
+ASLEEP: Final = "bypassed"
 KEPT: Final = "kept, to be revoked"
 RECOMPUTED: Final = "recomputed"
 CHECKPOINT: Final = "torch.utils.checkpoint"
@@ -80,7 +80,7 @@ class Track:
         self.arounds: Mapping[str, Around] = MappingProxyType(
             {
                 PLAIN: contextlib.nullcontext,
-                ASLEEP: partial(self._managed, Action.KEEP, asleep=True),
+                ASLEEP: partial(self._managed, Action.KEEP, bypassed=True),
                 KEPT: partial(self._managed, Action.KEEP),
                 RECOMPUTED: partial(self._managed, Action.RECOMPUTE),
                 CHECKPOINT: self._checkpointed,
@@ -92,8 +92,8 @@ class Track:
             hook.remove()
 
     @contextlib.contextmanager
-    def _managed(self, action: Action, *, asleep: bool = False) -> Iterator[None]:
-        self._engine.actions, self._engine.asleep = lambda block, call: action, asleep
+    def _managed(self, action: Action, *, bypassed: bool = False) -> Iterator[None]:
+        self._engine.actions, self._engine.bypassed = lambda block, call: action, bypassed
         for hook in self._engine._hooks:
             hook.install()
         try:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.mimose_lab import Subject, build
-from spillway.engines.blocks.frame import Frame
+from spillway.engines.blocks.call import BlockCall
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
@@ -61,16 +61,16 @@ def traced() -> Iterator[None]:
 def nothing_counted() -> Iterator[None]:
     """Without what the engine does only to tell what blocks save: no step depends on it."""
 
-    def measure(frame: Frame, *_: Any) -> None:
+    def measure(frame: BlockCall, *_: Any) -> None:
         """Instead of `_measure`."""
 
-    def revoke(frame: Frame) -> Bytes:
+    def revoke(frame: BlockCall) -> Bytes:
         """Instead of `revoke`, which also adds up what it frees."""
         if frame.ended and frame._may_go():
             frame._let_go()
         return 0
 
-    with mock.patch.object(Frame, "_measure", measure), mock.patch.object(Frame, "revoke", revoke):
+    with mock.patch.object(BlockCall, "_measure", measure), mock.patch.object(BlockCall, "revoke", revoke):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What the block engine never takes, what it answers where it cannot serve, and what it costs when it is asleep."""
+"""What the block engine never takes, what it answers where it cannot serve, and what it costs when it is bypassed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.blocks.holders import Holder
+from spillway.engines.blocks.saved import SavedTensor
 from spillway.errors import ModelError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Outer, Residual, mean_square
@@ -46,16 +46,16 @@ def test_parameters_and_buffers_are_never_counted_given_up_or_sent_away(action: 
     model = Chain(Holding(), Holding())
     fixed = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     given: list[int] = []
-    let_go = Holder.let_go
+    let_go = SavedTensor.let_go
 
-    def noted(holder: Holder) -> None:
+    def noted(holder: SavedTensor) -> None:
         before = holder.value
         let_go(holder)
         if before is not None and holder.value is None:
             given.append(before.untyped_storage().data_ptr())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Holder, "let_go", noted)
+        patch.setattr(SavedTensor, "let_go", noted)
         with BlockEngine(
             model,
             ["blocks.0", "blocks.1"],
@@ -117,7 +117,7 @@ def test_layers_that_were_left_out_by_chance_are_blocks_too() -> None:
     assert discover(model, lambda: model(X)) == [f"blocks.{number}" for number in range(3)]
 
 
-# ------------------------------------------------------------------------------------------------------------- asleep
+# ------------------------------------------------------------------------------------------------------------- bypassed
 
 
 def python_calls(model: nn.Module) -> int:
@@ -153,10 +153,10 @@ def test_an_engine_that_is_asleep_adds_a_few_calls_a_block_and_none_an_op(ops: i
     with BlockEngine(model, [f"blocks.{number}" for number in range(4)]) as engine:
         python_calls(model)  # the first calls of a block are looked at closely
         kept = python_calls(model)
-        engine.asleep = True
+        engine.bypassed = True
         assert python_calls(model) - plain == 4 * 9 + 1
         assert engine.calls == []
-        engine.asleep = False
+        engine.bypassed = False
         assert python_calls(model) == kept > plain + 4 * (ops + 20)
         assert len(engine.calls) == 4
 
@@ -167,7 +167,7 @@ def test_an_engine_put_to_sleep_in_the_middle_of_a_block_sleeps_from_the_next_bl
     torch.manual_seed(0)
     plain = torch.autograd.grad(mean_square(model, X), list(model.parameters()))
     with BlockEngine(model, names, actions=lambda block, call: Action.RECOMPUTE) as engine:
-        handle = model.blocks[0].first.register_forward_hook(lambda *_: setattr(engine, "asleep", True))
+        handle = model.blocks[0].first.register_forward_hook(lambda *_: setattr(engine, "bypassed", True))
         torch.manual_seed(0)
         loss = mean_square(model, X)
         handle.remove()

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.blocks.holders import storages
-from spillway.engines.blocks.homes import away
+from spillway.engines.blocks.saved import SpilledTensor, storages
 from spillway.errors import UsageError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Functional, Residual, mean_square
@@ -104,7 +103,7 @@ def test_views_of_one_storage_come_back_as_views_of_one() -> None:
     views = [base[:, 32:], base.t(), base[3].expand(7, 64), base[::3], base.view(8, 5, 64).transpose(0, 1)]
     storage = home.load()
     for view in views:
-        back = away(home, view).over(storage)
+        back = SpilledTensor.of(home, view).over(storage)
         assert (back.shape, back.stride(), back.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
         assert back.untyped_storage().data_ptr() == storage.data_ptr()
         assert (back - view).abs().max() < 0.05
@@ -134,12 +133,12 @@ def test_statistics_integers_small_tensors_and_weights_stay_and_masks_take_a_bit
 
     model, engine = engine_of(function, Action.COMPRESS)
     loss = model(batch()).square().sum()
-    kept = [one for one in holders(engine) if one.home is None]
+    kept = [one for one in holders(engine) if one.spilled is None]
     shapes = sorted(
         {tuple(one.shape) for one in kept if not one.pinned and one.value.untyped_storage().nbytes() >= 1024}
     )
     assert shapes == [(300,), (300, 1)], "the index of rows; their mean and deviation"
-    assert {one.home.home.nbytes for one in holders(engine) if one.home is not None} >= {-(-300 * 32 // 8)}
+    assert {one.spilled.home.nbytes for one in holders(engine) if one.spilled is not None} >= {-(-300 * 32 // 8)}
     loss.backward()
 
 

@@ -30,14 +30,14 @@ SLOTS = {Action.OFFLOAD: 3, Action.RECOMPUTE_OFFLOADED: 1}
 
 def ahead(engine: BlockEngine, call: int) -> list[int]:
     """For each block, bytes that were read before they were wanted, and not taken yet."""
-    frames = [engine._frames[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
+    frames = [engine._calls[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
     return [sum(home.nbytes for home in frame.waiting() if home.ahead) if frame else 0 for frame in frames]
 
 
 def looked_at(model: Chain, engine: BlockEngine, seen: list[list[int]]) -> Tensor:
     """A loss whose backward looks at what was read ahead whenever it has left a block."""
     hidden = model.embed(batch())
-    call = engine._sites[0].calls
+    call = engine._found[0].calls
     for block in model.blocks:
         hidden.register_hook(lambda _: seen.append(ahead(engine, call)))
         hidden = block(hidden)
@@ -105,7 +105,7 @@ def test_what_is_still_leaving_is_resident_and_used_where_it_is(
         gate.set()
         engine.settle()
     assert engine.leaving_bytes == 0
-    store: Any = engine._conductor.store
+    store: Any = engine._runtime.store
     assert [transfer for transfer in store._lanes.tier.log.transfers if transfer.lane == "copy-in"] == []
     assert used(engine) == []
 
@@ -122,7 +122,7 @@ def test_each_storage_is_freed_when_its_own_copy_is_done(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(SpillFile, "write", one_by_one)
     loss = model(batch()).square().sum()
-    frame: Any = engine._frames["blocks.0", 0]()
+    frame: Any = engine._calls["blocks.0", 0]()
     for home in frame.waiting():
         home._parcel.place.writing.add_done_callback(lambda _: written.release())
     for left in (3, 2, 1):
@@ -144,7 +144,7 @@ def test_no_more_than_was_allowed_is_leaving_when_a_block_has_ended(
             gate.set()
         hidden = model.blocks[0](hidden)
         assert engine.leaving_bytes == (0 if write_behind == 0 else 3 * FLOATS)
-        first: Any = engine._frames["blocks.0", 0]()
+        first: Any = engine._calls["blocks.0", 0]()
         gate.set()
         loss = model.blocks[1](hidden).sum()
         assert all(home.absent for home in first.waiting())
@@ -208,7 +208,7 @@ def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkey
     hidden = model.blocks[1](model.blocks[0](model.embed(batch())))
     middle, loss = hidden, model.blocks[2](hidden).square().sum()
     engine.settle()
-    store: Any = engine._conductor.store
+    store: Any = engine._runtime.store
     with held(monkeypatch, "read") as gate:
         if end == "stops half-way":
             torch.autograd.grad(loss, middle, retain_graph=True)
@@ -258,7 +258,7 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     engine.settle()
     with torch.no_grad():
         saved[-1].mul_(2)
-    tear(monkeypatch, [holder.home.home for holder in holders(engine) if holder.written and holder.home])
+    tear(monkeypatch, [holder.spilled.home for holder in holders(engine) if holder.written and holder.spilled])
     if closes:
         engine.close()  # everything comes home
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -275,9 +275,9 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
     engine.settle()
     with torch.no_grad():
         hidden[0].mul_(2)
-    frames = [ref() for ref in engine._frames.values()]
+    frames = [ref() for ref in engine._calls.values()]
     moved = [one for frame in frames if frame for one in frame.arguments() if one.moved_on and not one.copied]
-    tear(monkeypatch, [one.away.home for one in moved if one.away])
+    tear(monkeypatch, [one.spilled.home for one in moved if one.spilled])
     engine.close()
     with pytest.raises(RecomputeError, match="was written to in place"):
         loss.backward()
@@ -295,7 +295,7 @@ def test_who_has_waited_for_a_copy_out_holds_its_source_no_longer(monkeypatch: p
     model, engine = engine_of(sines, Action.OFFLOAD)
     loss = model(batch()).sum()
     engine.settle()
-    homes = [holder.home.home for holder in holders(engine) if holder.home]
+    homes = [holder.spilled.home for holder in holders(engine) if holder.spilled]
     assert [home._parcel.source for home in homes] == [None] * len(homes) != []
     late.set()
     loss.backward()

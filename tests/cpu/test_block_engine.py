@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spillway.engines.blocks.call import BlockCall
 from spillway.engines.blocks.engine import BlockEngine
-from spillway.engines.blocks.frame import Frame
-from spillway.engines.blocks.holders import Holder
+from spillway.engines.blocks.saved import SavedTensor
 from spillway.errors import ModelError, RecomputeError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Functional, Residual
@@ -58,13 +58,13 @@ def sines(block: Functional, x: Tensor) -> Tensor:
 
 def used(engine: BlockEngine) -> list[int]:
     """Bytes of the slots in use."""
-    store = engine._conductor.store
+    store = engine._runtime.store
     return list(store._lanes.tier._in_use.values()) if store is not None else []
 
 
-def holders(engine: BlockEngine) -> list[Holder]:
+def holders(engine: BlockEngine) -> list[SavedTensor]:
     """What holds a saved tensor of its blocks, and of no engine of another test whose graph is still there."""
-    return [thing for thing in gc.get_objects() if type(thing) is Holder and thing.frame.site in engine._sites]
+    return [thing for thing in gc.get_objects() if type(thing) is SavedTensor and thing.owner.block in engine._found]
 
 
 def living(kind: type) -> int:
@@ -155,12 +155,12 @@ def test_nothing_outlives_the_step_nor_waits_for_the_collector(action: Action, t
     gc.collect()
     gc.disable()
     try:
-        before = living(Frame), living(Holder)
+        before = living(BlockCall), living(SavedTensor)
         model, engine = engine_of(function, action, count=2, spill_directory=tmp_path)
         for _ in range(2):
             model(batch()).sum().backward()
         model(batch())  # a graph that nobody runs backward
-        assert (living(Frame), living(Holder)) == before
+        assert (living(BlockCall), living(SavedTensor)) == before
         engine.settle()
         assert used(engine) == []
     finally:
@@ -393,7 +393,7 @@ def test_a_run_that_fails_leaves_streams_buffers_and_flags_as_they_were() -> Non
         assert (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
         assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
         assert not block.norm.training
-        assert engine._conductor.replay is None
+        assert engine._runtime.replay is None
 
 
 # --------------------------------------------------------------------------------------------------- hook and front

@@ -28,7 +28,7 @@ def late(engine: BlockEngine, *, lag: int = 3, host: int = 1 << 20, **rest: Any)
     """Let an engine's bytes wait in such a device's host memory."""
     driver = LateDriver(lag=lag)
     lanes = HostLanes(driver, HostPool(driver.pin, host, slab=1 << 16))
-    engine._conductor._open_store = lambda: Store(lanes, **rest)
+    engine._runtime._open_store = lambda: Store(lanes, **rest)
     return driver
 
 
@@ -123,7 +123,7 @@ def test_a_device_without_memory_to_spare_reads_nothing_ahead() -> None:
     plain = plain_gradients(model, engine)
     loss = model(batch()).square().sum()
     engine.settle()
-    frame: Any = engine._frames["blocks.0", 0]()
+    frame: Any = engine._calls["blocks.0", 0]()
     driver.full = 1
     frame.start_in(None)
     assert [home.ahead for home in frame.waiting()] == [False, True, True]

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from spillway.engines.blocks.containers import FrozenTensor, freeze, thaw
+from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.saved import FrozenTensor
 from spillway.errors import RecomputeError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Normalised, Outer, Residual, mean_square
@@ -444,7 +445,7 @@ def test_a_first_run_that_fails_leaves_no_frame_behind() -> None:
     with BlockEngine(model, ["blocks.0"], actions=lambda block, call: Action.RECOMPUTE) as engine:
         with pytest.raises(ValueError, match="nothing there"):
             model.blocks[0](torch.zeros(4, WIDTH))
-        assert engine._conductor.frame is None
+        assert engine._runtime.call is None
         assert engine.revoke("blocks.0") == 0
         mean_square(model, torch.ones(4, WIDTH)).backward()
         assert [report.recomputes for report in engine.calls] == [1]

@@ -100,11 +100,11 @@ def test_room_is_made_for_what_a_hungry_op_may_need_the_first_time_and_nothing_i
     with late_session(layer, budget=PLENTY, method=LRU()) as memory, memory.step():
         others, controller = [torch.randperm(4096) for _ in range(16)], memory._engine.controller
         held = [other.numpy() for other in others if escaped]
-        controller.budget.allow(controller.budget.resident + 2 * made + 4096)
-        layer(picture)
-        assert controller.budget.resident <= controller.budget.allowed - (0 if escaped else 2 * made)
+        budget = controller.budget
+        with budget.as_if(budget.resident + 2 * made + 4096):
+            layer(picture)
+            assert budget.resident <= budget.allowed - (0 if escaped else 2 * made)
         assert any(is_moved(memory, other) or is_dropped(memory, other) for other in others) != escaped
-        controller.budget.allow(PLENTY)
     assert len(held) == 16 * escaped
 
 
@@ -120,11 +120,9 @@ def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_nex
         known = memory._engine.place.workspaces
         assert known is not None
         assert [looks for looks in known._known.values() if looks == [3 * made, 3 * made]]
-        controller = memory._engine.controller
-        controller.budget.allow(controller.budget.resident + 2 * made)
-        with pytest.raises(BudgetInfeasible):
+        budget = memory._engine.budget
+        with budget.as_if(budget.resident + 2 * made), pytest.raises(BudgetInfeasible):
             layer(picture)
-        controller.budget.allow(PLENTY)
 
 
 # ---------------------------------------------------------------------- no memory all the same

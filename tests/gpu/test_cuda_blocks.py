@@ -155,7 +155,7 @@ def test_nothing_stays_pinned_or_allocated() -> None:
     for _ in range(3):
         trained = train("pictures", Action.OFFLOAD, host_budget="2GiB")
         assert trained.engine is not None
-        assert trained.engine._conductor.store is None
+        assert trained.engine._runtime.store is None
         del trained
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before

@@ -250,7 +250,7 @@ class BlockSession(Session):
             host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits, compiled=self._method.compiled,
             read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
         )  # fmt: skip
-        self._engine.asleep = True
+        self._engine.bypassed = True
         return self._engine
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
@@ -466,7 +466,7 @@ class _Step(AbstractStep):
         session = self._session
         if session._engine is not None:
             session._engine.observer = None
-            session._engine.asleep = True
+            session._engine.bypassed = True
             session._engine.actions = {}
         if self._watch is not None:
             self._watch.stop()

@@ -21,9 +21,9 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from spillway.engines.blocks.block import Figures
 from spillway.engines.blocks.engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
-from spillway.engines.blocks.sites import Figures
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.system import Reclaimer
@@ -202,15 +202,15 @@ class StepWatch:
         self._goes_on("f")
         self._mark("forward", of=len(self.passes))
         resident = self._taken()
-        decision, forecast, size, asleep = self._decide(self._free())
+        decision, forecast, size, bypassed = self._decide(self._free())
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
-        self._engine.asleep = asleep
+        self._engine.bypassed = bypassed
         self._engine.actions = self._action_of
         planned = forecast is not None and decision.plan.holds
         called = self._engine.called
         self._begins_with = None
-        if called is not None and not asleep:
+        if called is not None and not bypassed:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
             if self.unmeasured and not planned and decision.plan.only_recomputes:

@@ -22,12 +22,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.blocks.containers import address, over, rebuilt
+from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.blocks.saved import over
 from spillway.engines.tensors.private import function_modes
+from spillway.engines.tensors.private import storage_address as address
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
 """Arguments that `native_batch_norm` and its kin write to without saying so."""

@@ -26,8 +26,9 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks.containers import FrozenTensor, freeze, thaw
+from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.saved import FrozenTensor
 
 _OWN: Final = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
 """Attributes of every module that are torch's own business, and ours."""

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.arithmetic import Arithmetic
-from spillway.engines.blocks.containers import address
 from spillway.engines.blocks.quantize import AbstractPacking, pack
 from spillway.engines.blocks.stores import Home, Storage, Store
+from spillway.engines.tensors.private import storage_address as address
 from spillway.units import Bytes
 
 FEW: Final = 64

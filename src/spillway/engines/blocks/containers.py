@@ -4,137 +4,23 @@ from __future__ import annotations
 
 import copy
 import enum
-import functools
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.iterators import CannotCopyError, Parts, assembled, holding, is_iterator, parts_of
-
-if TYPE_CHECKING:
-    from spillway.engines.blocks.homes import Away
+from spillway.engines.blocks.saved import FrozenTensor
 
 MOST_OBJECTS: Final = 4096
 """An argument from which more can be reached is no cache but half of the program."""
-PLAIN: Final = (Tensor, FakeTensor)
-"""Of no other class are the bytes all that there is to a tensor."""
 _HEAP_TYPE: Final = 1 << 9  # of `type.__flags__`: a class that Python code defines
-_storage_address: Final = cast("Callable[[Tensor], int]", vars(torch._C)["_storage_address"])
 _ATOMS: Final = frozenset({type(None), bool, int, float, complex, str, bytes, slice, range, type(...), torch.Size})
 _NEVER: Final = (nn.Module, type, enum.Enum, BaseException, torch.Generator)
-
-
-def address(tensor: Tensor) -> int:
-    """Address of the storage object: a key for the bytes, the same for all views of them."""
-    return _storage_address(tensor)
-
-
-@final
-class FrozenTensor:
-    """An argument as it was when the block was called.
-
-    It shares bytes and version counter with the argument, unless the block, or somebody after it, is known to write to
-    the argument, or nothing is known about that yet: then it holds a copy of the bytes.
-    """
-
-    __slots__ = ("alias", "away", "copied", "key", "nbytes", "needs_grad", "version", "witness", "written")
-
-    def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
-        self.needs_grad = tensor.requires_grad
-        whole = torch._C._has_storage(tensor)
-        self.key = address(tensor) if whole else None
-        """Tells the storage of the argument from others while the block runs."""
-        self.nbytes = tensor.untyped_storage().nbytes() if whole else 0
-        alias = tensor.detach()
-        self.copied = copies is not None
-        self.witness = empty_witness(alias) if copies is not None else alias
-        """Shares the version counter of the argument itself."""
-        self.alias: Tensor | None = alias if copies is None else _same_layout(alias, copies)
-        self.version = alias._version
-        self.written = False
-        """Whether the block wrote to the argument before it ended."""
-        self.away: Away | None = None
-        """Where the bytes wait, if they do."""
-
-    @property
-    def moved_on(self) -> bool:
-        """Whether the argument was written to since."""
-        return bool(self.witness._version != self.version)
-
-    def send_away(self, away: Away) -> None:
-        """Hold no bytes: they wait there."""
-        self.let_go()
-        self.away = away
-
-    def let_go(self) -> None:
-        """Hold no bytes, and go on watching the argument."""
-        if self.alias is not None and self.witness is self.alias:
-            self.witness = empty_witness(self.alias)
-        self.alias = None
-
-    def come_home(self) -> None:
-        """Hold the bytes again."""
-        if self.away is not None:
-            self.alias, self.away = self.away.fetch(), None
-
-    def thaw(self) -> Tensor:
-        """The argument, for another call: a leaf, or a copy of one where the block writes to it."""
-        if self.alias is not None:
-            tensor = self.alias.detach()
-        else:
-            assert self.away is not None
-            tensor = self.away.fetch()
-        if self.needs_grad:
-            tensor.requires_grad_()
-        if not self.written:
-            return tensor
-        with torch.enable_grad():  # a backward has it off
-            return tensor.clone()
-
-
-def empty_witness(tensor: Tensor) -> Tensor:
-    """A tensor without bytes that shares the version counter of `tensor`."""
-    witness = tensor.detach()
-    if tensor.is_nested and tensor.layout is torch.jagged:
-        for name in cast(Any, tensor).__tensor_flatten__()[0]:
-            setattr(witness, name, getattr(tensor, name).new_empty(0))
-        return witness
-    witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
-    return witness
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
-    """A copy with the same strides over the same whole storage, so that kernels take the same path."""
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-        return tensor.clone()
-    key = address(tensor)
-    if key not in copies:
-        copies[key] = raw(tensor).clone().untyped_storage()
-    copy = over(copies[key], tensor)
-    copy = torch.conj(copy) if tensor.is_conj() else copy
-    return torch._neg_view(copy) if tensor.is_neg() else copy
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of its whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast(Any, tensor.untyped_storage()))
-
-
-def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
-    """A tensor of the dtype and geometry of `like` over another storage."""
-    empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
 
 
 def freeze(value: Any, make: Callable[[Tensor], FrozenTensor]) -> Any:

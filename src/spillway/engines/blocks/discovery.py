@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spillway.engines.blocks.compiled import uncompiled
-from spillway.engines.blocks.containers import address
 from spillway.engines.blocks.packing import Packing
+from spillway.engines.tensors.private import storage_address as address
 from spillway.errors import ModelError, NoBlocksError
 from spillway.units import Bytes
 

@@ -17,6 +17,8 @@ from torch import nn
 
 from spillway.engines.blocks.arithmetic import compiled as compiled_for
 from spillway.engines.blocks.aside import aside, without_locals
+from spillway.engines.blocks.block import Block, Figures
+from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing
 from spillway.engines.blocks.compiled import (
     CompiledHook,
     check_compiled,
@@ -26,18 +28,14 @@ from spillway.engines.blocks.compiled import (
     is_compiled,
 )
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.conductor import Conductor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
-from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.host_lanes import HostLanes
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
-from spillway.engines.blocks.replays import Passing
 from spillway.engines.blocks.selective import Selected, selected_modules
-from spillway.engines.blocks.sites import Figures, Site
 from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.engines.memory import usable_memory
 from spillway.engines.tensors.driver import CudaDriver
@@ -158,14 +156,14 @@ class BlockEngine:
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
         compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)
-        self._conductor = Conductor(
+        self._runtime = BlockRuntime(
             environment_of(model, generators), open_store, read_ahead, compressor=compressor,
             by_module=selected is not None, checks_values=check == "values",
         )  # fmt: skip
         self._figures: list[Figures] = []
-        self._frames: dict[Unit, weakref.ref[Frame]] = {}
+        self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
-        self.asleep = False
+        self.bypassed = False
         """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
         counted and nothing can be revoked."""
         self.rehearses = False
@@ -176,9 +174,9 @@ class BlockEngine:
         self._hooks: list[Hook | CompiledHook] = []
         try:
             for module in selected_modules(chosen, selected) if selected is not None else ():
-                self._install(module, partial(self._conductor.call_selected, module.forward))
-            self._sites = [Site(name, module, in_front_of(module)) for name, module in chosen.items()]
-            self._fronts = [self._install(site.module, partial(self._call, site)) for site in self._sites]
+                self._install(module, partial(self._runtime.call_selected, module.forward))
+            self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
+            self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
             self._model_forward = model.forward
             self._install(model, self._forward)
         except BaseException:
@@ -226,21 +224,21 @@ class BlockEngine:
     @property
     def read_ahead(self) -> Bytes | None:
         """Bytes that a backward may have read before it wants them; None for those of one block."""
-        return self._conductor.ahead
+        return self._runtime.ahead
 
     @read_ahead.setter
     def read_ahead(self, nbytes: Bytes | None) -> None:
-        self._conductor.ahead = nbytes
+        self._runtime.ahead = nbytes
 
     @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
-        return self._conductor.store.leaving_bytes if self._conductor.store is not None else 0
+        return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
 
     @property
     def transfers(self) -> tuple[int, Bytes, Bytes, Seconds]:
         """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited."""
-        store = self._conductor.store
+        store = self._runtime.store
         return (0, 0, 0, 0.0) if store is None else (store.sent, store.bytes_out, store.bytes_in, store.stall_seconds)
 
     def settle(self) -> None:
@@ -249,8 +247,8 @@ class BlockEngine:
         Raises:
             SpillFullError: There was no room for it; it is where it was.
         """
-        if self._conductor.store is not None:
-            self._conductor.store.settle()
+        if self._runtime.store is not None:
+            self._runtime.store.settle()
 
     @property
     def figures(self) -> Sequence[Figures]:
@@ -277,7 +275,7 @@ class BlockEngine:
 
     def giver(self, number: int) -> Callable[[], Bytes]:
         """What revokes a call, by its number; it can be called after another forward has begun."""
-        return partial(self._revoke, self._frames[self.unit(number)])
+        return partial(self._revoke, self._calls[self.unit(number)])
 
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
@@ -285,26 +283,26 @@ class BlockEngine:
         At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
         nothing left, or cannot run again; `CallReport.kept_because` then says why.
         """
-        return self._revoke(self._frames.get((block, call), lambda: None))
+        return self._revoke(self._calls.get((block, call), lambda: None))
 
-    def _revoke(self, of: Callable[[], Frame | None]) -> Bytes:
-        frame = of()
-        if frame is None:
+    def _revoke(self, of: Callable[[], BlockCall | None]) -> Bytes:
+        call = of()
+        if call is None:
             return 0
-        with self._conductor.lock:
-            return frame.revoke()
+        with self._runtime.lock:
+            return call.revoke()
 
     def learn_from(self, other: BlockEngine) -> None:
         """Take over what calls of the same blocks, of a model of the same modules, have taught another engine."""
-        for mine, theirs in zip(self._sites, other._sites, strict=True):
+        for mine, theirs in zip(self._found, other._found, strict=True):
             mine.learn_from(theirs)
 
     def close(self) -> None:
         """Give the model its own forwards back. Graphs that are still there can be run backward."""
         self.closed = True  # blocks run plainly; what follows may be done again, where it was interrupted
         self._remove_hooks()
-        self._conductor.removed = tuple(self._hooks)
-        self._conductor.close()
+        self._runtime.removed = tuple(self._hooks)
+        self._runtime.close()
 
     def _remove_hooks(self) -> None:
         for hook in reversed(self._hooks):
@@ -318,52 +316,52 @@ class BlockEngine:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
-        watched = torch.is_grad_enabled() and self._conductor.runs_nothing
+        watched = torch.is_grad_enabled() and self._runtime.runs_nothing
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
                 self.observer.forward_is_over()
-            for site, front in zip(self._sites, self._fronts, strict=True):
+            for block, front in zip(self._found, self._fronts, strict=True):
                 if not self.closed:
-                    check_still(front, site.name)
-                site.calls = 0
-            self._figures, self._frames = [], {}
-            self._conductor.begin_step()
+                    check_still(front, block.name)
+                block.calls = 0
+            self._figures, self._calls = [], {}
+            self._runtime.begin_step()
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
                 self.observer.forward_begins()
-        elif self.observer is not None and not torch.is_grad_enabled() and self._conductor.runs_nothing:
+        elif self.observer is not None and not torch.is_grad_enabled() and self._runtime.runs_nothing:
             self.observer.evaluation_begins(args, kwargs)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         self.begin_forward(args, kwargs)
         return self._model_forward(*args, **kwargs)
 
-    def _call(self, site: Site, *args: Any, **kwargs: Any) -> Any:
-        conductor = self._conductor
-        replay = conductor.replay
+    def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime
+        replay = runtime.replay
         # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
-        off = replay is None and (self.closed or (self.asleep and conductor.frame is None))
+        off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
         if off or not torch.is_grad_enabled() or hooks_are_off():
-            return site.forward(*args, **kwargs)
+            return block.forward(*args, **kwargs)
         if isinstance(replay, Passing):
-            return site.forward(*args, **kwargs)
-        if conductor.is_checkpointed() or site.checkpoints_itself():
+            return block.forward(*args, **kwargs)
+        if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
-                self._pass_by(site)
-            return site.forward(*args, **kwargs)
+                self._pass_by(block)
+            return block.forward(*args, **kwargs)
         if replay is not None:
-            return replay.call(site, args, kwargs)
-        figures = Figures(site.name, site.calls, self._action(site.name, site.calls))
-        site.calls += 1
-        rehearses = self.rehearses and not site.may_communicate()
-        interruption = self._rehearse(site, args, kwargs) if rehearses else None
+            return replay.call(block, args, kwargs)
+        figures = Figures(block.name, block.calls, self._action(block.name, block.calls))
+        block.calls += 1
+        rehearses = self.rehearses and not block.may_communicate()
+        interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._figures)
         reached = observer.block_begins(number) if observer is not None else None
-        frame = Frame(conductor, site, figures, conductor.frame)
+        call = BlockCall(runtime, block, figures, runtime.call)
         self._figures.append(figures)
-        self._frames[figures.block, figures.call] = weakref.ref(frame)
-        frame.when_reached = reached
-        output = frame.run(args, kwargs)
+        self._calls[figures.block, figures.call] = weakref.ref(call)
+        call.when_reached = reached
+        output = call.run(args, kwargs)
         if observer is not None:
             observer.block_ended(number)
         if interruption is not None:
@@ -373,27 +371,27 @@ class BlockEngine:
                 del interruption  # which holds this frame
         return output
 
-    def _rehearse(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
+    def _rehearse(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
         """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which all is as it was.
         A call whose arguments cannot be copied has but one, and one that fails does so again where it counts.
 
         Returns what is no failure and is to be raised at the latest when the other one has ended.
         """
-        around = aside(self._conductor.environment, (site.module,), args, kwargs)
+        around = aside(self._runtime.environment, (block.module,), args, kwargs)
         try:
             with around as (given, named):
-                site.forward(*given, **named)
+                block.forward(*given, **named)
         except BaseException as error:
             if by_signal(error):
                 raise
             return None if isinstance(error, Exception) else without_locals(error)
         return None
 
-    def _pass_by(self, site: Site) -> None:
+    def _pass_by(self, block: Block) -> None:
         """A call that is only counted."""
-        self._figures.append(Figures(site.name, site.calls, self._action(site.name, site.calls)))
+        self._figures.append(Figures(block.name, block.calls, self._action(block.name, block.calls)))
         self._figures[-1].kept_because = _CHECKPOINTED
-        site.calls += 1
+        block.calls += 1
 
     def _action(self, block: str, call: int) -> Action:
         if not callable(self.actions):

@@ -15,7 +15,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from spillway.engines.blocks.holders import Holder, HolderRef
+from spillway.engines.blocks.saved import SavedRef, SavedTensor
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -83,7 +83,7 @@ def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
 
 
-def remember(holders: Iterable[Holder]) -> None:
+def remember(holders: Iterable[SavedTensor]) -> None:
     """Fingerprints of what holders are about to give up, unless somebody has written to it since it was saved."""
     seen: Seen = {}
     for holder in holders:
@@ -91,7 +91,7 @@ def remember(holders: Iterable[Holder]) -> None:
             holder.fingerprint = fingerprint(holder.value, seen)
 
 
-def first_changed(holders: Iterable[HolderRef]) -> int | None:
+def first_changed(holders: Iterable[SavedRef]) -> int | None:
     """Number of the first that was brought back with other values than it gave up."""
     seen: Seen = {}
     for number, reference in enumerate(holders):

@@ -29,8 +29,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.blocks.compiled import is_compiled
-from spillway.engines.blocks.containers import FrozenTensor, address, tensors
+from spillway.engines.blocks.containers import tensors
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.saved import FrozenTensor
+from spillway.engines.tensors.private import storage_address as address
 from spillway.errors import ModelError
 from spillway.units import Bytes
 

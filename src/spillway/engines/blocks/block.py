@@ -18,8 +18,8 @@ from spillway.units import Bytes, Seconds
 
 
 @final
-class Site:
-    """A module whose calls are frames.
+class Block:
+    """A module whose calls are watched.
 
     Attributes:
         name: Its name in the model.
@@ -48,7 +48,7 @@ class Site:
         self.communicates: bool | None = None
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
-    def learn_from(self, other: Site) -> None:
+    def learn_from(self, other: Block) -> None:
         """Take over what calls have taught about the same module of another model."""
         self.judged, self.written = set(other.judged), set(other.written)
         self.rewritten, self.communicates = set(other.rewritten), other.communicates
@@ -79,7 +79,7 @@ def collectives_begun() -> int:
 
 @dataclass(slots=True)
 class Figures:
-    """What one call of a block took so far; outlives the frame. The fields are those of `CallReport`."""
+    """What one call of a block took so far; outlives the call. The fields are those of `CallReport`."""
 
     block: str
     call: int

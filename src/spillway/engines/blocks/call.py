@@ -1,0 +1,829 @@
+"""One call of a block, and everything it takes to run it again.
+
+NOTE [Calls]. While a block runs, every tensor that autograd saves inside it is packed into a `SavedTensor`. When the
+block has ended its call can let the bytes of all of them go, then or at any later moment, and bring them back by
+running the block again. So "recompute" is "keep", revoked at the end of the block, and what a call learns while the
+block runs decides whether that is allowed:
+
+ 1. Nothing is dropped while the block runs. Autograd may save a tensor before it is filled (`rrelu`), and only the end
+    shows what the block wrote to. The peak does not rise by that: the second run needs the same room.
+ 2. A block runs again with the arguments, buffers, attributes, random streams and settings that it was called with.
+    What it is known to write to was copied first; what nobody knows yet is copied in the first call that recomputes.
+ 3. If something was written to that was not copied, a kept block stays kept, and a recomputed one raises
+    `RecomputeError`: never silently a second run on other numbers.
+ 4. Calls hold no graph: arguments are held detached. A graph holds saved tensors, those hold calls; a call that held
+    its graph would never be freed.
+ 5. A write to a saved tensor is found by its version counter, which a tensor without bytes shares with it.
+ 6. A block inside a block is a call of its own, called a child. A call that drops what it holds drops what its
+    children hold, arguments included, and its second run hands each of its children their part: their values, or, if
+    they recompute by themselves, their arguments.
+ 7. What was brought back dies with the node that it was for. Where the graph is retained it dies when it has been
+    handed out, and what was not wanted at the end of that backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeAlias, cast, final
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from spillway.engines.blocks.block import Block, Figures, collectives_begun
+from spillway.engines.blocks.compiled import CompiledHook
+from spillway.engines.blocks.compress import Compressor
+from spillway.engines.blocks.containers import freeze, tensors, thaw
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.fingerprints import first_changed, remember
+from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.packing import Packing
+from spillway.engines.blocks.quiet import quiet
+from spillway.engines.blocks.saved import (
+    AnyHome,
+    FrozenTensor,
+    SavedRef,
+    SavedTensor,
+    bring_saved_for,
+    come_home,
+    compress_frozen,
+    compress_saved,
+    send_frozen,
+    send_saved,
+    start_in,
+    storages,
+    waiting,
+)  # fmt: skip
+from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
+from spillway.engines.blocks.stores import Store
+from spillway.engines.locks import renew_in_children
+from spillway.engines.tensors.private import storage_address as address
+from spillway.errors import EngineError, RecomputeError
+from spillway.methods.actions import Action
+from spillway.units import Bytes
+
+Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+@final
+class BlockRuntime:
+    """Knows, for every thread, which call is running and which is running again.
+
+    Args:
+        environment: Read at the beginning of each call.
+        open_store: Opens the spill file, when something is to wait there for the first time.
+        by_module: Whether the user has named modules whose results are to be kept.
+        checks_values: Whether values that a second run brings back are compared with those of the first.
+        ahead: Bytes that may be read before the backward asks for them; None for those of one block.
+        compressor: Quantizes what blocks saved.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        open_store: Callable[[], Store],
+        ahead: Bytes | None,
+        *,
+        compressor: Compressor,
+        by_module: bool,
+        checks_values: bool,
+    ) -> None:
+        self.environment = environment
+        self.by_module = by_module
+        self.checks_values = checks_values
+        self.compressor = compressor
+        self.lock = threading.RLock()
+        """One second run at a time: it changes random streams and modules for a while."""
+        renew_in_children(self, "lock")
+        self.removed: tuple[Hook | CompiledHook, ...] = ()
+        """Hooks of an engine that was closed."""
+        self.ahead = ahead
+        self.store: Store | None = None
+        self.sent = 0
+        """How many calls have sent something away."""
+        self._open_store = open_store
+        self._away: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
+        self._local = _Local()
+
+    @property
+    def replay(self) -> Replay | Passing | None:
+        """The second run that this thread is in."""
+        return self._local.replays[-1] if self._local.replays else None
+
+    @property
+    def call(self) -> BlockCall | None:
+        """The call of a block that this thread is in."""
+        return self._local.calls[-1] if self._local.calls else None
+
+    @property
+    def runs_nothing(self) -> bool:
+        """Whether this thread is in no call of a block, and in no second run."""
+        return self.replay is None and self.call is None
+
+    @contextlib.contextmanager
+    def inside(self, call: BlockCall) -> Iterator[None]:
+        """The first run of a call."""
+        self._local.calls.append(call)
+        try:
+            yield
+        finally:
+            self._local.calls.pop()
+
+    @contextlib.contextmanager
+    def replaying(self, replay: Replay | Passing) -> Iterator[None]:
+        """A second run."""
+        self._local.replays.append(replay)
+        try:
+            yield
+        finally:
+            self._local.replays.pop()
+
+    @contextlib.contextmanager
+    def hooked(self) -> Iterator[None]:
+        """What an engine that was closed has removed is there again: a second run finds blocks inside by it."""
+        with contextlib.ExitStack() as stack:
+            for hook in self.removed:
+                stack.enter_context(hook.back())
+            yield
+
+    @contextlib.contextmanager
+    def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
+        """A run of a call under a selective action, if there is a mode for it."""
+        if mode is None:
+            yield
+            return
+        self._local.modes.append(mode)
+        try:
+            with mode:
+                yield
+        finally:
+            self._local.modes.pop()
+
+    def call_selected(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a module whose results are to be kept."""
+        modes = tuple(self._local.modes)
+        if not modes:
+            return forward(*args, **kwargs)
+        for mode in modes:
+            mode.enter()
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            for mode in modes:
+                mode.leave(output)
+        return output
+
+    def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], block: Block, *, holds: bool) -> Any:
+        """Call a block from which nothing is wanted any more."""
+        passing = Passing(holds=holds)
+        with self.replaying(passing), Packing(passing.fill, lambda value: value):
+            return block.forward(*args, **kwargs)
+
+    def hooks_around(self) -> Hooks | None:
+        """Hooks for saved tensors that somebody else has put around the block."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        around = getattr(top[0], "__self__", None) if top is not None else None
+        return around.outer if isinstance(around, BlockCall) else top
+
+    def is_checkpointed(self) -> bool:
+        """Whether `torch.utils.checkpoint` stands around what runs now: it holds nothing of it, and runs it again."""
+        top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and getattr(top[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+    @contextlib.contextmanager
+    def sending(self, call: BlockCall) -> Iterator[Store]:
+        """Where something of this call is going to wait; it is sent inside."""
+        if self.store is None:
+            self.store = self._open_store()
+        self._away[self.sent] = call
+        self.sent += 1
+        self.store.begin_block()
+        yield self.store
+        self.store.end_block()
+
+    def read_ahead(self, call: BlockCall) -> None:
+        """A backward has come to this call: let come what it will want next, which is what was sent before."""
+        if self.store is None or self.ahead == 0 or torch._C._current_graph_task_id() == -1:
+            return
+        left = self.ahead
+        earlier = (number for number in list(self._away.keys()) if number < call.sent)
+        for number in sorted(earlier, reverse=True):
+            other = self._away.get(number)
+            if other is None or not other.waiting():
+                continue
+            if left is None:
+                other.start_in(None)
+                return
+            left -= other.start_in(left)
+            if any(home.absent for home in other.waiting()):
+                return  # there is no room for more
+
+    def begin_step(self) -> None:
+        """A forward of the model begins."""
+        if self.store is not None:
+            self.store.begin_step()
+
+    def close(self) -> None:
+        """Bring back what waits in the spill file, and give that back."""
+        if self.store is None:
+            return
+        try:
+            for call in list(self._away.values()):
+                call.come_home()
+        finally:
+            self.store.close()
+            self.store = None
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[BlockCall] = []
+        self.replays: list[Replay | Passing] = []
+        self.modes: list[AbstractSelecting] = []
+
+
+_SETTLE: Final = 3
+"""An op that fills a tensor after autograd saved it may save so many more before it does."""
+
+
+@final
+class BlockCall:
+    """One call of a block under gradients."""
+
+    def __init__(self, runtime: BlockRuntime, block: Block, figures: Figures, parent: BlockCall | None) -> None:
+        self.runtime = runtime
+        self.block = block
+        self.figures = figures
+        self.number = figures.call
+        self.action = figures.action
+        self.parent = parent
+        self.children: list[weakref.ref[BlockCall]] = []
+        self.child_blocks: list[Block] = []
+        self.saved: list[SavedRef] = []
+        self.frozen: Any = None
+        """Arguments for another run: a pair of positional and named ones. None if the parent has to bring them."""
+        self.armed = False
+        """The parent's second run brought the arguments."""
+        self.outer = runtime.hooks_around()
+        """Hooks of the user's for saved tensors, around the block."""
+        self.sent = 0
+        """How many calls had sent something away when this one ended."""
+        self.selection: Selection | None = None
+        """Results that the next run is given."""
+        self.ended = False
+        self.when_reached: Callable[[], None] | None = None
+        """Called once, when the backward asks for the first time for something that was saved here."""
+        self.differentiates = False
+        """A backward ran inside the block, so that its second run has to hold what it saves."""
+        self.stops_early = False
+        self.calm = False
+        """All runs that this one is part of have ended, and its first saved tensor was asked for."""
+        self.running_again = False
+        """A second run is filling what was saved; what it has brought back is not given up before somebody took it."""
+        self._found: list[FrozenTensor] = []
+        """The tensors among the arguments."""
+        self._outputs: set[int] = set()
+        self._last_needs_grad = False
+        self._unsettled = -_SETTLE - 1
+        self._cleared_by = -1
+        """The backward at whose end this is cleared."""
+        self._before_child = -1
+        """How many tensors had been saved when the last child began."""
+        if parent is not None:
+            parent._before_child = len(parent.saved)
+            parent.children.append(weakref.ref(self))
+            parent.child_blocks.append(block)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"call {self.number} of {self.block.name}"
+
+    # ------------------------------------------------------------------------------------------------ the first run
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the block for the first time."""
+        self.environment = self.runtime.environment.capture()
+        self.snapshot = self.block.state.snapshot()
+        try:
+            self._freeze(args, kwargs, copied=self._to_copy)
+        except CannotCopyError as error:
+            self.figures.kept_because = str(error)
+        if self.block.scripted:
+            self.figures.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
+        began = time.perf_counter()
+        if self.action.selects and not self.block.compiled and not self._above_recomputes():
+            self.selection = Selection(self.number, self.block.rewritten, by_module=self.runtime.by_module)
+        mode = Keeping(self.selection) if self.selection is not None else None
+        begun = collectives_begun()
+        with Packing(self._pack, _unpack), self.runtime.inside(self), self.runtime.selecting(mode):
+            output = self.block.forward(*args, **kwargs)
+        self.block.has_begun(collectives_begun() - begun)
+        self.figures.seconds = time.perf_counter() - began
+        self._end(output)
+        return output
+
+    def _freeze(self, args: Any, kwargs: Any, copied: Callable[[int, Tensor], bool]) -> None:
+        found: list[FrozenTensor] = []
+        copies: dict[int, torch.UntypedStorage] = {}
+
+        def make(tensor: Tensor) -> FrozenTensor:
+            found.append(FrozenTensor(tensor, copies if copied(len(found), tensor) else None))
+            return found[-1]
+
+        self.frozen, self._found = freeze((args, kwargs), make), found
+
+    def _to_copy(self, number: int, tensor: Tensor) -> bool:
+        """Rule 2: an argument is copied if the block, or who comes after it, may write to it."""
+        unknown = self.action.recomputes and self.number not in self.block.judged
+        return (unknown and not isinstance(tensor, torch.nn.Parameter)) or self._is_written(number, tensor)
+
+    def _is_written(self, number: int, _: Tensor) -> bool:
+        return (self.number, number) in self.block.written
+
+    def _pack(self, tensor: Tensor) -> SavedTensor:
+        needs_grad, value = tensor.requires_grad, tensor
+        pinned = needs_grad and tensor.is_leaf
+        if self.outer is not None:
+            value = self.outer[0](tensor)
+        elif needs_grad and not pinned:
+            value = tensor.detach()
+        if not needs_grad and tensor._version == 0:
+            self._unsettled = len(self.saved)
+        saved = SavedTensor(self, tensor, value, pinned, self.outer is None)
+        self._last_needs_grad = needs_grad
+        self.saved.append(weakref.ref(saved))
+        return saved
+
+    def _end(self, output: Any) -> None:
+        self.ended, self.sent = True, self.runtime.sent
+        fixed = self.block.state.fixed()
+        for number, frozen in enumerate(self.arguments()):
+            if frozen.moved_on:
+                self.block.written.add((self.number, number))
+                frozen.written = True
+                if not frozen.copied:
+                    self.figures.kept_because = "it writes to an argument, which was not copied before"
+        self.figures.kept_because = self.block.state.learn(self.snapshot) or self.figures.kept_because
+        last = len(self.saved) - 1
+        self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
+        self._measure(output, fixed)
+        if self.block.communicates:  # and what it saved may be under way
+            self.figures.kept_because, self.selection = "it communicates with other processes", None
+        elif self.action.recomputes:
+            selection, self.selection = self.selection, None
+            self._give_up()
+            if not self.figures.kept_because:
+                self._keep_for_later(selection, fixed)
+        elif self._above_recomputes() or self.outer is not None:
+            return  # it is about to be given up, or what the user's hooks have made of it
+        elif self.action is Action.OFFLOAD:
+            with self.runtime.sending(self) as store:
+                send_saved(self._living(), self._shared_with_others(), store)
+        elif self.action.compresses:
+            self._compress()
+
+    def _compress(self) -> None:
+        """Arguments as well: what held them for a second run would hold them in full."""
+        sending = self.runtime.sending(self) if self.action.moves else contextlib.nullcontext()
+        with sending as store:
+            self.figures.packed_bytes = compress_saved(self._living(), self.runtime.compressor, store)
+        if any(saved.spilled is not None for saved in self._living()):
+            self._drop_arguments()
+            self.figures.kept_because = self.figures.kept_because or "what it was called with is held compressed"
+
+    def _drop_arguments(self) -> None:
+        self.frozen, self._found = None, []
+
+    def _keep_for_later(self, selection: Selection | None, fixed: set[int]) -> None:
+        """What the second run will be given."""
+        self.selection = selection
+        if selection is not None:
+            selection.settle()
+            self.figures.kept_bytes = selection.nbytes(self._shared_with_others())
+        if self.action is Action.RECOMPUTE_OFFLOADED:
+            with self.runtime.sending(self) as store:
+                send_frozen([one for one in self.arguments() if one.needs_grad], fixed, store)
+        elif self.action is Action.RECOMPUTE_COMPRESSED and not self._above_recomputes():
+            arguments = [one for one in self.arguments() if one.needs_grad]
+            self.figures.packed_bytes = compress_frozen(arguments, fixed, self.runtime.compressor)
+        elif self.action is Action.SELECTIVE_OFFLOADED and selection is not None:
+            with self.runtime.sending(self) as store:
+                send_frozen(selection.kept, self._shared_with_others(), store)
+
+    def _measure(self, output: Any, fixed: set[int]) -> None:
+        arguments = {one.key: one.nbytes for one in self.arguments() if one.key is not None and one.key not in fixed}
+        try:
+            self._outputs = {address(tensor) for tensor in tensors(output)}
+        except CannotCopyError:
+            self._outputs = set()
+        living = self._living()
+        for saved in living:
+            saved.pinned = saved.pinned or saved.address() in fixed
+        alive = storages(living)
+        self.figures.saved_bytes = sum(alive.values())
+        self.figures.argument_bytes = sum(arguments.values())
+        self.figures.own_bytes = sum(
+            nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
+        )
+
+    # --------------------------------------------------------------------------------------------------- giving up
+
+    def revoke(self) -> Bytes:
+        """Let go of all that autograd saved inside, if the block can run again; how many bytes that frees.
+
+        Those of arguments and results are not counted: somebody else holds them.
+        """
+        if not self.ended or self._is_wanted() or not self._holds() or not self._may_go():
+            return 0
+        shared = self._shared_with_others()
+        freed = sum(
+            nbytes for call in self._family() for key, nbytes in storages(call._living()).items() if key not in shared
+        )
+        if self.selection is not None:
+            freed += self.selection.nbytes(shared)
+        self._let_go()
+        return freed
+
+    def _give_up(self) -> None:
+        """What `revoke` does, when the block has just ended."""
+        if not self.figures.kept_because and (self.frozen is not None or self.parent is not None):
+            self._let_go()
+
+    def _is_wanted(self) -> bool:
+        """Whether a second run is bringing back what this call, one inside it or one around it held."""
+        around: BlockCall | None = self.parent
+        while around is not None:
+            if around.running_again:
+                return True
+            around = around.parent
+        return any(call.running_again for call in self._family())
+
+    def _holds(self) -> bool:
+        family = self._family()
+        if any(call.selection is not None for call in family) or any(call.frozen is not None for call in family[1:]):
+            return True
+        every = (saved for call in family for saved in call._living())
+        return any(not saved.pinned and (saved.value is not None or saved.spilled is not None) for saved in every)
+
+    def _may_go(self) -> bool:
+        if self.frozen is None and self.parent is None:
+            return False
+        if not self.figures.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self.arguments()):
+            self.figures.kept_because = "an argument of it was written to after it had ended"
+        written = self.snapshot.written()
+        if not self.figures.kept_because and written:
+            self.figures.kept_because = f"{written} was written to after it had ended"
+        return not self.figures.kept_because
+
+    def _let_go(self) -> None:
+        self.selection = None
+        if self.runtime.checks_values and not self.inexact:
+            remember(self._living())
+        for saved in self._living():
+            saved.let_go()
+            saved.spilled = None
+        for child in self._children():
+            child._judge()
+            child._let_go()
+            child._drop_arguments()
+
+    # ----------------------------------------------------------------------------------------------- bringing back
+
+    def unpack(self, saved: SavedTensor) -> Tensor:
+        """A saved tensor, for autograd.
+
+        Raises:
+            RuntimeError: The tensor was written to since it was saved.
+            RecomputeError: The block cannot run again as it ran.
+        """
+        saved.check()
+        if self.ended:
+            self._judge()
+            if self.when_reached is not None:
+                reached, self.when_reached = self.when_reached, None
+                reached()
+        self.calm = self.outer is None
+        around: BlockCall | None = self
+        while around is not None:
+            if not around.ended:
+                around.differentiates, self.calm = True, False
+            around = around.parent
+        value = saved.value
+        if value is None:
+            with self.runtime.lock:  # within it nobody revokes
+                self._restore(saved)
+                value = saved.value
+        if value is None:
+            saved.check()  # another thread may have written to it meanwhile
+            raise EngineError(f"A tensor saved in {self.name} did not come back.")
+        if saved.recomputed and retained():
+            saved.value = None  # rule 7
+        if torch._C._current_graph_task_id() == -1:
+            self.clear()  # somebody looks at the graph; no end of a backward will come
+        result: Tensor = value if self.outer is None else self.outer[1](value)
+        return result
+
+    def _judge(self) -> None:
+        """The backward is here: what was going to be written to the arguments has been written."""
+        if self.number in self.block.judged or self.frozen is None:
+            return
+        self.block.judged.add(self.number)
+        for number, frozen in enumerate(self.arguments()):
+            if frozen.moved_on:
+                self.block.written.add((self.number, number))
+
+    def _restore(self, saved: SavedTensor) -> None:
+        if saved.spilled is not None:
+            bring_saved_for(saved, self._living())
+            if self.action.compresses and self.runtime.ahead != 0:  # the next one is compressed by itself
+                self.start_in(None)
+            self.runtime.read_ahead(self)
+            self._clear_later()
+            return
+        if self.frozen is None and self.parent is not None:
+            self.parent._restore_children()
+        if saved.value is None:
+            self.recompute()
+
+    def come_home(self) -> None:
+        """Let nothing of this call wait in the spill file any more."""
+        come_home(self._living(), (*self.arguments(), *self._kept()))
+
+    def waiting(self) -> list[AnyHome]:
+        """Of what the backward will want of this call, what waits elsewhere or was read ahead."""
+        return waiting(self._living(), (*self.arguments(), *self._kept()))
+
+    def start_in(self, most: Bytes | None) -> Bytes:
+        """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
+        coming = start_in(self.waiting(), most)
+        if coming:
+            self._clear_later()
+        return coming
+
+    def _restore_children(self) -> None:
+        if self.frozen is None and self.parent is not None:
+            self.parent._restore_children()
+        if self.frozen is not None:  # else the second run further out has filled this call, and those inside it
+            self.recompute()
+
+    def recompute(self) -> None:
+        """Run the block again, and give what it saved and what still lives its bytes.
+
+        Raises:
+            RecomputeError: It cannot run as it ran, or did not.
+        """
+        check_unchanged(self)
+        began = time.perf_counter()
+        args, kwargs = thaw(self.frozen)
+        replay = Replay(self)
+        runtime = self.runtime
+        runtime.read_ahead(self)
+        mode = Supplying(self.selection) if self.selection is not None else None
+        with (
+            quiet(),
+            runtime.hooked(),
+            runtime.replaying(replay),
+            runtime.environment(self.environment),
+            self.block.state.as_of(self.snapshot),
+            torch.enable_grad(),
+            Packing(replay.fill, _same),
+            runtime.selecting(mode),
+        ):
+            self.running_again = True
+            try:
+                self.block.forward(*args, **kwargs)
+            except StopRecompute as stop:
+                if stop.replay is not replay:
+                    raise
+            finally:
+                self.running_again = False
+        replay.verify()
+        self.figures.recomputes += 1
+        self.figures.skipped_ops += mode.skipped if mode is not None else 0
+        if torch._C._current_graph_task_id() != -1 and not retained():
+            self.selection = None
+        self.figures.recompute_seconds += time.perf_counter() - began
+        self._clear_later()
+
+    def rerun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run as part of the second run of the parent (rule 6)."""
+        watched = self.differentiates or (self.parent is not None and self.parent.differentiates)
+        again = self.ended and not self.figures.kept_because
+        self.armed = self.action.recomputes and again and not watched
+        if self.armed:
+            self._freeze(args, kwargs, copied=self._is_written)
+            replay: Replay | Passing = Passing()
+        else:
+            replay = Replay(self, child=True)
+        with self.runtime.replaying(replay), Packing(replay.fill, _same):
+            output = self.block.forward(*args, **kwargs)
+        if self.armed:
+            for frozen in self.arguments():
+                frozen.written = frozen.moved_on
+        replay.verify()
+        return output
+
+    def clear(self) -> None:
+        """Forget what was brought back and not taken, of this call and of those inside it."""
+        for saved in self._living():
+            if saved.recomputed:
+                saved.value, saved.recomputed = None, False
+        for home in self.waiting():
+            home.drop_arrival()
+        for child in self._children():
+            child.clear()
+            if child.armed:
+                child.armed = False
+                child._drop_arguments()
+
+    def _clear_later(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task not in (-1, self._cleared_by):
+            self._cleared_by = task
+            mine = weakref.ref(self)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _clear(mine))
+
+    # -------------------------------------------------------------------------------------------------- what there is
+
+    def _living(self) -> list[SavedTensor]:
+        return [saved for saved in (ref() for ref in self.saved) if saved is not None]
+
+    def _children(self) -> list[BlockCall]:
+        return [child for child in (ref() for ref in self.children) if child is not None]
+
+    def _family(self) -> list[BlockCall]:
+        return [self, *(call for child in self._children() for call in child._family())]
+
+    def arguments(self) -> list[FrozenTensor]:
+        """Tensors that another run is called with, as far as this call holds them."""
+        return self._found if self.frozen is not None else []
+
+    def _kept(self) -> list[FrozenTensor]:
+        return self.selection.kept if self.selection is not None else []
+
+    def _shared_with_others(self) -> set[int]:
+        return self._outputs | {frozen.key for frozen in self.arguments() if frozen.key is not None}
+
+    @property
+    def inexact(self) -> bool:
+        """Whether it runs again on other values than it ran on, by itself or in a block around it."""
+        mine = self.action is Action.RECOMPUTE_COMPRESSED
+        return mine or (self.parent is not None and self.parent.inexact)
+
+    def _above_recomputes(self) -> bool:
+        return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())
+
+
+def _unpack(saved: SavedTensor) -> Tensor:
+    value, call = saved.value, saved.owner
+    if value is None or saved.recomputed or not call.calm or saved.witness._version != saved.version:
+        return call.unpack(saved)
+    return cast(Tensor, value)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _clear(call: weakref.ref[BlockCall]) -> None:
+    living = call()
+    if living is not None:
+        living.clear()
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Without its graph, which a node that saves its own result would hold for ever."""
+    return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def check_unchanged(call: BlockCall) -> None:
+    """Before a second run.
+
+    Raises:
+        RecomputeError: What the first ran on has been written to.
+    """
+    if call.frozen is None:
+        raise EngineError(f"The arguments of {call.name} are gone.")
+    moved = next((i for i, one in enumerate(call.arguments()) if one.moved_on and not one.copied), None)
+    if moved is not None:
+        call.block.written.add((call.number, moved))
+        raise RecomputeError(
+            f"Argument {moved} of {call.name} was written to in place after the block had run, for the first time "
+            f"in this step, so the block cannot run again as it ran; from the next step on it is copied first."
+        )
+    written = call.snapshot.written()
+    if written:
+        raise RecomputeError(
+            f"{written} of {call.block.name} was written to between its forward and its backward, so "
+            f"the block cannot run again as it ran; keep this block, or write after the backward."
+        )
+
+
+@final
+class StopRecompute(BaseException):
+    """All that the first run saved has been saved again. No `except Exception` of a model may stop this."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self.replay = replay
+
+
+@final
+class Replay:
+    """Fills what a call saved, in the order in which the first run made them."""
+
+    def __init__(self, call: BlockCall, *, child: bool = False) -> None:
+        self._call = call
+        self._stops = call.stops_early and not child  # what comes after a child in its parent has to run
+        self._saved = 0
+        self._called = 0
+        self._error: RecomputeError | None = None
+
+    def fill(self, tensor: Tensor) -> Any:
+        """The hook that packs."""
+        number, call = self._saved, self._call
+        self._saved += 1
+        kept = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+        saved = call.saved[number]() if number < len(call.saved) else None
+        if saved is not None:
+            if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
+                self._fail(f"saved tensor {number} is {saved.differs(tensor)}")
+            if saved.value is None:
+                saved.give_back(kept if call.outer is None else call.outer[0](tensor))
+        if self._stops and self._saved == len(call.saved):
+            raise StopRecompute(self)
+        return kept
+
+    def call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block is called inside: the child that the first run had here runs again."""
+        number, children = self._called, self._call.children
+        self._called += 1
+        if number >= len(children) or self._call.child_blocks[number] is not block:
+            self._fail(f"{block.name} is called inside, where the first run called another block or none")
+        child = children[number]()
+        if child is not None:
+            return child.rerun(args, kwargs)
+        return self._call.runtime.pass_through(args, kwargs, block, holds=self._call.differentiates)
+
+    def verify(self) -> None:
+        """After the run.
+
+        Raises:
+            RecomputeError: It was not the same as the first.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._saved != len(self._call.saved):
+            self._fail(f"autograd saved {self._saved} tensors, and {len(self._call.saved)} in the first run")
+        number = first_changed(self._call.saved)
+        if number is not None:
+            saved = cast("SavedTensor", self._call.saved[number]())
+            self._fail(f"saved tensor {number}, {saved.looks}, holds other values")
+
+    def _fail(self, clause: str) -> None:
+        decides = "a stream of random numbers or a state outside of the model decides what it does: register it with "
+        decides += "generators="
+        if self._call.inexact:
+            decides = (
+                "it ran on arguments that had been quantized, and their values decide what it does: compress what "
+            )
+            decides += "it saves (Action.COMPRESS)"
+        error = RecomputeError(
+            f"The second run of {self._call.name} was not the same as the first: {clause}; {decides}, or keep this "
+            f"block."
+        )
+        self._error = self._error or error  # the model may catch what is raised in the middle of it
+        raise error
+
+
+@final
+class Passing:
+    """A run from which nothing is wanted: blocks inside are no calls.
+
+    Args:
+        holds: What is saved is held as long as the run lasts, for a backward in it.
+    """
+
+    def __init__(self, *, holds: bool = False) -> None:
+        self._holds = holds
+
+    def fill(self, tensor: Tensor) -> Tensor | None:
+        """The hook that packs."""
+        return detached(tensor) if self._holds else None
+
+    def verify(self) -> None:
+        """Anything goes."""
+
+
+def retained() -> bool:
+    """Whether the backward that is running keeps the graph for another one."""
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,399 @@
+"""Tensors that a block needs later: what autograd saved in it, what it was called with, and where either waits."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, cast, final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from spillway.engines.blocks.compress import CompressedHome, Compressor
+from spillway.engines.blocks.stores import Home, Storage, Store
+from spillway.engines.tensors.private import storage_address as address
+from spillway.units import Bytes
+
+PLAIN: Final = (Tensor, FakeTensor)
+"""Of no other class are the bytes all that there is to a tensor."""
+SMALLEST: Final[Bytes] = 4096
+"""Smaller storages stay: a slot is no smaller."""
+
+AnyHome: TypeAlias = Home | CompressedHome
+
+
+class SpilledTensor(NamedTuple):
+    """A tensor whose storage waits elsewhere, or in fewer bytes."""
+
+    home: AnyHome
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, home: AnyHome, tensor: Tensor) -> Self:
+        """The tensor, in a storage that waits there."""
+        return cls(home, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+
+    def over(self, storage: Storage) -> Tensor:
+        """The tensor, over the storage that came back."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+    def fetch(self) -> Tensor:
+        """The tensor."""
+        return self.over(self.home.load())
+
+
+@final
+class FrozenTensor:
+    """An argument as it was when the block was called.
+
+    It shares bytes and version counter with the argument, unless the block, or somebody after it, is known to write to
+    the argument, or nothing is known about that yet: then it holds a copy of the bytes.
+    """
+
+    __slots__ = ("alias", "copied", "key", "nbytes", "needs_grad", "spilled", "version", "witness", "written")
+
+    def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
+        self.needs_grad = tensor.requires_grad
+        whole = torch._C._has_storage(tensor)
+        self.key = address(tensor) if whole else None
+        """Tells the storage of the argument from others while the block runs."""
+        self.nbytes = tensor.untyped_storage().nbytes() if whole else 0
+        alias = tensor.detach()
+        self.copied = copies is not None
+        self.witness = empty_witness(alias) if copies is not None else alias
+        """Shares the version counter of the argument itself."""
+        self.alias: Tensor | None = alias if copies is None else _same_layout(alias, copies)
+        self.version = alias._version
+        self.written = False
+        """Whether the block wrote to the argument before it ended."""
+        self.spilled: SpilledTensor | None = None
+        """Where the bytes wait, if they do."""
+
+    @property
+    def moved_on(self) -> bool:
+        """Whether the argument was written to since."""
+        return bool(self.witness._version != self.version)
+
+    def send_away(self, spilled: SpilledTensor) -> None:
+        """Hold no bytes: they wait there."""
+        self.let_go()
+        self.spilled = spilled
+
+    def let_go(self) -> None:
+        """Hold no bytes, and go on watching the argument."""
+        if self.alias is not None and self.witness is self.alias:
+            self.witness = empty_witness(self.alias)
+        self.alias = None
+
+    def come_home(self) -> None:
+        """Hold the bytes again."""
+        if self.spilled is not None:
+            self.alias, self.spilled = self.spilled.fetch(), None
+
+    def thaw(self) -> Tensor:
+        """The argument, for another call: a leaf, or a copy of one where the block writes to it."""
+        if self.alias is not None:
+            tensor = self.alias.detach()
+        else:
+            assert self.spilled is not None
+            tensor = self.spilled.fetch()
+        if self.needs_grad:
+            tensor.requires_grad_()
+        if not self.written:
+            return tensor
+        with torch.enable_grad():  # a backward has it off
+            return tensor.clone()
+
+
+def empty_witness(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that shares the version counter of `tensor`."""
+    witness = tensor.detach()
+    if tensor.is_nested and tensor.layout is torch.jagged:
+        for name in cast(Any, tensor).__tensor_flatten__()[0]:
+            setattr(witness, name, getattr(tensor, name).new_empty(0))
+        return witness
+    witness.data = _nothing(tensor.dtype, tensor.device) if type(tensor) is Tensor else tensor.new_empty(0)
+    return witness
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A copy with the same strides over the same whole storage, so that kernels take the same path."""
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        return tensor.clone()
+    key = address(tensor)
+    if key not in copies:
+        copies[key] = raw(tensor).clone().untyped_storage()
+    copy = over(copies[key], tensor)
+    copy = torch.conj(copy) if tensor.is_conj() else copy
+    return torch._neg_view(copy) if tensor.is_neg() else copy
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes of its whole storage."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast(Any, tensor.untyped_storage()))
+
+
+def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor of the dtype and geometry of `like` over another storage."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, like.storage_offset(), like.size(), like.stride())
+
+
+class Owner(Protocol):
+    """The call of a block that autograd saved a tensor in."""
+
+    calm: bool
+    """Whether its tensors may be handed out without asking it."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+
+    def unpack(self, saved: SavedTensor) -> Tensor:
+        """The tensor, for autograd."""
+
+
+@final
+class SavedTensor:
+    """One saved tensor: its bytes, or the way back to them. It dies with the node of the graph that saved it."""
+
+    __slots__ = (
+        "__weakref__",
+        "differentiable",
+        "dtype",
+        "fingerprint",
+        "owner",
+        "pinned",
+        "recomputed",
+        "shape",
+        "spilled",
+        "value",
+        "version",
+        "witness",
+    )
+
+    def __init__(self, owner: Owner, tensor: Tensor, value: Any, pinned: bool, watched: bool) -> None:
+        self.owner = owner
+        self.shape, self.dtype, self.differentiable = tensor.shape, tensor.dtype, tensor.requires_grad
+        self.value = value
+        """None while it is away. Where the user has hooks of his own, what they made of the tensor."""
+        self.pinned = pinned
+        """A parameter, a buffer, or a view of one: not ours to give up."""
+        self.recomputed = False
+        """The value was brought back, and can be brought back again."""
+        self.spilled: SpilledTensor | None = None
+        self.witness: Any = value if watched else None
+        """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
+        self.version: int = value._version if watched else 0
+        self.fingerprint: Tensor | None = None
+        """Of the value when it was given up, where values are compared."""
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether it is ours to give up, and nobody has written to it since it was saved."""
+        return not self.pinned and self.witness is not None and self.witness._version == self.version
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody is known to have written to it since it was saved: nobody may read it any more."""
+        return self.witness is not None and bool(self.witness._version != self.version)
+
+    def let_go(self) -> None:
+        """Give the bytes up; the version counter stays, so that a write to the tensor is still noticed."""
+        if self.value is None or self.pinned:
+            return
+        if self.witness is not None and self.witness is self.value:
+            self.witness = empty_witness(self.value)
+        self.value = None
+
+    def give_back(self, value: Any) -> None:
+        """Hold bytes again."""
+        self.value, self.recomputed = value, True
+
+    def differs(self, tensor: Tensor) -> str:
+        """In what a tensor is not like the one that was saved, a clause."""
+        return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} where it was {self.looks} before"
+
+    @property
+    def looks(self) -> str:
+        """Dtype and shape, for a sentence."""
+        return f"{str(self.dtype)[6:]} of shape {tuple(self.shape)}"
+
+    def check(self) -> None:
+        """As autograd does for what it saves itself.
+
+        Raises:
+            RuntimeError: The tensor was written to in place after it had been saved.
+        """
+        if not self.written:
+            return
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(self.shape)}, saved in {self.owner.name}, is at version "
+            f"{self.witness._version}; expected version {self.version} instead."
+        )
+
+    def address(self) -> int | None:
+        """The storage that it holds alive; None if it holds none, or one that nobody can tell apart."""
+        value = self.value
+        if isinstance(value, Tensor) and value.layout is torch.strided and torch._C._has_storage(value):
+            return address(value)
+        return None
+
+
+SavedRef = weakref.ref[SavedTensor]
+
+
+def storages(every: list[SavedTensor]) -> dict[int, Bytes]:
+    """Bytes of the storages that these hold alive, but for parameters and buffers, by address."""
+    found: dict[int, Bytes] = {}
+    for saved in every:
+        key = None if saved.pinned else saved.address()
+        if key is not None and key not in found:
+            found[key] = saved.value.untyped_storage().nbytes()
+    return found
+
+
+def send_saved(every: Iterable[SavedTensor], shared: set[int], store: Store) -> None:
+    """Move what these hold away, each storage once, but for storages that others hold alive as well."""
+    homes: dict[int, Home] = {}
+    for saved in every:
+        tensor, key = saved.value, saved.address()
+        if saved.pinned or key is None or key in shared or not _movable(tensor, store):
+            continue
+        if key not in homes:
+            homes[key] = store.send(tensor.untyped_storage())
+        saved.spilled = SpilledTensor.of(homes[key], tensor)
+    for saved in every:
+        if saved.spilled is not None:
+            saved.let_go()
+
+
+def compress_saved(every: Iterable[SavedTensor], compressor: Compressor, store: Store | None) -> Bytes:
+    """Quantize what these hold, each storage once, and send that to a store; what it takes in addition."""
+    groups: dict[int, list[SavedTensor]] = {}
+    for saved in every:
+        key = saved.address()
+        if not saved.pinned and key is not None and _is_plain(saved.value):
+            groups.setdefault(key, []).append(saved)
+    taken = 0
+    for group in groups.values():
+        if len({saved.dtype for saved in group}) > 1:
+            continue
+        found = compressor.compress(group[0].value, lossy=any(saved.differentiable for saved in group))
+        if found is None:
+            continue
+        home, added = found
+        taken += added
+        if store is not None and store.takes(group[0].value) and home.nbytes >= SMALLEST:
+            home.send(store)
+        for saved in group:
+            saved.spilled = SpilledTensor.of(home, saved.value)
+    for saved in every:
+        if saved.spilled is not None:
+            saved.let_go()
+    return taken
+
+
+def compress_frozen(every: Iterable[FrozenTensor], fixed: set[int], compressor: Compressor) -> Bytes:
+    """Quantize frozen tensors, but for fixed ones; what they take in addition."""
+    taken = 0
+    for frozen in every:
+        tensor = frozen.alias
+        if tensor is None or not _is_plain(tensor) or address(tensor) in fixed:
+            continue
+        found = compressor.compress(tensor, lossy=True)
+        if found is not None:
+            frozen.send_away(SpilledTensor.of(found[0], tensor))
+            taken += found[1]
+    return taken
+
+
+def bring_saved_for(saved: SavedTensor, every: Iterable[SavedTensor]) -> None:
+    """Bring back what a saved wants: from a store with all that these others sent there, what is compressed alone."""
+    assert saved.spilled is not None
+    home = saved.spilled.home
+    if isinstance(home, CompressedHome):
+        every = [one for one in every if one.spilled is not None and one.spilled.home is home]
+    bring_saved(every)
+
+
+def bring_saved(every: Iterable[SavedTensor]) -> None:
+    """Bring everything back that these sent away, views over one storage again.
+
+    What was written to meanwhile stays away: it may have been written while it was copied, and whoever asks for it is
+    told so (`SavedTensor.check`).
+    """
+    loaded: dict[AnyHome, Storage] = {}
+    for saved in every:
+        if saved.spilled is not None and saved.value is None and not saved.written:
+            home = saved.spilled.home
+            if home not in loaded:
+                loaded[home] = home.load()
+            saved.give_back(saved.spilled.over(loaded[home]))
+
+
+def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -> None:
+    """Move frozen tensors away, but for those whose storages others hold alive as well."""
+    homes: dict[int, Home] = {}
+    for frozen in every:
+        tensor = frozen.alias
+        if tensor is None or not _movable(tensor, store) or address(tensor) in shared:
+            continue
+        if address(tensor) not in homes:
+            homes[address(tensor)] = store.send(tensor.untyped_storage())
+        frozen.send_away(SpilledTensor.of(homes[address(tensor)], tensor))
+
+
+def come_home(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> None:
+    """Let nothing wait in a store any more: it is held as it was, or compressed in memory."""
+    every = list(every)
+    for home in waiting(every, arguments):
+        if isinstance(home, CompressedHome):
+            home.come_home()
+    sent = [saved for saved in every if saved.spilled is not None and isinstance(saved.spilled.home, Home)]
+    bring_saved(sent)
+    for saved in sent:
+        saved.spilled, saved.recomputed = None, False
+    for frozen in arguments:
+        if frozen.spilled is not None and isinstance(frozen.spilled.home, Home):
+            if frozen.moved_on and not frozen.copied:
+                frozen.spilled = None  # nobody may call with it any more: it may have been written while it was copied
+            else:
+                frozen.come_home()
+
+
+def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> list[AnyHome]:
+    """What of these waits elsewhere, was read ahead, or is compressed."""
+    places = [saved.spilled for saved in every if saved.value is None]
+    places += [frozen.spilled for frozen in arguments]
+    return list(dict.fromkeys(place.home for place in places if place is not None))
+
+
+def start_in(homes: Iterable[AnyHome], most: Bytes | None) -> Bytes:
+    """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
+    coming = 0
+    for home in homes:
+        if home.absent and (most is None or coming + home.nbytes <= most):
+            home.start_in()
+        coming += home.nbytes * home.ahead
+    return coming
+
+
+def _movable(tensor: Tensor, store: Store) -> bool:
+    return _is_plain(tensor) and store.takes(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg())
