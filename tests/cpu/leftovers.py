@@ -20,7 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from spillway.engines.blocks import trace
-from spillway.engines.tensors import compiled, dispatch_key, escapes, guests, system, turns
+from spillway.engines.tensors import compiled, custom_functions, dispatch_key, system, torch_patches, turns
 from spillway.session import updates
 
 # SIGCHLD is left out: a `DataLoader` installs a handler for it once and leaves it.
@@ -41,7 +41,7 @@ class _Kind(NamedTuple):
 
 
 def _close_engines(_: Any) -> None:
-    for engine in tuple(escapes._open):
+    for engine in tuple(torch_patches._open):
         engine.close()
 
 
@@ -174,7 +174,7 @@ def _give_dynamo_back(before: tuple[Any, ...]) -> None:
 
 KINDS: Final[dict[str, _Kind]] = {
     # First what ends sessions: much of the rest goes with them.
-    "open engines": _Kind(lambda: len(tuple(escapes._open)), _close_engines),
+    "open engines": _Kind(lambda: len(tuple(torch_patches._open)), _close_engines),
     "turns": _Kind(lambda: len(turns._turns), lambda _: turns._turns.clear()),
     "hooks on all modules or optimizers": _Kind(_hooks, _remove_hooks),
     "dispatch modes": _Kind(lambda: tuple(_get_current_dispatch_mode_stack()), _leave_modes),
@@ -183,7 +183,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "function modes": _Kind(lambda: tuple(_get_current_function_mode_stack()), _leave_function_modes),
     "methods of torch.Tensor": _Kind(
         lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
-        lambda _: (escapes._uninstall(), guests._uninstall()),
+        lambda _: (torch_patches._uninstall(), custom_functions._uninstall()),
     ),
     "signal handlers": _Kind(lambda: tuple(map(signal.getsignal, _SIGNALS)), _put_handlers_back),
     "a profiler": _Kind(_profilers, _stop_profilers),
@@ -221,7 +221,7 @@ def clean_up(before: dict[str, Any]) -> list[str]:
     gc.collect()
     updates.Updates(()).close()  # the hook of sessions that were collected
     for thread in _workers() - before["workers"]:
-        if not tuple(escapes._open):
+        if not tuple(torch_patches._open):
             thread.join(10)  # it ends by itself, soon after its session was collected
     left = {name: now for name, kind in KINDS.items() if (now := kind.read()) != before[name]}
     for name in left:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.engines.tensors import escapes
+from spillway.engines.tensors import torch_patches
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS
 from tests.cpu.test_interruptions import Fault, RaisesBefore, fresh, ops_of_a_step, step_of
@@ -47,7 +47,7 @@ def left(directory: Path) -> Left:
         Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
         len(list(directory.iterdir())),
         torch.Tensor.numpy,
-        len(escapes._open),
+        len(torch_patches._open),
     )
 
 

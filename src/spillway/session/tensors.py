@@ -15,12 +15,12 @@ import torch
 
 from spillway.engines.tensors.compiled import check_not_compiling
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.escapes import others_open
 from spillway.engines.tensors.interrupts import DeferredInterrupts
 from spillway.engines.tensors.places import CpuPlace
 from spillway.engines.tensors.private import process_groups, unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
+from spillway.engines.tensors.torch_patches import others_open
 from spillway.engines.tensors.turns import end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
 from spillway.ir import RunWriter, StepReport, Timeline

@@ -4,7 +4,7 @@ torch's own Python functions parse their arguments faster than an `OpOverload`, 
 one by one. A function is of use only where it surely arrives at the very same overload with the same arguments: every
 line below is checked by `tests/cpu/test_bindings.py`. Everything else is called as it came.
 
-Methods are taken from `TensorBase` (what `escapes` replaces stands on `Tensor`).
+Methods are taken from `TensorBase` (what `torch_patches` replaces stands on `Tensor`).
 """
 
 from __future__ import annotations

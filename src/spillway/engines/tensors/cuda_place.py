@@ -10,9 +10,9 @@ import torch
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
+from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunctions
 from spillway.engines.tensors.driver import Driver
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.guests import GRAPHS_REFUSED, Guests
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.places import AbstractPlace, Measured
 from spillway.engines.tensors.private import CAN_SWAP
@@ -104,7 +104,7 @@ class CudaPlace(AbstractPlace):
         self.moment, self.when = driver.moment, driver.when
         self._machine.cost_of = self.clock.seconds_of
         self._engine: TensorEngine | None = None
-        self._guests: Guests | None = None
+        self._custom_functions: CustomFunctions | None = None
         self._limited = False
         self._lanes: OnDevice | None = None
         self._synchronised = False
@@ -118,7 +118,7 @@ class CudaPlace(AbstractPlace):
         self.retry.attach(engine)
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
         self._machine.again = self.retry.run
-        self._guests = Guests(engine)
+        self._custom_functions = CustomFunctions(engine)
         self._machine.spare = self.reserve.unused
 
     def learn_op(self, info: OpInfo) -> None:
@@ -196,8 +196,8 @@ class CudaPlace(AbstractPlace):
 
     def close(self) -> None:
         """Give the pinned memory back."""
-        if self._guests is not None:
-            self._guests.remove()
+        if self._custom_functions is not None:
+            self._custom_functions.remove()
         self._machine.close()
 
     def _attached(self) -> TensorEngine:

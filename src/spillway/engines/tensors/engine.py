@@ -20,7 +20,6 @@ import torch
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.dispatch_key import unwatched
-from spillway.engines.tensors.escapes import Escapes, held_elsewhere
 from spillway.engines.tensors.followed import Followed
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.interrupts import deliver
@@ -33,6 +32,7 @@ from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
 from spillway.engines.tensors.system import Reclaimer, ResidentSet
+from spillway.engines.tensors.torch_patches import TorchPatches, held_elsewhere
 from spillway.engines.tensors.turns import end_turn
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.spill_file import SpillIO
@@ -113,7 +113,7 @@ class TensorEngine:
         self.history: StepHistory | None = None
         self.following = Followed(self) if policy.follows and allowed < UNLIMITED else None
         self._first_op = 0
-        self._escapes = Escapes(self)
+        self._patches = TorchPatches(self)
         self._closed = False
         self.collectives = Collectives(self)
         self._dispatch = Dispatch(self)
@@ -616,7 +616,7 @@ class TensorEngine:
                     self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
             finally:
-                self._escapes.remove()
+                self._patches.remove()
                 self.controller.flights.forget()
                 self.table.clear()
                 self.place.close()

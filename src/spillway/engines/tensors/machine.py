@@ -3,7 +3,7 @@
 A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd
 saved stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A
 dropped one points at an address range that cannot be read: whoever reaches it without asking the engine stops there
-and does not get wrong numbers (`escapes` makes the usual ways ask).
+and does not get wrong numbers (`torch_patches` makes the usual ways ask).
 """
 
 from __future__ import annotations

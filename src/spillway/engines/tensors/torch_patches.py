@@ -70,7 +70,7 @@ renew_in_children(sys.modules[__name__], "_lock")
 
 
 @final
-class Escapes:
+class TorchPatches:
     """One engine's place among those that are told."""
 
     def __init__(self, engine: TensorEngine) -> None:

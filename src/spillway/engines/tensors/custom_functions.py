@@ -53,13 +53,13 @@ _originals: dict[tuple[Any, str], Any] = {}
 
 
 @final
-class Guests:
+class CustomFunctions:
     """One engine's place among those whose tensors are lent to custom functions."""
 
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         with _lock:
-            _open.add(engine)  # first, as in `escapes`
+            _open.add(engine)  # first, as in `torch_patches`
             if not _originals:
                 try:
                     _install()
