@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import nn
 
-from spillway.engines.tensors.cuda_place import cuda_engine
+from spillway.engines.tensors.cuda_backend import cuda_engine
 from spillway.engines.tensors.driver import Event, LaneTimes, Timed
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
@@ -342,9 +342,9 @@ def late_engine(
     engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
     driver.account = lambda: engine.controller.budget.resident
     _watch_blocks(engine.machine, driver)
-    place: Any = engine.place
+    backend: Any = engine.backend
     if not costs:
-        place.clock.begin_step = lambda signature, wanted: None
+        backend.clock.begin_step = lambda signature, wanted: None
     return engine
 
 
@@ -391,5 +391,5 @@ def late_step(exchanges: bool) -> Iterator[TensorSession]:
 
 
 def driver_of(memory: TensorSession) -> Any:
-    place: Any = memory._engine.place
+    backend: Any = memory._engine.backend
     return place.driver

@@ -117,7 +117,7 @@ def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_nex
         for _ in range(3):
             layer(picture)
         late.inside = 0
-        known = memory._engine.place.workspaces
+        known = memory._engine.backend.workspaces
         assert known is not None
         assert [looks for looks in known._known.values() if looks == [3 * made, 3 * made]]
         budget = memory._engine.budget
@@ -133,8 +133,8 @@ class Failing:
 
     def __init__(self, memory: Session, monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> None:
         self.left = times
-        place: Any = memory._engine.place
-        guarded, self.calls = place.retry.guarded, 0
+        backend: Any = memory._engine.backend
+        guarded, self.calls = backend.retry.guarded, 0
 
         def failing(info: Any, call: Any) -> Any:
             if info.name != name:
@@ -149,7 +149,7 @@ class Failing:
 
             return guarded(info, run)
 
-        monkeypatch.setattr(place.retry, "guarded", failing)
+        monkeypatch.setattr(backend.retry, "guarded", failing)
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])
@@ -162,8 +162,8 @@ def test_an_op_that_finds_no_memory_runs_again_after_room_was_made(
     assert failing.calls == times + 1
     assert driver_of(memory).caches_emptied == times
     assert is_moved(memory, other) or is_dropped(memory, other) or times == 1
-    place: Any = memory._engine.place
-    assert place.retry.count == 1
+    backend: Any = memory._engine.backend
+    assert backend.retry.count == 1
     assert [storage.locks for storage in memory._engine.table.values() if storage.locks] == []
 
 
@@ -185,8 +185,8 @@ def test_random_numbers_are_drawn_once_when_their_op_runs_twice(
     expected = tensor.clone().bernoulli_(0.5)
     after = torch.get_rng_state()
     torch.set_rng_state(state)
-    place: Any = memory._engine.place
-    guarded = place.retry.guarded
+    backend: Any = memory._engine.backend
+    guarded = backend.retry.guarded
 
     def drawing_first(info: Any, call: Any) -> Any:
         left = [1]
@@ -200,7 +200,7 @@ def test_random_numbers_are_drawn_once_when_their_op_runs_twice(
 
         return guarded(info, run)
 
-    monkeypatch.setattr(place.retry, "guarded", drawing_first)
+    monkeypatch.setattr(backend.retry, "guarded", drawing_first)
     memory._engine._dispatch.start_anew()
     memory._engine.infos.clear()
     assert torch.equal(tensor.bernoulli_(0.5), expected)

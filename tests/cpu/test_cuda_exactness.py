@@ -26,7 +26,7 @@ def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **optio
         built.model, built.optimizers, budget=budget, method=ORDERS[order](), driver=driver, **options
     ) as memory:
         run = train(built, memory, ways=ways)
-        assert memory._engine.place.device.type == "cpu"
+        assert memory._engine.backend.device.type == "cpu"
     return run, driver
 
 

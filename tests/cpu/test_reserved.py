@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from spillway.engines.tensors import places
+from spillway.engines.tensors.backend import CpuBackend
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.places import CpuPlace
 from spillway.engines.tensors.system import Reclaimer, ResidentSet
 from spillway.errors import BudgetInfeasible, SpillCorruptedError
 from spillway.methods import LRU, Fetch, Move, Proposal
@@ -233,7 +233,7 @@ def test_what_workers_bring_is_counted_until_it_arrives_is_given_up_or_cannot_be
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = TensorEngine(LRU(short_chain=0), 100 * MiB)
-    place, controller = cast(CpuPlace, engine.place), engine.controller
+    place, controller = cast(CpuBackend, engine.backend), engine.controller
     kept = torch.ones(MiB // 4)
 
     def begin() -> None:

@@ -234,7 +234,7 @@ def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None
     before = None
     for _ in range(100):
         with spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB") as memory:
-            pool = memory._engine.place.pool
+            pool = memory._engine.backend.pool
             with memory.step():
                 assert put_away(memory, model.weight, Move)
         assert pool.pinned == 0
@@ -250,7 +250,7 @@ def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpi
     memory = spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB")
     with memory.step():
         assert put_away(memory, model.weight, Move)
-    slab = weakref.ref(memory._engine.place.pool._slabs[0])  # type: ignore[attr-defined]
+    slab = weakref.ref(memory._engine.backend.pool._slabs[0])  # type: ignore[attr-defined]
     del memory
     gc.collect()
     assert slab() is not None
@@ -268,9 +268,9 @@ def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpi
 def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:
     engine = engine_for(DEVICE, LRU(), "50%", "256MiB", None)
     try:
-        assert engine.place.pool.pinned == 0, "nobody asked"  # type: ignore[attr-defined]
+        assert engine.backend.pool.pinned == 0, "nobody asked"  # type: ignore[attr-defined]
         engine.machine.measure_link()
-        assert engine.place.pool.pinned == 0  # type: ignore[attr-defined]
+        assert engine.backend.pool.pinned == 0  # type: ignore[attr-defined]
         assert engine.machine.transfer_seconds(1) != 2 / LIKELY_BANDWIDTH
         assert 1e9 < 2 / engine.machine.transfer_seconds(1) < 1e12
     finally:
@@ -345,4 +345,4 @@ def test_an_op_that_finds_no_memory_runs_again(memory: Any) -> None:
         assert sum(int(tensor.max()) for tensor in kept) == 40 * (ITEMS - 1)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
-    assert memory._engine.place.retry.count > 0
+    assert memory._engine.backend.retry.count > 0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
+from spillway.engines.tensors.backend import CpuBackend
 from spillway.engines.tensors.compiled import check_not_compiling
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.interrupts import DeferredInterrupts
-from spillway.engines.tensors.places import CpuPlace
 from spillway.engines.tensors.private import process_groups, unheard
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.system import peak_rss, reset_peak
@@ -67,7 +67,7 @@ class TensorSession(Session):
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = self._named_bytes(())
-        on_cpu = isinstance(engine.place, CpuPlace)
+        on_cpu = isinstance(engine.backend, CpuBackend)
         self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed and on_cpu else None
 
     @property
@@ -103,7 +103,7 @@ class TensorSession(Session):
         Raises:
             SessionError: Collectives might run on a CUDA device.
         """
-        if self._engine.place.device.type != "cpu" and process_groups():
+        if self._engine.backend.device.type != "cpu" and process_groups():
             raise SessionError(
                 f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "
                 f"collectives write is not seen by methods that watch every op: use a method of the block engine, such "
@@ -113,7 +113,7 @@ class TensorSession(Session):
 
     def _circumstances(self, signature: str) -> tuple[Any, ...]:
         """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
-        kind = self._engine.place.device.type
+        kind = self._engine.backend.device.type
         modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         # `map` over getters in C: this is asked before every step, watched or not.
         return signature, modes, tuple(map(_TRAINING, self._parts)), tuple(map(_REQUIRES_GRAD, self._parameters))
@@ -243,7 +243,7 @@ class _Step(AbstractStep):
 
     def _report(self, seconds: float) -> StepReport:
         engine, counters = self._session._engine, self._session._engine.controller.counters
-        measured = engine.place.measured()
+        measured = engine.backend.measured()
         return StepReport(
             step=len(self._session.history), signature=self._signature, managed=engine.recording,
             allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
@@ -270,5 +270,5 @@ def _abandon(engine: TensorEngine, calls: Calls, deferred: DeferredInterrupts) -
 
 def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:
     """The first line of a run file."""
-    own = {"spill_io": engine.place.spill_io, "return_freed": return_freed}
-    return header(allowed, engine.controller.policy.name, engine.place.device) | own
+    own = {"spill_io": engine.backend.spill_io, "return_freed": return_freed}
+    return header(allowed, engine.controller.policy.name, engine.backend.device) | own

@@ -91,7 +91,7 @@ class _Loans:
         self._storages: list[tuple[TensorEngine, Storage]] = []
         for engine in self._engines:
             with engine.controller.lock:
-                engine.place.follow()
+                engine.backend.follow()
                 engine.controller.unsafe.begin()
 
     def lend(self, values: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from spillway.engines.memory import machine_memory, usable_memory
-from spillway.engines.tensors.cuda_place import cuda_engine
+from spillway.engines.tensors.cuda_backend import cuda_engine
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP

@@ -17,6 +17,7 @@ from typing import Any, Final, final
 
 import torch
 
+from spillway.engines.tensors.backend import AbstractBackend, CpuBackend
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.dispatch_key import unwatched
@@ -26,7 +27,6 @@ from spillway.engines.tensors.interrupts import deliver
 from spillway.engines.tensors.machine import Watch, real_storage
 from spillway.engines.tensors.mode import Around, Completion, Dispatch, Seen
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.places import AbstractPlace, CpuPlace
 from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import storage_of as _storage_of
@@ -65,18 +65,18 @@ class TensorEngine:
         allowed: The budget in bytes; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
         spill_io: Through the page cache, or past it where the file system can.
-        place: The device, where it is not the CPU.
+        backend: The device, where it is not the CPU.
     """
 
     def __init__(
         self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
-        spill_io: SpillIO = "buffered", *, place: AbstractPlace | None = None,
+        spill_io: SpillIO = "buffered", *, backend: AbstractBackend | None = None,
     ) -> None:  # fmt: skip
-        self.place = place if place is not None else CpuPlace(spill_directory, spill_io)
-        self.log = self.place.log
+        self.backend = backend if backend is not None else CpuBackend(spill_directory, spill_io)
+        self.log = self.backend.log
         """Copies as they were made, and what waited for them."""
-        self.machine = self.place.machine
-        self.creations = self.place.creations
+        self.machine = self.backend.machine
+        self.creations = self.backend.creations
         self.controller = Controller(self.machine, policy, allowed)
         self.budget = self.controller.budget
         self.table: dict[int, Storage] = {}
@@ -117,7 +117,7 @@ class TensorEngine:
         self._closed = False
         self.collectives = Collectives(self)
         self._dispatch = Dispatch(self)
-        self.place.attach(self)
+        self.backend.attach(self)
 
     @property
     def tier(self) -> DiskTier:
@@ -135,10 +135,10 @@ class TensorEngine:
         return self._on_cpu.reclaimer
 
     @property
-    def _on_cpu(self) -> CpuPlace:
-        if not isinstance(self.place, CpuPlace):
-            raise EngineError(f"A session on {self.place.device} was asked for what only one on the CPU has.")
-        return self.place
+    def _on_cpu(self) -> CpuBackend:
+        if not isinstance(self.backend, CpuBackend):
+            raise EngineError(f"A session on {self.backend.device} was asked for what only one on the CPU has.")
+        return self.backend
 
     # ------------------------------------------------------------------ storages
 
@@ -147,7 +147,7 @@ class TensorEngine:
         info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
         if self.odd_tensors:
             info.take_the_long_way()
-        self.place.learn_op(info)
+        self.backend.learn_op(info)
         return info
 
     def info_of(self, func: Any) -> OpInfo:
@@ -180,7 +180,7 @@ class TensorEngine:
     def adopt(self, tensor: torch.Tensor) -> Storage | None:
         """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
         by."""
-        if tensor.layout is not torch.strided or tensor.device not in self.place.devices or not _has_storage(tensor):
+        if tensor.layout is not torch.strided or tensor.device not in self.backend.devices or not _has_storage(tensor):
             self.pass_by(tensor)
             return None
         key = _address_or_none(tensor)
@@ -233,7 +233,7 @@ class TensorEngine:
 
     def take_in_parts(self, tensor: torch.Tensor) -> None:
         """Take into account what a sparse tensor consists of."""
-        if tensor.layout is not torch.strided and tensor.device in self.place.devices:
+        if tensor.layout is not torch.strided and tensor.device in self.backend.devices:
             if not self.sparse_tensors:
                 self.sparse_tensors = True
                 self._dispatch.start_anew()
@@ -247,7 +247,7 @@ class TensorEngine:
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
         """A storage that an op created; None if it is an operand's, or not ours to manage."""
         key = _address_or_none(tensor)
-        if key == NO_ADDRESS or tensor.device not in self.place.devices or is_wrapper(tensor):
+        if key == NO_ADDRESS or tensor.device not in self.backend.devices or is_wrapper(tensor):
             self.pass_by(tensor)
             return None
         return None if key in self.table else self.register(tensor, key)
@@ -288,9 +288,9 @@ class TensorEngine:
                 needed = needed if bound is None else min(needed, bound)
         needed += self.growth(seen.writes) if info.resized else 0
         guess = 0
-        if self.place.workspaces is not None and key is not None:
-            guess = self.place.workspaces.guess(seen, key, needed, self.budget.allowed)
-            needed += self.place.workspaces.expected(key)
+        if self.backend.workspaces is not None and key is not None:
+            guess = self.backend.workspaces.guess(seen, key, needed, self.budget.allowed)
+            needed += self.backend.workspaces.expected(key)
         if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)
         self.record_from_here()
@@ -358,10 +358,10 @@ class TensorEngine:
         before = self.budget.created
         if needed >= LARGE:
             self.creations.expect(needed if key is not None else needed // seen.info.safety)
-        if self.place.workspaces is None:
+        if self.backend.workspaces is None:
             out = seen.run(complete)
         else:
-            out = self.place.workspaces.watch(self.controller, key, lambda: seen.run(complete))
+            out = self.backend.workspaces.watch(self.controller, key, lambda: seen.run(complete))
         if key is not None and not seen.info.resizes:
             self.sizes.learn(key, self.budget.created - before)
         if self.budget.short(0) > 0:
@@ -497,7 +497,7 @@ class TensorEngine:
         self.collectives.land()
         there = [s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent]
         self.budget.begin(controller.flights.beside + sum(there))
-        self.place.begin_step(self.budget.allowed, base_rss, signature)
+        self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
             self.log.begin_step()
@@ -544,7 +544,7 @@ class TensorEngine:
         self._dispatch.pop()
         if watched:
             self.ops = self.controller.clock - self._first_op
-            self.place.finish_ops()
+            self.backend.finish_ops()
             if self.following is not None:
                 self.following.before_op()
         try:
@@ -553,14 +553,14 @@ class TensorEngine:
         finally:
             self.geometries.clear()
             try:
-                self.place.end_step()
+                self.backend.end_step()
             finally:
                 self._begun = False
                 self._add_up_lanes()
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
-        counters, log, device = self.controller.counters, self.log, self.place.measured().lanes
+        counters, log, device = self.controller.counters, self.log, self.backend.measured().lanes
         if device is None:
             counters.stalls += unseen(log.waits, counters.stalls)
         else:  # the host saw when the device was told
@@ -619,7 +619,7 @@ class TensorEngine:
                 self._patches.remove()
                 self.controller.flights.forget()
                 self.table.clear()
-                self.place.close()
+                self.backend.close()
                 end_turn(self)
                 self._closed = True
 

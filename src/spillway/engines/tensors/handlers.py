@@ -132,9 +132,9 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     budget = engine.budget
-    call, call_with = engine.place.calls(info)
+    call, call_with = engine.backend.calls(info)
     bound, safety, limited = info.bound, info.safety, engine.budget.limited
-    plain, harmless, here, expect = PLAIN_TENSORS, NO_TENSORS, engine.place.devices, engine.creations.expect
+    plain, harmless, here, expect = PLAIN_TENSORS, NO_TENSORS, engine.backend.devices, engine.creations.expect
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,11 +181,11 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     budget = engine.budget
-    call, call_with = engine.place.calls(info)
+    call, call_with = engine.backend.calls(info)
     bound, safety, limited = info.bound, info.safety, engine.budget.limited
-    append, expect, now = controller.recipes.append, engine.creations.expect, engine.place.now
+    append, expect, now = controller.recipes.append, engine.creations.expect, engine.backend.now
     plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
-    surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
+    surroundings, same = surroundings_with(engine.backend.settings), engine.geometries.setdefault
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -229,7 +229,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
             engine.pass_by(out)
             return out
         if key not in table:
-            if kwargs and info.places and out.device not in engine.place.devices:
+            if kwargs and info.places and out.device not in engine.backend.devices:
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
@@ -245,10 +245,10 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write running statistics, which a replay does without."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
     budget = engine.budget
-    call, bound, finish = engine.place.calls(info)[0], info.bound, _registering_several(info, engine)
-    overwrite, expect, now = controller.overwrite, engine.creations.expect, engine.place.now
+    call, bound, finish = engine.backend.calls(info)[0], info.bound, _registering_several(info, engine)
+    overwrite, expect, now = controller.overwrite, engine.creations.expect, engine.backend.now
     plain, harmless, odd, statistics = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.scratch
-    surroundings, same = surroundings_with(engine.place.settings), engine.geometries.setdefault
+    surroundings, same = surroundings_with(engine.backend.settings), engine.geometries.setdefault
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -304,7 +304,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     """
     controller, table, interrupts, budget = engine.controller, engine.table, engine.interrupts, engine.budget
     overwrite = controller.overwrite
-    call, call_with = engine.place.calls(info)
+    call, call_with = engine.backend.calls(info)
     plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
 
@@ -372,9 +372,9 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
         engine.controller.overwrite,
         engine.geometries.setdefault,
     )
-    call, call_with = engine.place.calls(info)
-    plain, surroundings, odd = PLAIN_TENSORS, surroundings_with(engine.place.settings), ODD_DTYPES
-    seeded, generator, now = info.seeded, engine.place.generator, engine.place.now
+    call, call_with = engine.backend.calls(info)
+    plain, surroundings, odd = PLAIN_TENSORS, surroundings_with(engine.backend.settings), ODD_DTYPES
+    seeded, generator, now = info.seeded, engine.backend.generator, engine.backend.now
     append, made, operator, name, exactness = controller.recipes.append, _recipe, info.func, info.name, info.exactness
 
     def write(_: OpInfo, args: Sequence[Any], kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ class StepHistory:
         if info.view:
             return handler
         name, note, controller = info.name, self._chronicle.ran.append, self._engine.controller
-        moment = self._engine.place.moment
+        moment = self._engine.backend.moment
 
         def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             began = moment()
@@ -61,7 +61,7 @@ class StepHistory:
         if step is None:
             return None
         self._engine.label(self._named())
-        when, ran = self._engine.place.when, self._chronicle.ran
+        when, ran = self._engine.backend.when, self._chronicle.ran
         ran[:] = [op._replace(began=when(op.began), ended=when(op.ended)) for op in ran]
         reserved = self._engine.controller.budget.reserved
         return self._chronicle.timeline(step, events, self._engine.log, self._engine.began, reserved=reserved)

@@ -37,8 +37,8 @@ from spillway.engines.tensors.private import unheard
 from spillway.memory.records import DROPPED, Recipe, Storage, Value
 
 if TYPE_CHECKING:
+    from spillway.engines.tensors.backend import AbstractBackend
     from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.places import AbstractPlace
 
 Completion = Callable[..., Any]
 """Runs a ready op: see `build_completion`."""
@@ -202,7 +202,7 @@ def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storag
 
 def build_completion(engine: TensorEngine) -> Completion:
     """The function that runs an op that is ready to run, and registers what it created and wrote."""
-    recorder, overwrite, now = Recorder(engine), engine.controller.overwrite, engine.place.now
+    recorder, overwrite, now = Recorder(engine), engine.controller.overwrite, engine.backend.now
     recipes_exist = engine.controller.policy.uses_recipes
 
     def complete(
@@ -246,7 +246,7 @@ class Recorder:
     def __init__(self, engine: TensorEngine) -> None:
         self._engine = engine
         self._controller = engine.controller
-        self._surroundings = surroundings_with(engine.place.settings)
+        self._surroundings = surroundings_with(engine.backend.settings)
 
     def payload(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
@@ -256,13 +256,13 @@ class Recorder:
         for value in reads:
             value.recorded = True
         if not info.fast:
-            return _record_generally(info, args, kwargs or {}, places, scratch, self._engine.place)
+            return _record_generally(info, args, kwargs or {}, places, scratch, self._engine.backend)
         holes = list(args)
         recorded: list[Operand] = []
         for place in places:
             recorded.append((place, geometry_of(holes[place])))
             holes[place] = None
-        random = random_state(kwargs, self._engine.place.generator) if info.seeded else None
+        random = random_state(kwargs, self._engine.backend.generator) if info.seeded else None
         return Call(info.func, holes, kwargs, recorded, self._surroundings.now(), random=random)
 
     def note_writes(
@@ -308,7 +308,7 @@ class Recorder:
 
 def _record_generally(
     info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], places: Sequence[Place], scratch: Sequence[Operand],
-    device: AbstractPlace,
+    device: AbstractBackend,
 ) -> Call:  # fmt: skip
     holes, named = with_holes(args, kwargs)
     wanted = set(places)

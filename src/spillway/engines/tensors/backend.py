@@ -83,7 +83,7 @@ class Measured:
     """Its copies, stalls and replays; None where the host waits, and its clock is the one to ask."""
 
 
-class AbstractPlace(ABC):
+class AbstractBackend(ABC):
     """One device, for one engine."""
 
     devices: frozenset[torch.device]
@@ -153,7 +153,7 @@ CPU: Final = frozenset({torch.device("cpu"), torch.device("cpu", 0)})
 
 
 @final
-class CpuPlace(AbstractPlace):
+class CpuBackend(AbstractBackend):
     """RAM, with a file below it."""
 
     def __init__(self, spill_directory: str | os.PathLike[str] | None, spill_io: SpillIO = "buffered") -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, final
 
 import torch
 
+from spillway.engines.tensors.backend import AbstractBackend, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
@@ -14,7 +15,6 @@ from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunc
 from spillway.engines.tensors.driver import Driver
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.places import AbstractPlace, Measured
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
 from spillway.engines.tensors.retry import Retry
@@ -77,7 +77,7 @@ def _key(recipe: Recipe) -> tuple[Any, ...]:
 
 
 @final
-class CudaPlace(AbstractPlace):
+class CudaBackend(AbstractBackend):
     """Device memory, with pinned host memory below it.
 
     Arguments:
@@ -215,7 +215,7 @@ def cuda_engine(
         host_budget: Of pinned host memory.
     """
     warm_up(driver.device)
-    return TensorEngine(policy, budget, place=CudaPlace(driver, host_budget, exchanges=exchanges))
+    return TensorEngine(policy, budget, backend=CudaBackend(driver, host_budget, exchanges=exchanges))
 
 
 def warm_up(device: torch.device) -> None:
