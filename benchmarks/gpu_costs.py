@@ -25,7 +25,7 @@ from benchmarks.record import (
     second_columns,
     text_columns,
 )
-from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.engines.tiers.host import HostPool
 from spillway.units import Seconds
 
@@ -51,14 +51,14 @@ def run(size: Size, tell: Tell) -> Result:
     if not torch.cuda.is_available():
         raise SystemExit("The benchmark gpu_costs needs a CUDA device, and torch sees none.")
     device = torch.device("cuda", torch.cuda.current_device())
-    driver = CudaDriver(device)
-    pool = HostPool(driver.pin, 8 << 30, slab=64 << 20)
+    streams = CudaStreams(device)
+    pool = HostPool(streams.pin, 8 << 30, slab=64 << 20)
     rows: list[Row] = []
     with torch.no_grad():
         for batch in size.batches:
             tell(f"batch {batch}")
-            rows += [_row(driver, pool, batch, name, layer, x) for name, layer, x in _cases(batch, size.side, device)]
-    driver.synchronize()
+            rows += [_row(streams, pool, batch, name, layer, x) for name, layer, x in _cases(batch, size.side, device)]
+    streams.synchronize()
     pool.close()
     launched = [row for row in rows if row["launch"] < row["recompute"]]
     return Result(
@@ -92,16 +92,16 @@ def _cases(batch: int, side: int, device: torch.device) -> list[tuple[str, Calla
 
 
 def _row(
-    driver: CudaDriver, pool: HostPool, batch: int, name: str, layer: Callable[[Tensor], Tensor], x: Tensor
+    streams: CudaStreams, pool: HostPool, batch: int, name: str, layer: Callable[[Tensor], Tensor], x: Tensor
 ) -> dict[str, Any]:
     made = layer(x).untyped_storage()
     block = pool.take(made.nbytes())
-    launch, recompute = _costs(driver, lambda: layer(x))
-    driver.lane_times()
+    launch, recompute = _costs(streams, lambda: layer(x))
+    streams.lane_times()
     for _ in range(REPEATS):
-        driver.copy_out(made, block, (driver.reached(),)).synchronize()
-        driver.copy_in(block, made, (driver.reached(),)).synchronize()
-    times = driver.lane_times()
+        streams.copy_out(made, block, (streams.reached(),)).synchronize()
+        streams.copy_in(block, made, (streams.reached(),)).synchronize()
+    times = streams.lane_times()
     pool.free(block)
     out, back = (sum(copy.seconds for copy in copies) / REPEATS for copies in (times.out, times.back))
     return {
@@ -110,15 +110,15 @@ def _row(
     }  # fmt: skip
 
 
-def _costs(driver: CudaDriver, op: Callable[[], Any]) -> tuple[Seconds, Seconds]:
+def _costs(streams: CudaStreams, op: Callable[[], Any]) -> tuple[Seconds, Seconds]:
     """Median seconds of launching an op, and of running it to its end."""
     launches, wholes = [], []
     for _ in range(REPEATS):
-        driver.synchronize()
+        streams.synchronize()
         began = time.perf_counter()
         kept = op()
         launches.append(time.perf_counter() - began)
-        driver.synchronize()
+        streams.synchronize()
         wholes.append(time.perf_counter() - began)
         del kept
     return statistics.median(launches), statistics.median(wholes)

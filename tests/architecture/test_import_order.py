@@ -30,7 +30,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("engines.tensors.system",),  # asks the operating system about this process, for either engine
     ("engines.tensors.private", "engines.tensors.host_reads"),
     ("engines.tensors.dispatch_key",),  # hides what either engine does itself
-    ("engines.tensors.driver",),  # asks a CUDA device, for either engine
+    ("engines.tensors.cuda_streams",),  # asks a CUDA device, for either engine
     ("engines.tensors.interrupts",),  # signals, for either engine
     ("engines.tensors", "engines.blocks", "engines.arena"),
     ("costs.watching",),  # measures what the engine costs

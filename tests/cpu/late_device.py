@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from spillway.engines.tensors.cuda_backend import cuda_engine
-from spillway.engines.tensors.driver import Event, LaneTimes, Timed
+from spillway.engines.tensors.cuda_streams import Event, LaneTimes, Timed
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.host import Block
@@ -56,22 +56,22 @@ class OutOfOrderError(AssertionError):
 class Reached:
     """The compute stream has come so far."""
 
-    def __init__(self, driver: LateDriver, number: int, missed: frozenset[str] = frozenset()) -> None:
-        self.driver = driver
+    def __init__(self, streams: LateStreams, number: int, missed: frozenset[str] = frozenset()) -> None:
+        self.streams = streams
         self.number = number
         self.missed = missed
         """Streams whose kernels may still be running all the same."""
-        self.at = driver.now()
+        self.at = streams.now()
         self.asked = 0
 
     def query(self) -> bool:
         self.asked += 1
-        if self.asked > self.driver.behind:
+        if self.asked > self.streams.behind:
             self.synchronize()
-        return self.number <= self.driver.passed
+        return self.number <= self.streams.passed
 
     def synchronize(self) -> None:
-        self.driver.passed = max(self.driver.passed, self.number)
+        self.streams.passed = max(self.streams.passed, self.number)
 
 
 def nothing() -> None:
@@ -82,20 +82,20 @@ def nothing() -> None:
 class LateCopy:
     """A copy that is an event too: it is made when somebody waits for it."""
 
-    def __init__(self, driver: LateDriver, lane: list[LateCopy], make: Callable[[], None], after: Sequence[Event]):
+    def __init__(self, streams: LateStreams, lane: list[LateCopy], make: Callable[[], None], after: Sequence[Event]):
         self.lane = lane
         self.make = make
         self.after = after
         self.asked = 0
         self.done = False
-        self.driver = driver
+        self.streams = streams
         self.host_range: tuple[int, int] = (0, 0)
         self.ended = 0.0
         lane.append(self)
 
     def query(self) -> bool:
         self.asked += 1
-        if not self.done and self.asked > self.driver.lag:
+        if not self.done and self.asked > self.streams.lag:
             self.synchronize()
         return self.done
 
@@ -114,22 +114,22 @@ class LateCopy:
 class HostMemory:
     """Ordinary memory that passes for pinned memory."""
 
-    def __init__(self, driver: LateDriver, nbytes: int, *, readable: bool) -> None:
+    def __init__(self, streams: LateStreams, nbytes: int, *, readable: bool) -> None:
         self._memory = np.zeros(nbytes + 512, np.uint8)
         self.address = -(-self._memory.ctypes.data // 512) * 512
         self.device_address = self.address if readable else 0
         self.nbytes = nbytes
-        self._driver = driver
-        driver.pinned += nbytes
+        self._streams = streams
+        streams.pinned += nbytes
 
     def release(self) -> None:
         self._memory[:] = RELEASED
-        self._driver.released.append(self._memory)  # whoever still points at it reads the pattern
-        self._driver.pinned -= self.nbytes
+        self._streams.released.append(self._memory)  # whoever still points at it reads the pattern
+        self._streams.pinned -= self.nbytes
 
 
 @final
-class LateDriver:
+class LateStreams:
     """See the module."""
 
     def __init__(self, *, lag: int = 3, behind: int = 0, readable: bool = True, pins: int = 1 << 40) -> None:
@@ -197,7 +197,7 @@ class LateDriver:
         self.kernel()
 
     def _order(self) -> None:
-        """As `CudaDriver._stream`."""
+        """As `CudaStreams._stream`."""
         before, self._compute = self._compute, self.stream
         if before != self.stream:
             self._behind[self.stream] |= self._behind[before] | Counter({before: self._given[before]})
@@ -333,32 +333,32 @@ def _copy(target: int, source: int, nbytes: int) -> None:
 
 
 def late_engine(
-    policy: AbstractPolicy, allowed: int, driver: LateDriver, host_budget: int = 96 << 20, *,
+    policy: AbstractPolicy, allowed: int, streams: LateStreams, host_budget: int = 96 << 20, *,
     exchanges: bool = CAN_SWAP, costs: bool = False,
 ) -> TensorEngine:  # fmt: skip
     """The engine of such a session."""
     if exchanges and not CAN_SWAP:
         pytest.skip("this torch cannot exchange bytes under a storage")
-    engine = cuda_engine(policy, allowed, driver, host_budget, exchanges=exchanges)
-    driver.account = lambda: engine.controller.budget.resident
-    _watch_blocks(engine.machine, driver)
+    engine = cuda_engine(policy, allowed, streams, host_budget, exchanges=exchanges)
+    streams.account = lambda: engine.controller.budget.resident
+    _watch_blocks(engine.machine, streams)
     backend: Any = engine.backend
     if not costs:
         backend.clock.begin_step = lambda signature, wanted: None
     return engine
 
 
-def _watch_blocks(machine: Any, driver: LateDriver) -> None:
+def _watch_blocks(machine: Any, streams: LateStreams) -> None:
     """A block is free when the compute stream has passed the moment at which it was given up."""
     discard, free = machine.discard, machine.pool.free
     given_up: dict[int, int] = {}
 
     def discarding(home: Any) -> None:
-        given_up[id(home.block)] = driver.given + 1
+        given_up[id(home.block)] = streams.given + 1
         discard(home)
 
     def freeing(block: Block) -> None:
-        if driver.passed < given_up.pop(id(block), 0):
+        if streams.passed < given_up.pop(id(block), 0):
             raise OutOfOrderError("A block is used again while the compute stream may still read it.")
         free(block)
 
@@ -367,23 +367,23 @@ def _watch_blocks(machine: Any, driver: LateDriver) -> None:
 
 def late_session(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, budget: int, method: AbstractPolicy,
-    host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, driver: LateDriver | None = None,
+    host_budget: int = 96 << 20, exchanges: bool = CAN_SWAP, streams: LateStreams | None = None,
     costs: bool = False, timeline: bool = False,
 ) -> TensorSession:  # fmt: skip
     """A session whose tensors lie, as far as its engine can tell, on a CUDA device.
 
     With `costs` its first step measures them, which waits for the device, so that nothing in it is late.
     """
-    driver = driver if driver is not None else LateDriver()
-    engine = late_engine(method, budget, driver, host_budget, exchanges=exchanges, costs=costs)
+    streams = streams if streams is not None else LateStreams()
+    engine = late_engine(method, budget, streams, host_budget, exchanges=exchanges, costs=costs)
     return TensorSession([model], optimizers, engine, None, None, keep_timeline=timeline, return_freed=True)
 
 
 @contextmanager
 def late_step(exchanges: bool) -> Iterator[TensorSession]:
     """A session in a step, whose copies are made when something waits for them and not before."""
-    late = LateDriver(lag=1 << 30)
-    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late)
+    late = LateStreams(lag=1 << 30)
+    session = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, streams=late)
     with session, session.step():
         late.copies_out = late.copies_in = 0  # those by which the link is measured
         yield session
@@ -392,4 +392,4 @@ def late_step(exchanges: bool) -> Iterator[TensorSession]:
 
 def driver_of(memory: TensorSession) -> Any:
     backend: Any = memory._engine.backend
-    return place.driver
+    return backend.streams

@@ -18,7 +18,7 @@ from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
 from spillway.methods import LRU, Copy, Drop, Move
 from spillway.session import Session
-from tests.cpu.late_device import LateDriver, late_session, late_step
+from tests.cpu.late_device import LateStreams, late_session, late_step
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, begin, raw
 
@@ -241,8 +241,8 @@ def test_nothing_of_torch_stays_changed_when_a_session_that_nobody_closed_is_col
 
 
 def test_capturing_a_cuda_graph_is_refused_while_a_session_is_open() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late) as memory:
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late) as memory:
         with pytest.raises(SessionError, match=r"A CUDA graph keeps the addresses .* outside of spillway\.manage"):
             torch.cuda.CUDAGraph.capture_begin(object())  # type: ignore[arg-type]
         late.is_capturing = True

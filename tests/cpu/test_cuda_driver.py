@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.engines.tensors import driver as module
-from spillway.engines.tensors.driver import CudaDriver, RegisteredMemory
+from spillway.engines.tensors import cuda_streams as module
+from spillway.engines.tensors.cuda_streams import CudaStreams, RegisteredMemory
 from spillway.engines.tiers.host import HostPool
 
 NBYTES = 1 << 16
@@ -54,30 +54,30 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 @pytest.fixture
-def driver(cuda: Cuda) -> CudaDriver:
-    driver = CudaDriver.__new__(CudaDriver)  # its constructor asks for a device
-    driver.device = torch.device("cpu")
-    return driver
+def streams(cuda: Cuda) -> CudaStreams:
+    streams = CudaStreams.__new__(CudaStreams)  # its constructor asks for a device
+    streams.device = torch.device("cpu")
+    return streams
 
 
-def pinned(driver: CudaDriver) -> RegisteredMemory:
-    memory = driver.pin(NBYTES)
+def pinned(streams: CudaStreams) -> RegisteredMemory:
+    memory = streams.pin(NBYTES)
     assert memory is not None
     return memory
 
 
 def test_the_device_is_waited_for_before_memory_is_unpinned_and_only_then_it_is_unmapped(
-    cuda: Cuda, driver: CudaDriver
+    cuda: Cuda, streams: CudaStreams
 ) -> None:
-    memory = pinned(driver)
+    memory = pinned(streams)
     memory.release()
     assert cuda.told == [("pin", NBYTES, 3), "wait", "unpin"]
     assert memory._memory.closed
     assert module._never_unmapped == []
 
 
-def test_memory_that_cuda_does_not_unpin_stays_mapped_and_that_is_said(cuda: Cuda, driver: CudaDriver) -> None:
-    memory = pinned(driver)
+def test_memory_that_cuda_does_not_unpin_stays_mapped_and_that_is_said(cuda: Cuda, streams: CudaStreams) -> None:
+    memory = pinned(streams)
     cuda.refuses = 713
     with pytest.warns(RuntimeWarning, match=r"did not unpin 64\.00 KiB of host memory, which stay pinned \(error 713"):
         memory.release()
@@ -86,22 +86,22 @@ def test_memory_that_cuda_does_not_unpin_stays_mapped_and_that_is_said(cuda: Cud
 
 
 def test_a_forked_process_leaves_memory_alone_that_it_does_not_have(
-    cuda: Cuda, driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
+    cuda: Cuda, streams: CudaStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = pinned(driver)
+    memory = pinned(streams)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     memory.release()
     assert "unpin" not in cuda.told
     assert not memory._memory.closed
 
 
-def test_memory_that_cuda_does_not_pin_is_none(cuda: Cuda, driver: CudaDriver) -> None:
+def test_memory_that_cuda_does_not_pin_is_none(cuda: Cuda, streams: CudaStreams) -> None:
     cuda.refuses = 2
-    assert driver.pin(NBYTES) is None
+    assert streams.pin(NBYTES) is None
 
 
-def test_a_pool_that_nobody_closed_unpins_its_memory_before_it_goes(cuda: Cuda, driver: CudaDriver) -> None:
-    pool = HostPool(driver.pin, NBYTES)
+def test_a_pool_that_nobody_closed_unpins_its_memory_before_it_goes(cuda: Cuda, streams: CudaStreams) -> None:
+    pool = HostPool(streams.pin, NBYTES)
     block = pool.take(1 << 10)
     owner = torch.UntypedStorage(8)
     block.keep_for(owner)

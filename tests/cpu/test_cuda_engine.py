@@ -16,7 +16,7 @@ from spillway.errors import BudgetError, BudgetInfeasible, DeviceFullError
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta, Drop, Move
 from spillway.session import Session
-from tests.cpu.late_device import COPYING, LateDriver, driver_of, late_session, late_step
+from tests.cpu.late_device import COPYING, LateStreams, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, is_dropped, is_moved, put_away
 from tests.cpu.test_cuda_machine import ITEMS, NBYTES
 
@@ -36,9 +36,9 @@ def memory(exchanges: bool) -> Iterator[Session]:
 
 
 def test_what_others_have_of_the_device_is_set_aside_in_the_budget() -> None:
-    late = LateDriver()
+    late = LateStreams()
     late.beside = 5 * NBYTES
-    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), driver=late) as memory:
+    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), streams=late) as memory:
         with memory.step():
             kept = [torch.arange(ITEMS) for _ in range(10)]
         report = memory.history[-1]
@@ -49,8 +49,8 @@ def test_what_others_have_of_the_device_is_set_aside_in_the_budget() -> None:
 
 
 def test_what_grows_beside_the_account_within_a_step_is_seen() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=200 << 20, method=LRU(), driver=late) as memory, memory.step():
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=200 << 20, method=LRU(), streams=late) as memory, memory.step():
         roomy = memory._engine.controller.budget.allowed
         late.beside = 50 << 20
         kept = [torch.arange(ITEMS) for _ in range(40)]
@@ -59,21 +59,21 @@ def test_what_grows_beside_the_account_within_a_step_is_seen() -> None:
 
 
 def test_a_refusal_speaks_of_the_whole_budget() -> None:
-    late = LateDriver()
+    late = LateStreams()
     late.beside = 5 * NBYTES
-    with late_session(nn.Linear(2, 2), budget=7 * NBYTES, method=LRU(), driver=late) as memory:
+    with late_session(nn.Linear(2, 2), budget=7 * NBYTES, method=LRU(), streams=late) as memory:
         with pytest.raises(BudgetInfeasible) as refusal, memory.step():
             torch.arange(ITEMS).expand(2, -1).clone()
         assert refusal.value.allowed == 7 * NBYTES
         told = refusal.value.smallest_budget
     assert told > 8 * NBYTES
-    with late_session(nn.Linear(2, 2), budget=told, method=LRU(), driver=late) as memory, memory.step():
+    with late_session(nn.Linear(2, 2), budget=told, method=LRU(), streams=late) as memory, memory.step():
         torch.arange(ITEMS).expand(2, -1).clone()
 
 
 def test_a_peak_above_the_budget_is_reported_and_more_is_set_aside_afterwards() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), driver=late) as memory:
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=12 * NBYTES, method=LRU(), streams=late) as memory:
         for excess in (4 * NBYTES, 0):
             with memory.step():
                 kept = [torch.arange(ITEMS) for _ in range(10)]
@@ -85,8 +85,8 @@ def test_a_peak_above_the_budget_is_reported_and_more_is_set_aside_afterwards() 
 
 
 def test_the_nearer_the_budget_the_more_often_it_is_looked_at() -> None:
-    late, budget = LateDriver(), 20 << 20
-    with late_session(nn.Linear(2, 2), budget=budget, method=LRU(), driver=late) as memory, memory.step():
+    late, budget = LateStreams(), 20 << 20
+    with late_session(nn.Linear(2, 2), budget=budget, method=LRU(), streams=late) as memory, memory.step():
         kept = [torch.arange(ITEMS) for _ in range(34)]
         late.beside = 1 << 20
         kept += [torch.arange(ITEMS) for _ in range(8)]
@@ -109,10 +109,10 @@ def test_room_is_made_for_what_a_hungry_op_may_need_the_first_time_and_nothing_i
 
 
 def test_what_an_op_needs_for_itself_is_measured_and_room_is_made_for_it_the_next_time() -> None:
-    late = LateDriver()
+    late = LateStreams()
     picture, layer = torch.ones(1, 8, 64, 64), nn.Conv2d(8, 8, 3, padding=1)
     made = 8 * 64 * 64 * 4
-    with late_session(layer, budget=PLENTY, method=LRU(), driver=late) as memory, memory.step():
+    with late_session(layer, budget=PLENTY, method=LRU(), streams=late) as memory, memory.step():
         late.inside = 3 * made
         for _ in range(3):
             layer(picture)
@@ -265,8 +265,8 @@ def test_a_replay_that_finds_no_memory_for_what_it_brings_back_makes_room_and_le
 def test_the_link_is_measured_for_who_weighs_copies_under_a_limit_and_nothing_stays_pinned(
     budget: int, method: LRU, copies: int
 ) -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=budget, method=method, driver=late) as memory:
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=budget, method=method, streams=late) as memory:
         for _ in range(2):
             with memory.step():
                 pass
@@ -276,8 +276,8 @@ def test_the_link_is_measured_for_who_weighs_copies_under_a_limit_and_nothing_st
 
 
 def test_the_link_is_measured_within_the_budget_as_soon_as_there_is_room() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=20 << 20, method=LRU(), driver=late) as memory:
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=20 << 20, method=LRU(), streams=late) as memory:
         for beside, copies in ((39 << 19, 0), (0, 2)):
             late.beside = beside
             with memory.step():
@@ -285,18 +285,18 @@ def test_the_link_is_measured_within_the_budget_as_soon_as_there_is_room() -> No
 
 
 def test_costs_are_measured_with_the_device_once_and_taken_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    late, waited = LateDriver(), [0]
-    synchronize = LateDriver.synchronize
+    late, waited = LateStreams(), [0]
+    synchronize = LateStreams.synchronize
 
-    def counted(self: LateDriver) -> None:
+    def counted(self: LateStreams) -> None:
         waited[0] += 1
         synchronize(self)
 
-    monkeypatch.setattr(LateDriver, "synchronize", counted)
+    monkeypatch.setattr(LateStreams, "synchronize", counted)
     model = nn.Linear(64, 64)
     batch = torch.ones(256, 64)
     found = []
-    with late_session(model, budget=PLENTY, method=LRU(), driver=late, costs=True) as memory:
+    with late_session(model, budget=PLENTY, method=LRU(), streams=late, costs=True) as memory:
         for _ in range(2):
             waited[0] = 0
             with memory.step():

@@ -11,7 +11,7 @@ from torch import nn
 
 from spillway.methods import LRU, Drop
 from tests.cpu.families import FAMILIES
-from tests.cpu.late_device import LateDriver, late_session
+from tests.cpu.late_device import LateStreams, late_session
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.test_exactness import A_FEW, Trained, assert_the_same, plain, plain_peak, train
 
@@ -19,29 +19,29 @@ GUESTS = ("custom-function", "checkpoint-reentrant")
 """Families with custom autograd functions."""
 
 
-def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **options: Any) -> tuple[Trained, LateDriver]:
+def late(name: str, budget: int, order: str, ways: tuple[Any, ...] = (), **options: Any) -> tuple[Trained, LateStreams]:
     built = FAMILIES[name](0)
-    driver = LateDriver(**options.pop("driver", {}))
+    streams = LateStreams(**options.pop("streams", {}))
     with late_session(
-        built.model, built.optimizers, budget=budget, method=ORDERS[order](), driver=driver, **options
+        built.model, built.optimizers, budget=budget, method=ORDERS[order](), streams=streams, **options
     ) as memory:
         run = train(built, memory, ways=ways)
         assert memory._engine.backend.device.type == "cpu"
-    return run, driver
+    return run, streams
 
 
 @pytest.mark.parametrize(("name", "order", "exchanges"), [*product((*A_FEW, *GUESTS), ORDERS, [True, False])])
 def test_a_family_trains_to_the_same_bits_with_late_copies_and_late_ops(name: str, order: str, exchanges: bool) -> None:
     budget = plain_peak(name) * 60 // 100
-    run, driver = late(name, budget, order, exchanges=exchanges, driver={"behind": 1 << 30})
+    run, streams = late(name, budget, order, exchanges=exchanges, streams={"behind": 1 << 30})
     if run.refused is not None:
         assert run.refused.allowed == budget
         budget = run.refused.smallest_budget
-        run, driver = late(name, budget, order, exchanges=exchanges, driver={"behind": 1 << 30})
+        run, streams = late(name, budget, order, exchanges=exchanges, streams={"behind": 1 << 30})
     assert_the_same(plain(name), run)
     assert [report.peak_bytes for report in run.reports if report.peak_bytes > budget] == []
     assert sum(report.drops + report.moves for report in run.reports) > 0
-    assert driver.pinned == 0
+    assert streams.pinned == 0
 
 
 def test_convolutions_are_recomputed_only_where_settings_let_them_give_the_same_bits_twice() -> None:

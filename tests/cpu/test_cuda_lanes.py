@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from spillway.engines.tensors import driver as drivers
+from spillway.engines.tensors import cuda_streams
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.ir import Lane, Work
 from spillway.methods import LRU, Copy, Drop, Fetch, Move
 from spillway.session import Session
-from tests.cpu.late_device import COPYING, LateDriver, late_session
+from tests.cpu.late_device import COPYING, LateStreams, late_session
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, NBYTES, begin
 from tests.cpu.test_lanes import of, recorded
@@ -34,19 +34,19 @@ def close_to(seconds: float) -> Any:
 
 
 @pytest.fixture
-def late() -> LateDriver:
-    return LateDriver(lag=1 << 30)
+def late() -> LateStreams:
+    return LateStreams(lag=1 << 30)
 
 
 @pytest.fixture
-def memory(late: LateDriver) -> Iterator[Session]:
+def memory(late: LateStreams) -> Iterator[Session]:
     """A session on the late device, between steps."""
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, timeline=True) as session:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late, timeline=True) as session:
         yield session
 
 
 def test_a_copy_that_ran_beside_ops_is_hidden_and_one_that_they_waited_for_is_not(
-    memory: Session, late: LateDriver
+    memory: Session, late: LateStreams
 ) -> None:
     with memory.step():
         late.compute(BEHIND)
@@ -63,7 +63,7 @@ def test_a_copy_that_ran_beside_ops_is_hidden_and_one_that_they_waited_for_is_no
     assert (report.stall_seconds, report.hidden_seconds) == (close_to(COPYING), close_to(COPYING))
 
 
-def test_of_two_copies_at_a_time_that_ops_wait_for_neither_is_hidden(memory: Session, late: LateDriver) -> None:
+def test_of_two_copies_at_a_time_that_ops_wait_for_neither_is_hidden(memory: Session, late: LateStreams) -> None:
     with memory.step():
         late.compute(BEHIND)
         leaving, coming = torch.arange(ITEMS), torch.arange(ITEMS) * 2
@@ -77,7 +77,7 @@ def test_of_two_copies_at_a_time_that_ops_wait_for_neither_is_hidden(memory: Ses
     assert report.hidden_seconds == 0.0
 
 
-def test_a_recorded_step_has_the_lanes_of_the_device(memory: Session, late: LateDriver) -> None:
+def test_a_recorded_step_has_the_lanes_of_the_device(memory: Session, late: LateStreams) -> None:
     with memory.step():
         late.compute(BEHIND)
         tensor = torch.arange(ITEMS)
@@ -115,7 +115,7 @@ def test_what_was_copied_between_steps_belongs_to_none(memory: Session) -> None:
 
 
 def test_ops_that_run_again_take_what_they_take_on_the_device(
-    memory: Session, late: LateDriver, monkeypatch: pytest.MonkeyPatch
+    memory: Session, late: LateStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = Call.again
 
@@ -139,7 +139,7 @@ def test_ops_that_run_again_take_what_they_take_on_the_device(
 # ---------------------------------------------------------------------- what a policy hears
 
 
-def step(memory: Session, late: LateDriver, *, beside: float) -> float:
+def step(memory: Session, late: LateStreams, *, beside: float) -> float:
     """One storage leaves, with so many seconds of ops while it is copied; the share that is exposed then."""
     with memory.step():
         late.compute(BEHIND)
@@ -150,15 +150,15 @@ def step(memory: Session, late: LateDriver, *, beside: float) -> float:
     return memory._engine.controller.view.exposed
 
 
-def test_a_policy_hears_what_ops_waited_for_on_the_device(memory: Session, late: LateDriver) -> None:
+def test_a_policy_hears_what_ops_waited_for_on_the_device(memory: Session, late: LateStreams) -> None:
     assert memory._engine.controller.view.exposed == 1.0, "nothing was copied"
     assert step(memory, late, beside=0.0) == close_to(1.0), "the host took no time for it"
     assert step(memory, late, beside=COPYING) == close_to(1 / 3), "the step before counts half"
     assert step(memory, late, beside=COPYING / 2) == close_to(3 / 7)
 
 
-def test_a_step_in_which_the_host_waits_around_every_op_says_nothing_of_others(late: LateDriver) -> None:
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, costs=True) as memory:
+def test_a_step_in_which_the_host_waits_around_every_op_says_nothing_of_others(late: LateStreams) -> None:
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late, costs=True) as memory:
         assert step(memory, late, beside=COPYING) == close_to(1.0)
         assert memory.history[-1].hidden_seconds == close_to(COPYING)
         assert step(memory, late, beside=COPYING) == 0.0
@@ -194,17 +194,17 @@ class Tick:
 def test_distances_of_events_become_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     stream, copy = Stream(), Tick(at=100.5)
     cuda = SimpleNamespace(Event=lambda *, enable_timing: Tick(), current_stream=lambda device: stream)
-    monkeypatch.setattr(drivers, "_cuda", cuda)
-    driver: Any = CudaDriver.__new__(CudaDriver)
-    driver.device, driver._stream = torch.device("cuda", 0), lambda: stream
-    driver._times, driver._last = {"out": [], "in": [], "stall": []}, None
-    driver.compute_waits(copy)
-    moment = driver.moment()
+    monkeypatch.setattr(cuda_streams, "_cuda", cuda)
+    streams: Any = CudaStreams.__new__(CudaStreams)
+    streams.device, streams._stream = torch.device("cuda", 0), lambda: stream
+    streams._times, streams._last = {"out": [], "in": [], "stall": []}, None
+    streams.compute_waits(copy)
+    moment = streams.moment()
     stream.now = 103.0
     before = time.perf_counter()
-    (stall,) = driver.lane_times().stall
+    (stall,) = streams.lane_times().stall
     after = time.perf_counter()
     assert stall.event is copy
-    assert (stall.ended, stall.seconds) == (close_to(driver.when(moment)), close_to(0.5))
-    assert before - 2.5 - 1e-6 <= driver.when(moment) <= after - 2.5 + 1e-6
-    assert driver.lane_times().stall == [], "they are told once"
+    assert (stall.ended, stall.seconds) == (close_to(streams.when(moment)), close_to(0.5))
+    assert before - 2.5 - 1e-6 <= streams.when(moment) <= after - 2.5 + 1e-6
+    assert streams.lane_times().stall == [], "they are told once"

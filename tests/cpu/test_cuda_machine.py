@@ -16,7 +16,7 @@ from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.methods import LRU, AbstractPolicy, Copy, Fetch, Move
 from spillway.methods.base import MemoryView, Proposal
 from spillway.session import Session
-from tests.cpu.late_device import LateCopy, LateDriver, OutOfOrderError, driver_of, late_session, late_step
+from tests.cpu.late_device import LateCopy, LateStreams, OutOfOrderError, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, is_moved, put_away
 
 ITEMS = 64 << 10
@@ -69,8 +69,8 @@ def test_an_op_waits_for_the_copy_in_and_a_leaving_storage_for_its_copy_out(memo
 
 def test_the_host_waits_for_nothing_within_a_step(memory: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[LateCopy] = []
-    within = LateDriver.compute_waits
-    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: (waited.append(event), within(self, event)))
+    within = LateStreams.compute_waits
+    monkeypatch.setattr(LateStreams, "compute_waits", lambda self, event: (waited.append(event), within(self, event)))
     synchronise = LateCopy.synchronize
 
     def told(self: LateCopy) -> None:
@@ -129,7 +129,7 @@ def test_a_fetch_that_is_not_wanted_any_more_leaves_nothing(memory: Session) -> 
 
 
 def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: None)
+    monkeypatch.setattr(LateStreams, "compute_waits", lambda self, event: None)
 
 
 def _free_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,16 +143,16 @@ def _start_before_the_ops(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def synchronize(self) -> None: ...
 
-    monkeypatch.setattr(LateDriver, "reached", lambda self: Nothing())
+    monkeypatch.setattr(LateStreams, "reached", lambda self: Nothing())
 
 
 def _forget_the_copy_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy in that does not wait for the copy out which fills its block."""
-    begin_in = LateDriver.copy_in
+    begin_in = LateStreams.copy_in
     monkeypatch.setattr(
-        LateDriver, "copy_in", lambda self, block, target, after: begin_in(self, block, target, after[:1])
+        LateStreams, "copy_in", lambda self, block, target, after: begin_in(self, block, target, after[:1])
     )
-    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: None)
+    monkeypatch.setattr(LateStreams, "compute_waits", lambda self, event: None)
 
 
 @pytest.mark.parametrize(
@@ -164,14 +164,14 @@ def test_a_machine_that_forgets_to_wait_is_found_out(
     break_something: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_something(monkeypatch)
-    late = LateDriver(lag=1 << 30)
+    late = LateStreams(lag=1 << 30)
     with pytest.raises((OutOfOrderError, AssertionError)):
         leave_and_come_back(late)
 
 
 @pytest.mark.parametrize("behind", [0, 2, 1 << 30])
 def test_a_machine_that_waits_is_not_blamed(behind: int) -> None:
-    leave_and_come_back(LateDriver(lag=1 << 30, behind=behind))
+    leave_and_come_back(LateStreams(lag=1 << 30, behind=behind))
 
 
 def test_a_block_that_is_free_at_once_is_found_out_where_copies_are_done_and_ops_are_late(
@@ -179,11 +179,11 @@ def test_a_block_that_is_free_at_once_is_found_out_where_copies_are_done_and_ops
 ) -> None:
     _free_at_once(monkeypatch)
     with pytest.raises(OutOfOrderError, match="the compute stream may still read it"):
-        leave_and_come_back(LateDriver(lag=0, behind=1))
+        leave_and_come_back(LateStreams(lag=0, behind=1))
 
 
-def leave_and_come_back(late: LateDriver) -> None:
-    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late, host_budget=32 * NBYTES)
+def leave_and_come_back(late: LateStreams) -> None:
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late, host_budget=32 * NBYTES)
     with memory, memory.step():
         for number in range(8):
             tensor, other = torch.arange(ITEMS) + number, torch.arange(ITEMS) - number
@@ -210,8 +210,8 @@ def give_up_a_block(memory: Session) -> None:
 
 
 def test_a_block_is_free_when_the_compute_stream_has_passed_the_moment_at_which_it_was_given_up() -> None:
-    late = LateDriver(behind=1 << 30)
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late) as memory, memory.step():
+    late = LateStreams(behind=1 << 30)
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late) as memory, memory.step():
         machine: Any = memory._engine.machine
         give_up_a_block(memory)
         machine.reap()
@@ -222,9 +222,9 @@ def test_a_block_is_free_when_the_compute_stream_has_passed_the_moment_at_which_
 
 
 def test_the_host_waits_for_the_compute_stream_where_no_block_is_left() -> None:
-    late = LateDriver(behind=1 << 30)
+    late = LateStreams(behind=1 << 30)
     with (
-        late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, driver=late) as memory,
+        late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, streams=late) as memory,
         memory.step(),
     ):
         machine: Any = memory._engine.machine
@@ -261,8 +261,8 @@ def test_what_is_written_where_a_moved_storage_waits_comes_back(memory: Session,
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_nothing_is_absent_between_steps_where_it_could_not_be_read(exchanges: bool, readable: bool) -> None:
-    late = LateDriver(readable=readable)
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, driver=late) as memory:
+    late = LateStreams(readable=readable)
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), exchanges=exchanges, streams=late) as memory:
         with memory.step():
             tensor = torch.arange(ITEMS)
             assert put_away(memory, tensor, Move)
@@ -293,10 +293,10 @@ def test_printing_a_tensor_that_cannot_be_read_in_place_brings_it_back_for_good(
 
 
 def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
-    late = LateDriver(pins=1 << 40)
+    late = LateStreams(pins=1 << 40)
     with (
         late_session(
-            nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), host_budget=2 * NBYTES, driver=late
+            nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), host_budget=2 * NBYTES, streams=late
         ) as memory,
         pytest.raises(SpillFullError, match=r"host budget of 1\.00 MiB .* raise host_budget="),
         memory.step(),
@@ -307,9 +307,9 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
 
 
 def test_a_copy_that_nothing_needs_yet_is_refused_where_the_host_would_have_to_wait(exchanges: bool) -> None:
-    late = LateDriver(lag=1 << 30)
+    late = LateStreams(lag=1 << 30)
     session = late_session(
-        nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, exchanges=exchanges, driver=late
+        nn.Linear(2, 2), budget=PLENTY, method=LRU(), host_budget=NBYTES, exchanges=exchanges, streams=late
     )
     with session as memory, memory.step():
         first, second, controller = torch.arange(ITEMS), torch.arange(ITEMS) + 1, memory._engine.controller
@@ -347,9 +347,9 @@ def test_what_host_memory_cannot_hold_is_recomputed() -> None:
 
 
 def test_memory_that_the_system_does_not_pin_is_told_from_a_host_budget_that_is_used_up() -> None:
-    late = LateDriver(pins=2 * NBYTES)
+    late = LateStreams(pins=2 * NBYTES)
     with (
-        late_session(nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), driver=late) as memory,
+        late_session(nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), streams=late) as memory,
         pytest.raises(SpillFullError, match=r"The system pins no 512\.00 KiB more of host memory .* larger budget="),
         memory.step(),
     ):
@@ -370,10 +370,10 @@ def test_a_copy_ahead_that_finds_no_device_memory_is_refused_and_nothing_else(me
 
 
 def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> None:
-    model, late = nn.Linear(256, 256), LateDriver()
+    model, late = nn.Linear(256, 256), LateStreams()
     before = model.weight.detach().clone()
     for _ in range(5):
-        with late_session(model, budget=PLENTY, method=LRU(), driver=late) as memory:
+        with late_session(model, budget=PLENTY, method=LRU(), streams=late) as memory:
             with memory.step():
                 assert put_away(memory, model.weight, Move)
             assert late.pinned > 0
@@ -383,8 +383,8 @@ def test_a_session_leaves_no_pinned_byte_behind_and_what_was_away_is_back() -> N
 
 
 def test_memory_of_the_pool_is_not_given_back_while_something_still_points_at_it() -> None:
-    tensor, late = torch.arange(ITEMS), LateDriver()
-    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late)
+    tensor, late = torch.arange(ITEMS), LateStreams()
+    memory = late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late)
     with memory.step():
         assert put_away(memory, tensor, Move)
     late.full = 1 << 30  # the device has no memory for it any more
@@ -403,10 +403,10 @@ def test_memory_of_the_pool_is_not_given_back_while_something_still_points_at_it
 
 
 def test_a_session_that_nobody_closes_leaves_values_right_and_pins_memory_for_as_long_as_they_are_there() -> None:
-    late, model, tensor = LateDriver(), nn.Linear(256, 256), torch.arange(ITEMS)
+    late, model, tensor = LateStreams(), nn.Linear(256, 256), torch.arange(ITEMS)
     back = torch.arange(ITEMS)
     before, apply = model.weight.detach().clone(), torch.autograd.Function.__dict__["apply"]
-    memory = late_session(model, budget=PLENTY, method=LRU(), driver=late)
+    memory = late_session(model, budget=PLENTY, method=LRU(), streams=late)
     with memory.step():
         assert put_away(memory, model.weight, Move)
         assert put_away(memory, tensor, Move)

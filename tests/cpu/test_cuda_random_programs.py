@@ -10,46 +10,46 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.engines.tensors import cuda_place, reserve
+from spillway.engines.tensors import cuda_backend, reserve
 from spillway.engines.tensors.cuda_machine import CudaMachine
 from tests.cpu import program_runs
-from tests.cpu.late_device import LateDriver, late_engine
+from tests.cpu.late_device import LateStreams, late_engine
 from tests.cpu.program_judge import judge_all
 
 PROGRAMS = int(os.environ.get("SPILLWAY_LATE_PROGRAMS", "3"))
 
 
 @pytest.fixture
-def drivers(monkeypatch: pytest.MonkeyPatch) -> list[LateDriver]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[LateStreams]:
     """Every engine of a program is one of a late device; nothing is set aside, as the judge knows of nothing."""
-    made: list[LateDriver] = []
+    made: list[LateStreams] = []
 
     def engine(policy: Any, allowed: int) -> Any:
-        made.append(LateDriver(lag=len(made) % 4, behind=len(made) % 3))
+        made.append(LateStreams(lag=len(made) % 4, behind=len(made) % 3))
         return late_engine(policy, allowed, made[-1], exchanges=True)
 
     monkeypatch.setattr(program_runs, "TensorEngine", engine)
     monkeypatch.setattr(reserve, "MARGIN", 0.0)
-    monkeypatch.setattr(cuda_place, "HUNGRY", frozenset())
+    monkeypatch.setattr(cuda_backend, "HUNGRY", frozenset())
     return made
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_random_programs_are_identical_within_their_budget_or_rightly_refused(drivers: list[LateDriver]) -> None:
+def test_random_programs_are_identical_within_their_budget_or_rightly_refused(devices: list[LateStreams]) -> None:
     rows = [{"seed": seed, **row} for seed in range(PROGRAMS) for row in judge_all(seed, 5)]
     assert {(row["seed"], row["policy"]): row["complaints"] for row in rows if row["complaints"]} == {}
     assert sum(row["moves"] for row in rows) > 20 * len(rows)
-    assert sum(driver.copies_in for driver in drivers) > 10 * len(rows)
-    assert [driver.pinned for driver in drivers if driver.pinned] == []
+    assert sum(streams.copies_in for streams in devices) > 10 * len(rows)
+    assert [streams.pinned for streams in devices if streams.pinned] == []
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_where_absent_storages_are_empty_programs_are_identical_or_end_too_large(
-    drivers: list[LateDriver], monkeypatch: pytest.MonkeyPatch
+    devices: list[LateStreams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         program_runs, "TensorEngine",
-        lambda policy, allowed: late_engine(policy, allowed, LateDriver(behind=2), exchanges=False),
+        lambda policy, allowed: late_engine(policy, allowed, LateStreams(behind=2), exchanges=False),
     )  # fmt: skip
     rows = [{"seed": seed, **row} for seed in range(PROGRAMS // 2) for row in judge_all(seed, 5)]
     complaints = [complaint for row in rows for complaint in row["complaints"]]
@@ -70,7 +70,7 @@ def _bring_back_a_flipped_bit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _use_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateDriver, "compute_waits", lambda self, event: None)
+    monkeypatch.setattr(LateStreams, "compute_waits", lambda self, event: None)
 
 
 def _free_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +82,7 @@ def _free_what_is_being_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     "break_something", [_bring_back_a_flipped_bit, _use_what_has_not_arrived, _free_what_is_being_copied]
 )
 def test_a_machine_that_is_wrong_is_found_out(
-    drivers: list[LateDriver],
+    devices: list[LateStreams],
     break_something: Callable[[pytest.MonkeyPatch], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

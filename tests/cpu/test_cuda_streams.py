@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.tensors import driver as drivers
+from spillway.engines.tensors import cuda_streams
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Drop, Fetch, Move
 from spillway.session import Session
-from tests.cpu.late_device import LateDriver, OutOfOrderError, driver_of, late_session, late_step
+from tests.cpu.late_device import LateStreams, OutOfOrderError, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, begin
 
@@ -35,7 +35,7 @@ def test_a_copy_out_waits_for_the_stream_that_its_source_was_made_on(memory: Ses
 
 
 def test_a_copy_out_that_does_not_wait_for_it_is_found_out(memory: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LateDriver, "follow", lambda self: None)
+    monkeypatch.setattr(LateStreams, "follow", lambda self: None)
     memory._engine._dispatch.start_anew()
     memory._engine.infos.clear()
     with driver_of(memory).on("another"):
@@ -90,8 +90,8 @@ def test_a_custom_function_comes_after_what_other_streams_were_given(memory: Ses
 
 
 def test_a_step_begins_when_everything_that_was_given_between_steps_is_done() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), driver=late) as memory:
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=PLENTY, method=LRU(), streams=late) as memory:
         with late.on("another"):
             pass
         assert late.missed()
@@ -100,8 +100,8 @@ def test_a_step_begins_when_everything_that_was_given_between_steps_is_done() ->
 
 
 def test_where_nothing_leaves_streams_are_left_alone() -> None:
-    late = LateDriver()
-    with late_session(nn.Linear(2, 2), budget=UNLIMITED, method=LRU(), driver=late) as memory, memory.step():
+    late = LateStreams()
+    with late_session(nn.Linear(2, 2), budget=UNLIMITED, method=LRU(), streams=late) as memory, memory.step():
         late.kernel()
         with late.on("another"):
             torch.arange(ITEMS)
@@ -121,10 +121,10 @@ def test_a_stream_waits_once_for_the_one_before_it(monkeypatch: pytest.MonkeyPat
     one, other = FakeStream(0), FakeStream(7)
     current = [one]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
-    monkeypatch.setattr(drivers, "raw_stream", lambda index: current[0].cuda_stream)
-    driver = object.__new__(CudaDriver)
-    driver.device, driver._compute, driver._raw = torch.device("cuda", 0), None, None
+    monkeypatch.setattr(cuda_streams, "raw_stream", lambda index: current[0].cuda_stream)
+    streams = object.__new__(CudaStreams)
+    streams.device, streams._compute, streams._raw = torch.device("cuda", 0), None, None
     for stream in (one, one, other, other, one):
         current[0] = stream
-        driver.follow()
+        streams.follow()
     assert (one.waited, other.waited) == ([other], [one])

@@ -38,7 +38,7 @@ from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.engines.memory import usable_memory
-from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.engines.tensors.interrupts import by_signal
 from spillway.engines.tiers.disk import DiskTier
 from spillway.engines.tiers.host import HostPool
@@ -427,8 +427,8 @@ def _open_store(
     when_freed: Sequence[Freed],
 ) -> Store:
     if device.type == "cuda":
-        driver = CudaDriver(device)
-        return Store(HostLanes(driver, HostPool(driver.pin, pinned)), write_behind)
+        streams = CudaStreams(device)
+        return Store(HostLanes(streams, HostPool(streams.pin, pinned)), write_behind)
     return Store(DiskLanes(DiskTier(directory, io), when_freed), write_behind)
 
 

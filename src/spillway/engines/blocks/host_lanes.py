@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from spillway.engines.blocks.stores import Parcel, Storage
-from spillway.engines.tensors.driver import Driver, Event
+from spillway.engines.tensors.cuda_streams import Event, Streams
 from spillway.engines.tiers.host import Block, HostPool
 
 
@@ -42,20 +42,20 @@ class _Arrival(NamedTuple):
 class HostLanes:
     """A lane out and a lane in, beside the compute stream."""
 
-    def __init__(self, driver: Driver, pool: HostPool) -> None:
-        self.driver, self.pool = driver, pool
+    def __init__(self, streams: Streams, pool: HostPool) -> None:
+        self.streams, self.pool = streams, pool
         self._unwanted: list[_Arrival] = []
 
     def takes(self, tensor: torch.Tensor) -> bool:
         """Tensors on the device."""
-        return tensor.device == self.driver.device
+        return tensor.device == self.streams.device
 
     def start_out(self, parcel: Parcel) -> None:
         """Enqueue the copy (rule 1)."""
         assert parcel.source is not None
         block = self.pool.take(parcel.nbytes)
         try:
-            parcel.place = _Place(block, self.driver.copy_out(parcel.source, block, (self.driver.reached(),)))
+            parcel.place = _Place(block, self.streams.copy_out(parcel.source, block, (self.streams.reached(),)))
         except BaseException:
             self.pool.free(block)
             raise
@@ -63,24 +63,24 @@ class HostLanes:
     def finish_out(self, parcel: Parcel) -> None:
         """The device waits, not the host (rule 2)."""
         if parcel.source is not None and not parcel.place.done.query():
-            self.driver.compute_waits(parcel.place.done)
+            self.streams.compute_waits(parcel.place.done)
         parcel.source = None
 
     def start_in(self, parcel: Parcel) -> _Arrival:
         """Enqueue the copy (rule 3). Raises `torch.OutOfMemoryError`."""
         place: _Place = parcel.place
-        target = self.driver.fresh(parcel.nbytes)
-        after = [self.driver.reached()]
+        target = self.streams.fresh(parcel.nbytes)
+        after = [self.streams.reached()]
         if not place.done.query():
             after.append(place.done)
-        parcel.under_way = self.driver.copy_in(place.block, target, after)
+        parcel.under_way = self.streams.copy_in(place.block, target, after)
         return _Arrival(target, parcel.under_way)
 
     def finish_in(self, parcel: Parcel, arrival: Any) -> Storage:
         """Ops that follow find the bytes (rule 4)."""
         found: _Arrival = arrival if arrival is not None else self.start_in(parcel)
         if not found.done.query():
-            self.driver.compute_waits(found.done)
+            self.streams.compute_waits(found.done)
         return found.target
 
     def abandon(self, arrival: _Arrival) -> None:
@@ -111,11 +111,11 @@ class HostLanes:
     def begin_step(self) -> None:
         """Seconds of copies are not asked for here."""
         self._unwanted = [arrival for arrival in self._unwanted if not arrival.done.query()]
-        self.driver.forget_times()
+        self.streams.forget_times()
 
     def close(self) -> None:
         """The host waits for the device; pinned memory goes back."""
-        self.driver.synchronize()
+        self.streams.synchronize()
         self._unwanted.clear()
         self.pool.close()
 

@@ -11,8 +11,8 @@ from spillway.engines.tensors.backend import AbstractBackend, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
+from spillway.engines.tensors.cuda_streams import Streams
 from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunctions
-from spillway.engines.tensors.driver import Driver
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import CAN_SWAP
@@ -39,8 +39,8 @@ class DeviceClock:
     DELTA's table V.)
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._costs: dict[Any, Seconds] = {}
         self._met: set[str] = set()
         self.synchronised = False
@@ -48,7 +48,7 @@ class DeviceClock:
 
     def __call__(self) -> Seconds:
         if self.synchronised:
-            self._driver.synchronize()
+            self._streams.synchronize()
         return time.perf_counter()
 
     def begin_step(self, signature: str, *, wanted: bool) -> None:
@@ -81,27 +81,27 @@ class CudaBackend(AbstractBackend):
     """Device memory, with pinned host memory below it.
 
     Arguments:
-        driver: The device.
+        streams: The device.
         host_budget: The most bytes of host memory that are pinned.
         exchanges: Whether bytes can be exchanged under a storage; by default whether this torch can do it.
     """
 
-    def __init__(self, driver: Driver, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
-        self.driver = driver
-        self.device = driver.device
-        self.devices = frozenset({driver.device})
-        self.pool = HostPool(driver.pin, host_budget)
-        self.machine = self._machine = CudaMachine(driver, self.pool, Exchanged(driver) if exchanges else Resized())
+    def __init__(self, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP) -> None:
+        self.streams = streams
+        self.device = streams.device
+        self.devices = frozenset({streams.device})
+        self.pool = HostPool(streams.pin, host_budget)
+        self.machine = self._machine = CudaMachine(streams, self.pool, Exchanged(streams) if exchanges else Resized())
         self.log = TransferLog()
-        self.creations = self.reserve = Reserve(driver)
+        self.creations = self.reserve = Reserve(streams)
         self.reserve.twice = lambda: self._machine.largest_given
-        self.meter = Meter(driver)
+        self.meter = Meter(streams)
         self.workspaces = Workspaces(self.meter, HUNGRY)
-        self.retry = Retry(driver)
-        self.generator = driver.generator
+        self.retry = Retry(streams)
+        self.generator = streams.generator
         self.settings = LIBRARIES
-        self.now = self.clock = DeviceClock(driver)
-        self.moment, self.when = driver.moment, driver.when
+        self.now = self.clock = DeviceClock(streams)
+        self.moment, self.when = streams.moment, streams.when
         self._machine.cost_of = self.clock.seconds_of
         self._engine: TensorEngine | None = None
         self._custom_functions: CustomFunctions | None = None
@@ -135,7 +135,7 @@ class CudaBackend(AbstractBackend):
         """`call`, on whatever stream, after what came before. Where nothing leaves, streams are the user's business."""
         if not self._limited:
             return call
-        follow = self.driver.follow
+        follow = self.streams.follow
 
         def following(*args: Any, **kwargs: Any) -> Any:
             follow()
@@ -146,7 +146,7 @@ class CudaBackend(AbstractBackend):
     def follow(self) -> None:
         """As an op does."""
         if self._limited:
-            self.driver.follow()
+            self.streams.follow()
 
     # ------------------------------------------------------------------ steps
 
@@ -157,10 +157,10 @@ class CudaBackend(AbstractBackend):
         Raises:
             SessionError: A CUDA graph is being captured.
         """
-        if self.driver.capturing():
+        if self.streams.capturing():
             raise SessionError(GRAPHS_REFUSED)
         engine = self._attached()
-        self.driver.synchronize()
+        self.streams.synchronize()
         policy, limited = engine.controller.policy, engine.controller.budget.allowed < UNLIMITED
         if limited and (policy.uses_recipes or policy.foresees):  # it weighs copies against ops, or begins them early
             self._machine.measure_link()
@@ -184,7 +184,7 @@ class CudaBackend(AbstractBackend):
                 with engine.controller.lock:
                     engine.restore_all()
         finally:
-            self.driver.synchronize()
+            self.streams.synchronize()
             self._lanes = self._machine.lanes(synchronised=self._synchronised)
             self._peak = self.meter.peak()
             self.reserve.learn(self._peak)
@@ -206,7 +206,7 @@ class CudaBackend(AbstractBackend):
 
 
 def cuda_engine(
-    policy: AbstractPolicy, budget: Bytes, driver: Driver, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
+    policy: AbstractPolicy, budget: Bytes, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
 ) -> TensorEngine:
     """An engine for the tensors of one CUDA device.
 
@@ -214,8 +214,8 @@ def cuda_engine(
         budget: Of device memory, what is set aside for libraries included.
         host_budget: Of pinned host memory.
     """
-    warm_up(driver.device)
-    return TensorEngine(policy, budget, backend=CudaBackend(driver, host_budget, exchanges=exchanges))
+    warm_up(streams.device)
+    return TensorEngine(policy, budget, backend=CudaBackend(streams, host_budget, exchanges=exchanges))
 
 
 def warm_up(device: torch.device) -> None:

@@ -18,7 +18,7 @@ order in which the device does things, and these are the rules by which it is ke
 `record_stream` is used nowhere: it would tie memory to the moment at which the host looks.
 
 The compute stream is whichever is current. Before an op, a replay or a custom function runs on another stream than what
-came before, that stream is made to wait for it (`Driver.follow`). So whatever a step gives the device is in one order,
+came before, that stream is made to wait for it (`Streams.follow`). So whatever a step gives the device is in one order,
 that of the host, and the rules hold for all of it. Between steps nobody looks; a step begins when the device has done
 everything.
 
@@ -41,7 +41,7 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 import torch
 
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.driver import Driver, Event, bytes_over, unseen
+from spillway.engines.tensors.cuda_streams import Event, Streams, bytes_over, unseen
 from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.engines.tensors.private import owners, resize_storage, storage_at, swap_bytes
 from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
@@ -135,8 +135,8 @@ class Exchanged(AbstractAbsence):
 
     readable = True
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._unreadable = unreadable_range()
 
     def take_away(self, real: torch.UntypedStorage, nbytes: Bytes, block: Block | None) -> None:
@@ -144,12 +144,12 @@ class Exchanged(AbstractAbsence):
         if nbytes > UNREADABLE_RANGE:
             raise EngineError(f"A storage of {nbytes} bytes is larger than the range for dropped storages.")
         address = self._unreadable if block is None or not block.device_address else block.device_address
-        instead = storage_at(address, nbytes, self._driver.device)
+        instead = storage_at(address, nbytes, self._streams.device)
         swap_bytes(real, instead)
 
     def target(self, real: torch.UntypedStorage, nbytes: Bytes) -> torch.UntypedStorage:
         """Fresh memory beside it."""
-        return self._driver.fresh(nbytes)
+        return self._streams.fresh(nbytes)
 
     def bring(self, real: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
         """It points at the fresh memory."""
@@ -198,8 +198,8 @@ class CudaMachine:
 
     now = staticmethod(time.perf_counter)
 
-    def __init__(self, driver: Driver, pool: HostPool, absence: AbstractAbsence) -> None:
-        self.driver = driver
+    def __init__(self, streams: Streams, pool: HostPool, absence: AbstractAbsence) -> None:
+        self.streams = streams
         self.pool = pool
         self.absence = absence
         self.allocate: Callable[[Callable[[], Any], Bytes], Any] = _just_once
@@ -229,15 +229,15 @@ class CudaMachine:
 
     def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
         """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
-        self.driver.follow()
+        self.streams.follow()
         call = Call.unpacked(recipe.payload)
         inputs = [real_storage(storage) for storage in bindings]
-        began = self.driver.moment()
+        began = self.streams.moment()
         if recipe.writes:  # half of it may have happened when it fails: it is not begun twice
             results = call.again(inputs)
         else:
             results = self.again(lambda: call.again(inputs), recipe.name, recipe.nbytes)
-        self._replayed.append((recipe, began, self.driver.moment()))
+        self._replayed.append((recipe, began, self.streams.moment()))
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
 
@@ -257,7 +257,7 @@ class CudaMachine:
         real = real_storage(storage)
         block = self.pool.take(storage.nbytes, wait=wait)
         try:
-            done = self.driver.copy_out(real, block, (self.driver.reached(),))
+            done = self.streams.copy_out(real, block, (self.streams.reached(),))
         except BaseException:
             self.pool.free(block)
             raise
@@ -294,7 +294,7 @@ class CudaMachine:
             self._leaving = [(home, real) for home, real in self._leaving if not wanted(real)]
         for home, _ in going:
             if not home.done.query():
-                self.driver.compute_waits(home.done)
+                self.streams.compute_waits(home.done)
 
     # ------------------------------------------------------------------ in
 
@@ -314,11 +314,11 @@ class CudaMachine:
         return self._begin_in(storage, target, home)
 
     def _begin_in(self, storage: Storage, target: torch.UntypedStorage, home: HostHome) -> Arrival:
-        after = [self.driver.reached()]
+        after = [self.streams.reached()]
         if not home.done.query():
             after.append(home.done)
         try:
-            done = self.driver.copy_in(home.block, target, after)
+            done = self.streams.copy_in(home.block, target, after)
         except BaseException:
             self.absence.give_up(target)
             raise
@@ -332,14 +332,14 @@ class CudaMachine:
     def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
         """Ops that follow find the bytes (rule 4). The block holds the same: it is what was read."""
         if not arrival.done.query():
-            self.driver.compute_waits(arrival.done)
+            self.streams.compute_waits(arrival.done)
         self.absence.bring(real_storage(storage), arrival.target)
         arrival.home.point_away()
         return True
 
     def abandon(self, arrival: Arrival) -> None:
         """Its memory may be freed when the copy is done (rule 4)."""
-        self.driver.compute_waits(arrival.done)
+        self.streams.compute_waits(arrival.done)
         self.absence.give_up(arrival.target)
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
@@ -380,7 +380,7 @@ class CudaMachine:
     def discard(self, home: HostHome) -> None:
         """Free the block as soon as the device is done with it (rule 5)."""
         home.point_away()
-        busy: tuple[Event, ...] = (self.driver.reached(),)
+        busy: tuple[Event, ...] = (self.streams.reached(),)
         if not home.done.query():
             busy = (*busy, home.done)
         self._cooling.append((home.block, busy))
@@ -431,17 +431,17 @@ class CudaMachine:
         if nbytes < _LEAST_PROBED:
             return
         self._measured = True
-        probe = HostPool(self.driver.pin, nbytes)
+        probe = HostPool(self.streams.pin, nbytes)
         try:
-            source, block = self.driver.fresh(nbytes), probe.take(nbytes)
+            source, block = self.streams.fresh(nbytes), probe.take(nbytes)
         except (torch.OutOfMemoryError, SpillError):
             return
         for _ in range(2):  # the first finds everything cold
-            self.driver.synchronize()
-            self.driver.lane_times()
-            self.driver.copy_out(source, block, (self.driver.reached(),)).synchronize()
-            self.driver.copy_in(block, source, (self.driver.reached(),)).synchronize()
-        times = self.driver.lane_times()
+            self.streams.synchronize()
+            self.streams.lane_times()
+            self.streams.copy_out(source, block, (self.streams.reached(),)).synchronize()
+            self.streams.copy_in(block, source, (self.streams.reached(),)).synchronize()
+        times = self.streams.lane_times()
         probe.free(block)
         probe.close()
         self._seconds_per_byte = sum(copy.seconds for copy in (*times.out, *times.back)) / nbytes
@@ -452,11 +452,11 @@ class CudaMachine:
         """Nobody will ask what was copied, waited for and run again so far."""
         self._copied.clear()
         self._replayed.clear()
-        self.driver.forget_times()
+        self.streams.forget_times()
 
     def lanes(self, *, synchronised: bool) -> OnDevice:
         """What was since `forget_times`. Everything has to be done."""
-        times, when, copied = self.driver.lane_times(), self.driver.when, self._copied
+        times, when, copied = self.streams.lane_times(), self.streams.when, self._copied
         transfers = [
             Transfer(lane, copied.get(one.event, _NOBODYS), one.began, one.began, one.ended)
             for lane, copies in ((Lane.COPY_OUT, times.out), (Lane.COPY_IN, times.back))
@@ -472,7 +472,7 @@ class CudaMachine:
 
     def close(self) -> None:
         """Give the pinned memory back, but for blocks that storages still point at."""
-        self.driver.synchronize()
+        self.streams.synchronize()
         self._leaving.clear()
         self._free_cooled()
         self.pool.close()

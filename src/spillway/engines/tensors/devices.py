@@ -9,7 +9,7 @@ import torch
 
 from spillway.engines.memory import machine_memory, usable_memory
 from spillway.engines.tensors.cuda_backend import cuda_engine
-from spillway.engines.tensors.driver import CudaDriver
+from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.spill_file import SpillIO
@@ -69,8 +69,8 @@ def engine_for(
     pinned = pinned_bytes(device, host_budget)
     if device.type == "cpu":
         return TensorEngine(policy, _read(budget, machine_memory()), spill_directory, spill_io)
-    driver = CudaDriver(device)
-    return cuda_engine(policy, _read(budget, driver.total), driver, pinned)
+    streams = CudaStreams(device)
+    return cuda_engine(policy, _read(budget, streams.total), streams, pinned)
 
 
 def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
@@ -79,7 +79,7 @@ def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
     Raises:
         BudgetError: A budget that cannot be read, or more than there is.
     """
-    return _read(budget, machine_memory() if device.type == "cpu" else CudaDriver(device).total)
+    return _read(budget, machine_memory() if device.type == "cpu" else CudaStreams(device).total)
 
 
 def _read(budget: int | str | None, device_bytes: Bytes) -> Bytes:

@@ -19,7 +19,7 @@ from spillway.memory.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "aten::_ctc_loss": "leaves parts of its second result unwritten",
-        "aten::linalg_lstsq": "starts from uninitialised pivots with its default driver, gelsy",
+        "aten::linalg_lstsq": "starts from uninitialised pivots with its default streams, gelsy",
         "aten::set_": "changes which storage a tensor has",
         "aten::resize_": "changes the size of a storage in place",
         "aten::resize_as_": "changes the size of a storage in place",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
-from spillway.engines.tensors.driver import Driver
+from spillway.engines.tensors.cuda_streams import Streams
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
 from spillway.units import Bytes
@@ -36,8 +36,8 @@ _LEAST_BETWEEN_LOOKS: Final[Bytes] = 2 << 20
 class Reserve:
     """Sets aside what the device needs beside the account (`Budget.reserve`)."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._budget = Budget(UNLIMITED)
         self._until_look: Bytes = 0
         self._learned: Bytes = 0
@@ -50,7 +50,7 @@ class Reserve:
 
     def unused(self) -> Bytes:
         """What the allocator has not handed out of the budget."""
-        return self._budget.named - self._driver.allocated()
+        return self._budget.named - self._streams.allocated()
 
     def expect(self, nbytes: Bytes) -> None:
         """So many bytes are about to be created: room was made for them."""
@@ -67,7 +67,7 @@ class Reserve:
         if budget.named >= UNLIMITED:
             self._until_look = BETWEEN_LOOKS
             return
-        beside = max(self._driver.allocated() - budget.resident, 0)
+        beside = max(self._streams.allocated() - budget.resident, 0)
         budget.reserve(beside + int(MARGIN * budget.named) + self._learned + self.twice())
         left = -budget.short(0)
         self._until_look = max(min(left, BETWEEN_LOOKS), _LEAST_BETWEEN_LOOKS)
@@ -82,26 +82,26 @@ class Reserve:
 class Meter:
     """The allocator's peak in a step, and in single ops of it."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._most: Bytes = 0
 
     def begin(self) -> None:
         """Let the peak begin anew."""
-        self._driver.reset_peak()
+        self._streams.reset_peak()
         self._most = 0
 
     def peak(self) -> Bytes:
         """The most that was handed out since `begin`."""
-        return max(self._most, self._driver.peak())
+        return max(self._most, self._streams.peak())
 
     def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
         """Run an op; what it needed for itself beside what it left behind."""
         self._most = self.peak()
-        self._driver.reset_peak()
-        before = self._driver.allocated()
+        self._streams.reset_peak()
+        before = self._streams.allocated()
         out = run()
-        return out, max(self._driver.peak() - max(before, self._driver.allocated()), 0)
+        return out, max(self._streams.peak() - max(before, self._streams.allocated()), 0)
 
 
 _LOOKS_PER_CALL: Final = 2

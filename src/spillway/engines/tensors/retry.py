@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 
 import torch
 
-from spillway.engines.tensors.driver import Driver
+from spillway.engines.tensors.cuda_streams import Streams
 from spillway.engines.tensors.ops import OWN_OPS, OpInfo
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.memory.records import Storage
@@ -32,8 +32,8 @@ _SHARES: Final = (8, 2, 1)
 class Retry:
     """Runs what may fail for want of device memory."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._engine: TensorEngine | None = None
         self._busy = False
         self.count = 0
@@ -64,7 +64,7 @@ class Retry:
         try:
             for make_room in (lambda: None, *self._more_and_more(nbytes)):
                 make_room()
-                self._driver.empty_cache()
+                self._streams.empty_cache()
                 try:
                     return attempt()
                 except torch.OutOfMemoryError as error:
@@ -92,8 +92,8 @@ class Retry:
         resident = self._engine.controller.budget.resident if self._engine is not None else 0
         first, _, _ = told.partition(". ")
         return DeviceFullError(
-            f"{name} found no memory on {self._driver.device} with all gone that may leave ({format_bytes(resident)} "
-            f"resident, {format_bytes(self._driver.allocated())} handed out of {format_bytes(self._driver.total)}): "
+            f"{name} found no memory on {self._streams.device} with all gone that may leave ({format_bytes(resident)} "
+            f"resident, {format_bytes(self._streams.allocated())} handed out of {format_bytes(self._streams.total)}): "
             f"lower budget= or free the device. torch said: {first}."
         )
 
@@ -103,11 +103,11 @@ class Retry:
         """`call`, but run again where that is harmless."""
         if not harmless_to_repeat(info):
             return call
-        again, operands_locked, seeded, driver = self._again, self._operands_locked, info.seeded, self._driver
+        again, operands_locked, seeded, streams = self._again, self._operands_locked, info.seeded, self._streams
         writes = bool(info.writes)
 
         def repeatable(*args: Any, **kwargs: Any) -> Any:
-            generator = (kwargs.get("generator") or driver.generator) if seeded else None
+            generator = (kwargs.get("generator") or streams.generator) if seeded else None
             state = generator.get_state() if generator is not None else None
             try:
                 return call(*args, **kwargs)

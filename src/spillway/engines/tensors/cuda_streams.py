@@ -1,6 +1,6 @@
 """What the CUDA machine asks of a device, and nothing more: memory, copies on two lanes, events, counters.
 
-`CudaDriver` asks torch. The tests have another one on the CPU, whose copies happen late.
+`CudaStreams` asks torch. The tests have another one on the CPU, whose copies happen late.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LaneTimes:
     """The compute stream waiting for either."""
 
 
-class Driver(Protocol):
+class Streams(Protocol):
     """One device. Unless it says otherwise, nothing here lets the host wait."""
 
     @property
@@ -199,7 +199,7 @@ _Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @final
-class CudaDriver:
+class CudaStreams:
     """A real CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
