@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.tensors.lists import Elements, arguments_per_element
+from spillway.engines.tensors.lists import Elements
+from spillway.engines.tensors.ops import arguments_per_element
 from spillway.errors import BudgetInfeasible
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.training import frozen

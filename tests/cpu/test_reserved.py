@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spillway.engines.tensors import backend
-from spillway.engines.tensors.backend import CpuBackend
+from spillway.engines.tensors import cpu_backend
+from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.system import Reclaimer, ResidentSet
@@ -30,7 +30,7 @@ RisesTo = Callable[[float], None]
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorEngine]:
     """Of a budget that is large enough to be adjusted."""
-    monkeypatch.setattr(backend, "LEAST_ADJUSTED", MiB)
+    monkeypatch.setattr(cpu_backend, "LEAST_ADJUSTED", MiB)
     engine = TensorEngine(LRU(short_chain=0), BUDGET)
     yield engine
     engine.close()
@@ -85,7 +85,7 @@ def test_what_is_not_needed_any_more_is_given_back_little_by_little(engine: Tens
     before = reserved(engine)
     rises_to(0.5)
     pressed(engine)
-    assert before - reserved(engine) == pytest.approx(0.05 * BUDGET / backend.GIVEN_BACK, abs=KiB)
+    assert before - reserved(engine) == pytest.approx(0.05 * BUDGET / cpu_backend.GIVEN_BACK, abs=KiB)
     for _ in range(40):
         pressed(engine)
     assert reserved(engine) == 0
@@ -95,10 +95,10 @@ def test_it_is_never_more_than_a_share_of_the_budget(engine: TensorEngine, rises
     rises_to(3)  # the program read its data, say
     for _ in range(3):
         pressed(engine)
-    assert reserved(engine) == int(backend.MOST_RESERVED * BUDGET)
+    assert reserved(engine) == int(cpu_backend.MOST_RESERVED * BUDGET)
     rises_to(1)
     pressed(engine)
-    assert reserved(engine) < int(backend.MOST_RESERVED * BUDGET), "nothing beyond it is remembered"
+    assert reserved(engine) < int(cpu_backend.MOST_RESERVED * BUDGET), "nothing beyond it is remembered"
 
 
 def test_from_a_step_from_which_nothing_leaves_nothing_is_learned(engine: TensorEngine, rises_to: RisesTo) -> None:
@@ -108,7 +108,7 @@ def test_from_a_step_from_which_nothing_leaves_nothing_is_learned(engine: Tensor
 
 
 def test_small_budgets_are_left_alone(engine: TensorEngine, rises_to: RisesTo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "LEAST_ADJUSTED", BUDGET + 1)
+    monkeypatch.setattr(cpu_backend, "LEAST_ADJUSTED", BUDGET + 1)
     rises_to(2)
     pressed(engine)
     assert reserved(engine) == 0
@@ -161,7 +161,7 @@ def test_a_step_that_took_it_does_not_learn_the_same_again(engine: TensorEngine,
 def test_a_method_that_refuses_is_asked_again_with_the_whole_budget(
     monkeypatch: pytest.MonkeyPatch, rises_to: RisesTo
 ) -> None:
-    monkeypatch.setattr(backend, "LEAST_ADJUSTED", MiB)
+    monkeypatch.setattr(cpu_backend, "LEAST_ADJUSTED", MiB)
     engine = TensorEngine(RefusesOnce(short_chain=0), BUDGET)
     rises_to(2)
     try:
@@ -188,7 +188,7 @@ def test_what_is_not_needed_does_not_take_it(engine: TensorEngine, rises_to: Ris
 
 
 def test_a_session_reserves_nothing_if_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch, rises_to: RisesTo) -> None:
-    monkeypatch.setattr(backend, "LEAST_ADJUSTED", KiB)
+    monkeypatch.setattr(cpu_backend, "LEAST_ADJUSTED", KiB)
     model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
     for return_freed in (True, False):
         with manage(
@@ -205,7 +205,7 @@ def test_a_session_reserves_nothing_if_freed_memory_is_kept(monkeypatch: pytest.
         assert session.timeline is not None
         assert session.timeline.allowed == BUDGET // 4
         monkeypatch.undo()
-        monkeypatch.setattr(backend, "LEAST_ADJUSTED", KiB)
+        monkeypatch.setattr(cpu_backend, "LEAST_ADJUSTED", KiB)
 
 
 def test_a_step_that_fits_the_budget_but_not_what_is_left_of_it_is_managed() -> None:

@@ -369,10 +369,9 @@ class _Step(AbstractStep):
         self._began = time.perf_counter()
         sheltered = self._family.method.sheltered
         self._key = self._dimensions, sheltered, self._start
-        # How long copies take is not the same in every step.
-        wanted = session._traces or sheltered or session._method.action.moves
-        wanted = wanted or self._key not in self._family.traced
+        self._new = sheltered or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
+        wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
             self._trace.mark()
@@ -394,21 +393,14 @@ class _Step(AbstractStep):
             known=partial(session._named_bytes, self._batch),
             foresight=self,
             measured=partial(self._family.measured, self._key),
-            late_trace=self._trace_late,
             decide=self._decide,
+            new=self._new or session._traces or session._method.action.moves,
             waits=session._method.waits,
             largest=session._largest,
             reclaimer=session._reclaimer,
         )
         self._gradients = []
         session._engine.observer = self._watch
-
-    def _trace_late(self) -> AbstractTrace | None:
-        session = self._session
-        if not session._budget.limited:
-            return None
-        known = storages(session._tensors(self._batch))
-        return trace_for(session._device, {storage.data_ptr(): storage.nbytes() for storage in known})
 
     def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
         """A call of the model, as things are now."""
@@ -433,6 +425,14 @@ class _Step(AbstractStep):
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
         return needs_of(self._session._optimizers).state
+
+    @property
+    def update(self) -> Bytes:
+        """What their update needs above what is there when a step begins: gradients, state and temporaries."""
+        trained = [one for optimizer in self._session._optimizers for one in parameters_of(optimizer)]
+        missing = sum(one.numel() * one.element_size() for one in trained if one.requires_grad and one.grad is None)
+        needs = needs_of(self._session._optimizers)
+        return missing + needs.state + needs.working
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
@@ -523,9 +523,12 @@ class _Step(AbstractStep):
         watch = self._watch
         if watch is None:
             return
+        more = any(0 < one.expected < watch.peak for one in watch.passes)
+        moves = self._session._method.action.moves  # how long copies take is not the same in every step
+        if not (self._new or more or moves or watch.unmeasured):
+            return  # there is nothing to learn from it
         if not watch.traced:
-            if watch.unmeasured or any(0 < one.expected < self._session._budget.peak for one in watch.passes):
-                self._family.traced.pop(self._key, None)  # it took more than was expected: measure it the next time
+            self._family.traced.pop(self._key, None)  # measure it the next time
             return
         self._family.rises[self._dimensions] = max(
             self._family.rises.get(self._dimensions, 0), watch.peak - self._start

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.backend import CpuBackend
 from spillway.engines.tensors.compiled import check_not_compiling
+from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.interrupts import DeferredInterrupts
 from spillway.engines.tensors.private import process_groups, unheard

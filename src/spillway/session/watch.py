@@ -7,8 +7,8 @@ taken than is allowed, is the step refused.
 
 A forward that was not measured at this place of a step like this one is told on tensors without content first, and
 refused before its first op if even the least that it needs is too much, and if what is enough can be told, which
-depends on the loss. From there on the step is traced, if it was not: what it took all the same is known to the byte
-before an optimizer begins, or when the step ends.
+depends on the loss. Whatever is expected of it, every step under a budget is traced: what it took all the same is known
+to the byte before an optimizer begins, or when the step ends. No promise rests on a size that is known to fit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.system import Reclaimer
-from spillway.ir import Kind
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
-from spillway.session.inputs import storages
 from spillway.session.needs import Call
 from spillway.units import Bytes, MiB
 
 COARSE: Final[Bytes] = 1 * MiB
-"""What the meter may be wrong by. A step is not refused by it for less: what is traced is refused for a byte before the
-optimizer begins, and what is not traced was measured at the same sizes before."""
+"""What the meter may be wrong by. A step is not refused by it for less: before the optimizer begins the trace knows to
+the byte."""
 
 
 def coarse(allowed: Bytes) -> Bytes:
@@ -107,6 +105,10 @@ class Foresight(Protocol):
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
 
+    @property
+    def update(self) -> Bytes:
+        """What their update needs above what is there when a step begins: gradients, state and temporaries."""
+
     def recomputing(self, call: Call) -> Bytes | None:
         """What it and its backward need, if every block is recomputed, and the optimizers' state with it; None where
         that cannot be told."""
@@ -133,8 +135,8 @@ class StepWatch:
         foresight: What is told of forwards on tensors without content.
         measured: Whether a step like this one was measured that began with these forwards, evaluations and updates,
             one letter each.
-        late_trace: Begins a trace where there is none.
         decide: Asked when a forward begins.
+        new: Whether no step like this one was measured, so that libraries may keep what they make for it.
         waits: Whether nothing may be read before the backward wants it.
         largest: What the largest block of earlier steps saved.
         reclaimer: Returns freed memory to the system; None to leave it.
@@ -153,8 +155,8 @@ class StepWatch:
         known: Callable[[], Bytes],
         foresight: Foresight,
         measured: Callable[[str], bool],
-        late_trace: Callable[[], AbstractTrace | None],
         decide: Decide,
+        new: bool,
         waits: bool,
         largest: Bytes,
         reclaimer: Reclaimer | None,
@@ -168,15 +170,13 @@ class StepWatch:
         self._known = known
         self._foresight = foresight
         self._measured = measured
-        self._late_trace = late_trace
         self.path = ""
         """Of this step so far, as `measured` takes it."""
-        self._first = 0
-        """The mark at which the trace began."""
         self._start = start
         self._budget = budget
         budget.begin(start)
         self._decide = decide
+        self._new = new
         self._waits = waits
         self._reclaimer = reclaimer
         self.largest = largest
@@ -185,8 +185,6 @@ class StepWatch:
         self._gradients: list[tuple[Any, int, Bytes]] = []
         self._watch_gradients(gradients)
         self._base = base
-        self._origin = start
-        """Bytes where the trace begins."""
         self._overcounted: Bytes = 0
         self._begins_with: tuple[Bytes, Call] | None = None
         """The level at which the latest forward began, and how it was called."""
@@ -229,12 +227,6 @@ class StepWatch:
     def _goes_on(self, letter: str) -> None:
         self.path += letter
         self._budget.claim(0)
-        if self._trace is not None or not self.unmeasured or _in_backward():
-            return
-        self._origin, self._first = self._taken(), len(self._marks)
-        self._trace = self._late_trace()
-        gradients = [one.grad for one in self._engine.model.parameters()]
-        self._watch_gradients(storages((Kind.GRADIENT, one) for one in gradients if one is not None))
 
     def _watch_gradients(self, gradients: Sequence[torch.UntypedStorage]) -> None:
         if self._trace is not None:
@@ -315,9 +307,8 @@ class StepWatch:
         self._mark("optimizer")
         windows = self._trace.so_far() if self._trace is not None else []
         if windows:
-            slack = COARSE if self._first else 0
-            peak = self._origin + max(window.peak for window in windows) - slack
-            level = self._origin + windows[-1].level - slack
+            peak = self._start + max(window.peak for window in windows)
+            level = self._start + windows[-1].level
         update = level + needs.state + needs.working
         if max(peak, update) > self._budget.allowed:
             # The next step begins with the state that this one adds.
@@ -378,7 +369,7 @@ class StepWatch:
 
     def _traced_level(self) -> Bytes | None:
         windows = self._trace.so_far() if self._trace is not None and not _in_backward() else []
-        return self._origin + windows[-1].level if windows and not self._first else None
+        return self._start + windows[-1].level if windows else None
 
     def _least_taken(self, taken: Bytes) -> Bytes:
         """What is taken now, or less where nobody knows it to the byte."""
@@ -394,6 +385,8 @@ class StepWatch:
 
     def _refuse(self, needed: Bytes, number: int, smallest: Bytes, *, exact: bool) -> NoReturn:
         name = self._engine.unit(number)[0] if number < self._engine.begun else "the step"
+        if "o" not in self.path and (torch.is_grad_enabled() or _in_backward()):
+            smallest = max(smallest, self._start + self._foresight.update)
         raise self._budget.refusal(needed, name, number, smallest, exact=exact)
 
     def _free(self) -> Bytes:
@@ -407,7 +400,12 @@ class StepWatch:
         if taken < self._start and taken < (known := self._known()):
             self._base -= known - taken  # something else than the step's has gone since, and makes no room
             taken = known
-        if taken + self._budget.claimed > self._budget.allowed and self._trace is not None and not _in_backward():
+        if (
+            taken + self._budget.claimed > self._budget.allowed
+            and self._new
+            and self._trace is not None
+            and not _in_backward()
+        ):
             taken -= self._count_again(taken)
         self._budget.observe(taken)
         return taken
@@ -415,13 +413,13 @@ class StepWatch:
     def _count_again(self, taken: Bytes) -> Bytes:
         """What the meter has counted besides tensors, less what was known of that before.
 
-        Libraries keep what they made for sizes that are new to them; steps of new sizes are traced. Within a backward
-        no trace can be read: autograd puts the thread's callbacks back after every node, those of a profiler included.
+        Libraries keep what they made for sizes that are new to them. Within a backward no trace can be read: autograd
+        puts the thread's callbacks back after every node, those of a profiler included.
         """
         windows = self._trace.so_far() if self._trace is not None else []
         if not windows:
             return 0
-        besides = max(taken + self._overcounted - self._origin - windows[-1].level, 0)
+        besides = max(taken + self._overcounted - self._start - windows[-1].level, 0)
         more = besides - self._overcounted
         self._overcounted = besides
         return more
@@ -463,21 +461,22 @@ class StepWatch:
 
     @property
     def traced(self) -> bool:
-        """Whether peaks are measured, from the beginning."""
-        return bool(self.windows) and not self._first
+        """Whether peaks are measured."""
+        return bool(self.windows)
 
     @property
     def peak(self) -> Bytes:
         """Of the whole step: measured if it was traced, and otherwise the most that was seen or expected."""
-        seen = [self._origin + window.peak for window in self.windows]
-        return max(seen if self.traced else [self._budget.peak, *seen, *(one.expected for one in self.passes)])
+        if self.windows:
+            return self._start + max(window.peak for window in self.windows)
+        return max([self._budget.peak, *(one.expected for one in self.passes)])
 
     @property
     def passed(self) -> Bytes:
         """When it is over: what it took, if that is more than is allowed and no optimizer's doing; else 0."""
-        pairs = zip(self._marks[self._first :], self.windows, strict=False)  # no windows where others profiled
+        pairs = zip(self._marks, self.windows, strict=False)  # no windows where others profiled
         peaks = [window.peak for mark, window in pairs if mark.kind != "optimizer"]
-        most = self._origin + max(peaks, default=0) - (COARSE if self._first else 0)
+        most = self._start + max(peaks, default=0)
         return most if peaks and most > self._budget.allowed else 0
 
     def samples(self) -> list[tuple[Pass, StepSample, list[BlockSample]]]:

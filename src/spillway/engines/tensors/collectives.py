@@ -10,18 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 
+from spillway.engines.tensors.base import AbstractCollectives, AbstractTensorEngine
 from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unbox_work, unheard, unwaited_works
 from spillway.memory.records import Storage
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 NAMESPACES: Final = ("c10d::", "_c10d_functional::")
 
@@ -104,10 +102,10 @@ class UnwaitedResults:
 
 
 @final
-class Collectives:
+class Collectives(AbstractCollectives):
     """Runs the collectives of one engine's steps."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         self._unwaited: list[UnwaitedResults] = []
 

@@ -7,7 +7,7 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.backend import AbstractBackend, Measured
+from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
@@ -103,18 +103,18 @@ class CudaBackend(AbstractBackend):
         self.now = self.clock = DeviceClock(streams)
         self.moment, self.when = streams.moment, streams.when
         self._machine.cost_of = self.clock.seconds_of
-        self._engine: TensorEngine | None = None
+        self._engine: AbstractTensorEngine | None = None
         self._custom_functions: CustomFunctions | None = None
         self._limited = False
         self._lanes: OnDevice | None = None
         self._synchronised = False
         self._peak: Bytes = 0
 
-    def attach(self, engine: TensorEngine) -> None:
+    def attach(self, engine: AbstractTensorEngine) -> None:
         """From here on ops that find no memory run again, and custom functions find their tensors."""
         self._engine = engine
         self._limited = engine.controller.budget.allowed < UNLIMITED
-        self.reserve.attach(engine)
+        self.reserve.attach(engine.budget)
         self.retry.attach(engine)
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
         self._machine.again = self.retry.run
@@ -200,7 +200,7 @@ class CudaBackend(AbstractBackend):
             self._custom_functions.remove()
         self._machine.close()
 
-    def _attached(self) -> TensorEngine:
+    def _attached(self) -> AbstractTensorEngine:
         assert self._engine is not None, "attach() comes first"
         return self._engine
 

@@ -21,18 +21,16 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from spillway.engines.locks import renew_in_children
+from spillway.engines.tensors.base import AbstractTensorEngine
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
 from spillway.memory.records import Storage
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 GRAPHS_REFUSED: Final = (
     "A CUDA graph keeps the addresses of its tensors, and a session moves what is behind them: capture graphs (also "
@@ -44,7 +42,7 @@ REPLAYS_REFUSED: Final = (
     "tensors: replay no graph within a step, and capture those of the model again when the session is closed."
 )
 
-_open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
+_open: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
 _lock = threading.RLock()
 renew_in_children(sys.modules[__name__], "_lock")
 _running = threading.local()
@@ -56,7 +54,7 @@ _originals: dict[tuple[Any, str], Any] = {}
 class CustomFunctions:
     """One engine's place among those whose tensors are lent to custom functions."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         with _lock:
             _open.add(engine)  # first, as in `torch_patches`
@@ -88,7 +86,7 @@ class _Loans:
 
     def __init__(self) -> None:
         self._engines = tuple(_open)
-        self._storages: list[tuple[TensorEngine, Storage]] = []
+        self._storages: list[tuple[AbstractTensorEngine, Storage]] = []
         for engine in self._engines:
             with engine.controller.lock:
                 engine.backend.follow()
@@ -105,7 +103,7 @@ class _Loans:
             elif isinstance(value, dict):
                 self.lend(value.values())
 
-    def _lend_one(self, engine: TensorEngine, tensor: torch.Tensor) -> None:
+    def _lend_one(self, engine: AbstractTensorEngine, tensor: torch.Tensor) -> None:
         storage = engine.find(tensor)
         if storage is None or storage.value is None:
             return
@@ -176,7 +174,7 @@ def _lent(saved: Any) -> Any:
     return saved
 
 
-def _refuse(name: str, told: str, refuses: Callable[[TensorEngine], bool]) -> None:
+def _refuse(name: str, told: str, refuses: Callable[[AbstractTensorEngine], bool]) -> None:
     original = getattr(torch.cuda.CUDAGraph, name)
 
     @functools.wraps(original)

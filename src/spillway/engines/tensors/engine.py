@@ -17,15 +17,16 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.backend import AbstractBackend, CpuBackend
+from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
+from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.followed import Followed
 from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.interrupts import deliver
 from spillway.engines.tensors.machine import Watch, real_storage
-from spillway.engines.tensors.mode import Around, Completion, Dispatch, Seen
+from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import is_wrapper, unheard
 from spillway.engines.tensors.private import storage_address as _address
@@ -57,7 +58,7 @@ NO_ADDRESS: Final = -1
 
 
 @final
-class TensorEngine:
+class TensorEngine(AbstractTensorEngine):
     """Pages storages of the tensors of one device under one budget.
 
     Arguments:
@@ -115,7 +116,7 @@ class TensorEngine:
         self._first_op = 0
         self._patches = TorchPatches(self)
         self._closed = False
-        self.collectives = Collectives(self)
+        self.collectives: Collectives = Collectives(self)
         self._dispatch = Dispatch(self)
         self.backend.attach(self)
 
@@ -289,7 +290,7 @@ class TensorEngine:
         needed += self.growth(seen.writes) if info.resized else 0
         guess = 0
         if self.backend.workspaces is not None and key is not None:
-            guess = self.backend.workspaces.guess(seen, key, needed, self.budget.allowed)
+            guess = self.backend.workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
             needed += self.backend.workspaces.expected(key)
         if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.base import AbstractTensorEngine, Around, Known
+from spillway.engines.tensors.dispatch_key import Handler, unwatched
 from spillway.memory.following import Following
 from spillway.memory.records import Storage
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.dispatch_key import Handler
-    from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.mode import Around, Known
 
 
 @final
 class Followed:
     """Asks the policy before an op and after it. A step whose policy does not follow has nothing of this around."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         self._following = Following(engine.controller)
         self._newest = 0

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import Any, Final, cast
 
 import torch
 
+from spillway.engines.tensors.base import AbstractTensorEngine
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state, surroundings_with
 from spillway.engines.tensors.collectives import NAMESPACES
@@ -26,9 +27,6 @@ from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import KEPT_WITHIN, NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.private import storage_address as _address
 from spillway.memory.records import LARGE, Recipe, Storage, Value
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 HANDED_OVER: Final = "aten::lift_fresh"
 """By this view `torch.tensor()` hands over what it has made."""
@@ -40,7 +38,7 @@ _recipe = cast("Callable[[tuple[Any, ...]], Recipe]", functools.partial(tuple.__
 """A recipe of all its fields, in a third of the time that naming them takes."""
 
 
-def handler_for(info: OpInfo, engine: TensorEngine, usual: Usual, *, recipes: bool) -> Handler:
+def handler_for(info: OpInfo, engine: AbstractTensorEngine, usual: Usual, *, recipes: bool) -> Handler:
     """The cheapest function that does all there is to do for the op. Some write recipes also if none are wanted."""
     if info.name.startswith(NAMESPACES):
         run = engine.collectives.run
@@ -79,7 +77,7 @@ def _passing_by(info: OpInfo) -> Handler:
     return handle
 
 
-def _taking_in(info: OpInfo, engine: TensorEngine) -> Handler:
+def _taking_in(info: OpInfo, engine: AbstractTensorEngine) -> Handler:
     """For a view of what was made out of sight: it is in memory already, used or not."""
     view, lookup = _passing_by(info), engine.lookup
 
@@ -90,7 +88,7 @@ def _taking_in(info: OpInfo, engine: TensorEngine) -> Handler:
     return handle
 
 
-def _handing_out(info: OpInfo, engine: TensorEngine) -> Handler:
+def _handing_out(info: OpInfo, engine: AbstractTensorEngine) -> Handler:
     """For what torch goes on to read within another tensor."""
     view = _passing_by(info)
 
@@ -102,7 +100,7 @@ def _handing_out(info: OpInfo, engine: TensorEngine) -> Handler:
     return handle
 
 
-def _bringing_back(info: OpInfo, engine: TensorEngine) -> Handler:
+def _bringing_back(info: OpInfo, engine: AbstractTensorEngine) -> Handler:
     """For views where an absent storage has a size of 0, beyond which torch makes none."""
     view, find = _passing_by(info), engine.find
 
@@ -128,7 +126,7 @@ def _parting(info: OpInfo, view: Handler, usual: Usual) -> Handler:
     return handle
 
 
-def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+def _creating(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none, when no recipes are wanted."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     budget = engine.budget
@@ -177,7 +175,7 @@ def _creating(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     return handle
 
 
-def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+def _creating_with_recipe(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
     budget = engine.budget
@@ -241,7 +239,7 @@ def _creating_with_recipe(info: OpInfo, engine: TensorEngine, usual: Usual) -> H
     return handle
 
 
-def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+def _normalising(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write running statistics, which a replay does without."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
     budget = engine.budget
@@ -296,7 +294,7 @@ def _normalising(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     return handle
 
 
-def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
+def _writing(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handler:
     """For ops that create nothing, and write their first argument or nothing at all.
 
     A value that could be recomputed has its next version recorded. Any other value is its own source: if no recipe
@@ -348,7 +346,7 @@ def _writing(info: OpInfo, engine: TensorEngine, usual: Usual) -> Handler:
     return handle
 
 
-def _filling(info: OpInfo, engine: TensorEngine, write: Handler, usual: Usual) -> Handler:
+def _filling(info: OpInfo, engine: AbstractTensorEngine, write: Handler, usual: Usual) -> Handler:
     """For `copy_`, whose target may have grown out of sight: there is room for that before anybody writes to it."""
     controller, find = engine.controller, engine.find
 
@@ -364,7 +362,7 @@ def _filling(info: OpInfo, engine: TensorEngine, write: Handler, usual: Usual) -
     return handle
 
 
-def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
+def _recorded_write(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Usual:
     """An edge from one version of the first argument to the next, once it is known that everything is ready."""
     controller, table, overwrite, same = (
         engine.controller,
@@ -411,7 +409,7 @@ def _recorded_write(info: OpInfo, engine: TensorEngine, usual: Usual) -> Usual:
     return write
 
 
-def _registering_several(info: OpInfo, engine: TensorEngine) -> Callable[..., Any]:
+def _registering_several(info: OpInfo, engine: AbstractTensorEngine) -> Callable[..., Any]:
     """What registers the results of an op that has several, under one recipe if there is a payload for it; it returns
     them."""
     register, remember = engine.register_new, engine.controller.remember

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from spillway.engines.chronicle import Chronicle, Ran
+from spillway.engines.tensors.base import AbstractTensorEngine, Known
+from spillway.engines.tensors.dispatch_key import Handler
 from spillway.ir.timeline import Kind, Timeline
 from spillway.memory.records import Storage
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.dispatch_key import Handler
-    from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.mode import Known
 
 
 @final
 class StepHistory:
     """Begins to record when made, at the start of a step. `named` gives the tensors that are known by name."""
 
-    def __init__(self, engine: TensorEngine, named: Callable[[], Iterable[tuple[Kind, torch.Tensor]]]) -> None:
+    def __init__(self, engine: AbstractTensorEngine, named: Callable[[], Iterable[tuple[Kind, torch.Tensor]]]) -> None:
         self._engine = engine
         self._named = named
         self._in_backward = False

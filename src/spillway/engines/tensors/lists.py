@@ -9,22 +9,14 @@ parts of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
 
 from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.ops import OpInfo
 from spillway.memory.records import Storage
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.ops import OpInfo
-
-_FUSED: Final = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
-_FOREACH: Final = ("aten::_foreach_", "aten::_amp_foreach_non_finite_check_and_unscale_")
-
-_ONE_NUMBER_EACH: Final = "scalars"
-"""A tensor argument of this name holds a number for each element."""
 
 _PARTS: Final = 4
 """Into how many an element is cut."""
@@ -37,18 +29,6 @@ as in the whole, and none but the last part has a remainder."""
 def part_of(numbers: int) -> int:
     """How many of them a part has."""
     return -(-numbers // (_PARTS * _ALIGNED)) * _ALIGNED
-
-
-def arguments_per_element(schema: Any) -> frozenset[str]:
-    """Names of the arguments that hold something for each element; none for an op that is not of this kind."""
-    if schema.name not in _FUSED and not schema.name.startswith(_FOREACH):
-        return frozenset()
-    return frozenset(a.name for a in schema.arguments if _is_list(a.type) or a.name == _ONE_NUMBER_EACH)
-
-
-def _is_list(kind: Any) -> bool:
-    kind = kind.getElementType() if isinstance(kind, torch._C.OptionalType) else kind
-    return isinstance(kind, torch._C.ListType)
 
 
 @final

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import torch
 
+from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Around, Completion, Known, Seen
 from spillway.engines.tensors.calls import (
     Call,
     Environment,
@@ -36,33 +36,12 @@ from spillway.engines.tensors.private import storage_address as _address
 from spillway.engines.tensors.private import unheard
 from spillway.memory.records import DROPPED, Recipe, Storage, Value
 
-if TYPE_CHECKING:
-    from spillway.engines.tensors.backend import AbstractBackend
-    from spillway.engines.tensors.engine import TensorEngine
-
-Completion = Callable[..., Any]
-"""Runs a ready op: see `build_completion`."""
-
-
-class Known(NamedTuple):
-    """An op that was met."""
-
-    func: Any
-    """Kept alive, and so its id."""
-    handler: Handler
-    unrecorded: Handler
-    """The same without recipes."""
-
-
-Around = Callable[[Known], Handler]
-"""What stands in front of a handler in a step that is recorded."""
-
 
 @final
 class Dispatch:
     """The handlers of one engine, and when ops come to them."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         self._usual = build_usual(engine)
         self._known: dict[int, Known] = {}
@@ -114,33 +93,7 @@ class Dispatch:
         self._handlers.clear()
 
 
-@final
-@dataclass(slots=True)
-class Seen:
-    """One op as the mode found it, on its way through the engine because it is not ready to run."""
-
-    info: OpInfo
-    args: Sequence[Any]
-    kwargs: dict[str, Any] | None
-    reads: list[Value]
-    """The values it reads."""
-    places: Sequence[Place]
-    """Where their tensors stand in the call."""
-    writes: Sequence[Storage]
-    """Storages it writes."""
-    scratch: Sequence[Operand] = ()
-    """Operands that a replay replaces by zeros."""
-    opaque: bool = False
-    """Whether something about the call cannot be recorded, so that it gets no recipe."""
-
-    def run(self, complete: Completion) -> Any:
-        """Run the op, now that everything is ready."""
-        return complete(
-            self.info, self.args, self.kwargs, self.reads, self.places, self.writes, self.scratch, self.opaque
-        )
-
-
-def build_usual(engine: TensorEngine) -> Usual:
+def build_usual(engine: AbstractTensorEngine) -> Usual:
     """What takes the calls that no handler finishes; it counts the op."""
     controller, table, interrupts = engine.controller, engine.table, engine.interrupts
     budget = engine.budget
@@ -200,7 +153,7 @@ def _written(places: Sequence[int], args: Sequence[Any], table: dict[int, Storag
     return [table[_address(args[place])] for place in places if place < len(args) and args[place] is not None]
 
 
-def build_completion(engine: TensorEngine) -> Completion:
+def build_completion(engine: AbstractTensorEngine) -> Completion:
     """The function that runs an op that is ready to run, and registers what it created and wrote."""
     recorder, overwrite, now = Recorder(engine), engine.controller.overwrite, engine.backend.now
     recipes_exist = engine.controller.policy.uses_recipes
@@ -243,7 +196,7 @@ class Recorder:
 
     __slots__ = ("_controller", "_engine", "_surroundings")
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         self._controller = engine.controller
         self._surroundings = surroundings_with(engine.backend.settings)
@@ -328,7 +281,7 @@ class General:
 
     __slots__ = ("_complete", "_engine")
 
-    def __init__(self, engine: TensorEngine, complete: Completion) -> None:
+    def __init__(self, engine: AbstractTensorEngine, complete: Completion) -> None:
         self._engine = engine
         self._complete = complete
 

@@ -13,8 +13,13 @@ from typing import Any, Final, final
 import torch
 
 from spillway.engines.tensors.bounds import bound_of
-from spillway.engines.tensors.lists import arguments_per_element
 from spillway.memory.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
+
+_FUSED: Final = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
+_FOREACH: Final = ("aten::_foreach_", "aten::_amp_foreach_non_finite_check_and_unscale_")
+
+_ONE_NUMBER_EACH: Final = "scalars"
+"""A tensor argument of this name holds a number for each element."""
 
 NEVER_REPLAYED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -119,6 +124,18 @@ NO_TENSORS: Final[set[type]] = {
     torch.memory_format, torch.Size,
 }  # fmt: skip
 """Types of arguments that are no tensors, for ops without lists of tensors."""
+
+
+def arguments_per_element(schema: Any) -> frozenset[str]:
+    """Names of the arguments that hold something for each element; none for an op that is not of this kind."""
+    if schema.name not in _FUSED and not schema.name.startswith(_FOREACH):
+        return frozenset()
+    return frozenset(a.name for a in schema.arguments if _is_list(a.type) or a.name == _ONE_NUMBER_EACH)
+
+
+def _is_list(kind: Any) -> bool:
+    kind = kind.getElementType() if isinstance(kind, torch._C.OptionalType) else kind
+    return isinstance(kind, torch._C.ListType)
 
 
 @final

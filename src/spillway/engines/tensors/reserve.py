@@ -9,17 +9,14 @@ allocator's peak was above the budget all the same, more is set aside from then 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from collections.abc import Callable, Iterable
+from typing import Any, Final, TypeVar, final
 
 from spillway.engines.tensors.cuda_streams import Streams
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
+from spillway.memory.records import Value
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.mode import Seen
 
 T = TypeVar("T")
 
@@ -44,9 +41,9 @@ class Reserve:
         self.twice: Callable[[], Bytes] = lambda: 0
         """Bytes that are there twice for a moment when dropped bytes are given back."""
 
-    def attach(self, engine: TensorEngine) -> None:
-        """Whose account it is that is compared with the allocator's."""
-        self._budget = engine.controller.budget
+    def attach(self, budget: Budget) -> None:
+        """Which account it is that is compared with the allocator's."""
+        self._budget = budget
 
     def unused(self) -> Bytes:
         """What the allocator has not handed out of the budget."""
@@ -124,12 +121,12 @@ class Workspaces:
         measured = self._known.get(key)
         return measured[-1] if measured else 0
 
-    def guess(self, seen: Seen, key: Any, created: Bytes, allowed: Bytes) -> Bytes:
+    def guess(self, name: str, reads: Iterable[Value], key: Any, created: Bytes, allowed: Bytes) -> Bytes:
         """What it may need the first time, when nobody knows: for ops that are known to be hungry as much again as
         their operands and results, which libraries bring into another order, or what fits beside them."""
-        if seen.info.name not in self._hungry or self._known.get(key):
+        if name not in self._hungry or self._known.get(key):
             return 0
-        working = created + sum(storage.nbytes for storage in {value.storage for value in seen.reads})
+        working = created + sum(storage.nbytes for storage in {value.storage for value in reads})
         return max(min(working, allowed - working), 0)
 
     def watch(self, controller: Controller, key: Any, run: Callable[[], T]) -> T:

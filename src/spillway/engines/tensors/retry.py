@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
+from spillway.engines.tensors.base import AbstractTensorEngine
 from spillway.engines.tensors.cuda_streams import Streams
 from spillway.engines.tensors.ops import OWN_OPS, OpInfo
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.memory.records import Storage
 from spillway.units import Bytes, format_bytes
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 T = TypeVar("T")
 
@@ -34,12 +32,12 @@ class Retry:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._engine: TensorEngine | None = None
+        self._engine: AbstractTensorEngine | None = None
         self._busy = False
         self.count = 0
         """Ops that had to run again."""
 
-    def attach(self, engine: TensorEngine) -> None:
+    def attach(self, engine: AbstractTensorEngine) -> None:
         """Whose storages leave."""
         self._engine = engine
 
@@ -149,7 +147,7 @@ class Retry:
                 storage.written = was
 
 
-def _storages(engine: TensorEngine, arguments: Iterable[Any]) -> Iterator[Storage]:
+def _storages(engine: AbstractTensorEngine, arguments: Iterable[Any]) -> Iterator[Storage]:
     for value in arguments:
         if isinstance(value, torch.Tensor):
             storage = engine.find(value)

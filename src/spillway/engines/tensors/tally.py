@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.lists import arguments_per_element, part_of
+from spillway.engines.tensors.lists import part_of
+from spillway.engines.tensors.ops import arguments_per_element
 from spillway.engines.tensors.sizes import FORMULAS, pages, rnn_row
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes

@@ -18,21 +18,19 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 import torch.utils.dlpack
 
 from spillway.engines.locks import renew_in_children
+from spillway.engines.tensors.base import AbstractTensorEngine
 from spillway.engines.tensors.compiled import forget_steps
 from spillway.engines.tensors.host_reads import make_them_ask
 from spillway.engines.tensors.private import owners, storage_address, storage_of
 from spillway.engines.tensors.turns import forget_turns
 from spillway.ir.timeline import Kind
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 BY_ADDRESS: Final = (
     "numpy", "__array__", "data_ptr", "const_data_ptr", "__dlpack__", "share_memory_", "apply_", "map_",
@@ -63,7 +61,7 @@ and many others ask for it to tell storages apart."""
 MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 """Where `to_dlpack` stands as a function; it hands out the address."""
 
-_open: weakref.WeakSet[TensorEngine] = weakref.WeakSet()
+_open: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
 _installed = False
 _lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while the lock is held
 renew_in_children(sys.modules[__name__], "_lock")
@@ -73,7 +71,7 @@ renew_in_children(sys.modules[__name__], "_lock")
 class TorchPatches:
     """One engine's place among those that are told."""
 
-    def __init__(self, engine: TensorEngine) -> None:
+    def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         with _lock:
             _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
@@ -93,7 +91,7 @@ class TorchPatches:
             _uninstall_after_the_last()
 
 
-def others_open(engine: TensorEngine) -> bool:
+def others_open(engine: AbstractTensorEngine) -> bool:
     """Whether another engine is open."""
     if len(_open) == 1 and engine in _open:  # the usual case, without a walk through the set
         return False

@@ -14,15 +14,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
+from spillway.engines.tensors.base import AbstractTensorEngine
 from spillway.engines.tensors.private import storage_address
 from spillway.errors import SessionError
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
 
 
 class Taker(Protocol):
@@ -39,7 +37,7 @@ class Taker(Protocol):
 class _Turn(NamedTuple):
     """A step that is running."""
 
-    engine: TensorEngine
+    engine: AbstractTensorEngine
     thread: threading.Thread
     step: weakref.ref[Taker]
     keys: frozenset[int]
@@ -67,8 +65,8 @@ _turns: Final[dict[int, _Turn]] = {}
 
 
 def take_turn(
-    engine: TensorEngine, step: Taker, tensors: Callable[[], Iterable[torch.Tensor]], abandon: Callable[[], None],
-    *, alone: bool,
+    engine: AbstractTensorEngine, step: Taker, tensors: Callable[[], Iterable[torch.Tensor]],
+    abandon: Callable[[], None], *, alone: bool,
 ) -> None:  # fmt: skip
     """A step of this engine begins in this thread. `alone` says that there is no other engine to meet.
 
@@ -104,7 +102,7 @@ def end_lost_steps() -> None:
             turn.clear()
 
 
-def end_turn(engine: TensorEngine) -> None:
+def end_turn(engine: AbstractTensorEngine) -> None:
     """Its step has ended."""
     _turns.pop(id(engine), None)
 

@@ -1,19 +1,17 @@
-"""Where a session's tensors are: everything in which the CPU and a CUDA device differ for the engine."""
+"""The CPU as the device of a session, with a spill file as its slower tier."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol, final
+from typing import Final, final
 
 import torch
 
+from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
-from spillway.engines.tensors.calls import NO_SETTINGS, Settings
+from spillway.engines.tensors.calls import NO_SETTINGS
 from spillway.engines.tensors.machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet
@@ -22,14 +20,7 @@ from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
-from spillway.memory.lanes import OnDevice, TransferLog
-from spillway.memory.machine import Machine
-from spillway.memory.records import Storage
-from spillway.units import Bytes, Seconds
-
-if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
-    from spillway.engines.tensors.reserve import Workspaces
+from spillway.units import Bytes
 
 RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
@@ -46,107 +37,6 @@ most of what lies between the mark at which memory is returned and what is toler
 
 LEAST_ADJUSTED: Bytes = 64 << 20
 """In budgets below this nothing is reserved: what Python takes decides the resident set."""
-
-
-class TensorMachine(Machine, Protocol):
-    """A machine over real storages: what the engine asks of it besides what the controller does."""
-
-    @property
-    def readable_in_place(self) -> bool:
-        """Whether a moved storage can be read where it is."""
-
-    def wait_for_readers(self, storage: Storage) -> None:
-        """No copy reads the bytes afterwards: they are about to be put elsewhere."""
-
-    def await_workers(self, arrivals: Sequence[Any]) -> None:
-        """Nothing is copied afterwards; what copies have to tell is not heard yet."""
-
-
-class Creations(Protocol):
-    """Hears of what is created."""
-
-    def expect(self, nbytes: Bytes) -> None:
-        """So many bytes are about to be created."""
-
-    def created(self, nbytes: Bytes) -> None:
-        """So many bytes are new."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What the device itself says of a step."""
-
-    peak: Bytes = 0
-    """The most that its allocator had handed out; 0 where nobody counts that."""
-    lanes: OnDevice | None = None
-    """Its copies, stalls and replays; None where the host waits, and its clock is the one to ask."""
-
-
-class AbstractBackend(ABC):
-    """One device, for one engine."""
-
-    devices: frozenset[torch.device]
-    """Tensors on these are managed."""
-    device: torch.device
-    """The usual one of them."""
-    machine: TensorMachine
-    """Moves the bytes."""
-    log: TransferLog
-    """Copies that a tier made, and what waited for them; where the device keeps account of that, empty until the step
-    ends."""
-    creations: Creations
-    """Hears of what is created."""
-    generator: torch.Generator
-    """What ops draw from that are given no generator."""
-    settings: Settings
-    """Further settings that are inputs of every op."""
-    now: Callable[[], Seconds]
-    """The clock by which ops are timed."""
-    moment: Callable[[], Any]
-    """Now, for whoever computes; `when` knows the time of it at the end of the step."""
-    when: Callable[[Any], Seconds]
-    """The time of a moment by `time.perf_counter`."""
-    spill_io: SpillIO | None = None
-    """How bytes go to a spill file, where there is one."""
-    workspaces: Workspaces | None = None
-    """What ops need for themselves, where that counts."""
-
-    @abstractmethod
-    def attach(self, engine: TensorEngine) -> None:
-        """The engine is ready."""
-
-    @abstractmethod
-    def learn_op(self, info: OpInfo) -> None:
-        """Put right what an op's schema says, for this device."""
-
-    @abstractmethod
-    def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
-        """What calls the op: with positional arguments alone, and with keywords."""
-
-    @abstractmethod
-    def follow(self) -> None:
-        """Code that no mode sees is about to use the device."""
-
-    @abstractmethod
-    def begin_step(self, allowed: Bytes, base_rss: Bytes | None, signature: str) -> None:
-        """A watched step begins."""
-
-    @abstractmethod
-    def finish_ops(self) -> None:
-        """Its last op ran; recipes are still there."""
-
-    @abstractmethod
-    def end_step(self) -> None:
-        """It ended."""
-
-    @abstractmethod
-    def measured(self) -> Measured:
-        """Of the last step."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what the place took."""
 
 
 CPU: Final = frozenset({torch.device("cpu"), torch.device("cpu", 0)})
@@ -175,7 +65,7 @@ class CpuBackend(AbstractBackend):
         self.when = float
         self._measures_link = False
 
-    def attach(self, engine: TensorEngine) -> None:
+    def attach(self, engine: AbstractTensorEngine) -> None:
         """Threads that copy are there before memory is short."""
         self._controller = engine.controller
         self._measures_link = engine.foresees
