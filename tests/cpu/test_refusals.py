@@ -16,8 +16,10 @@ from torch import Tensor, nn
 import spillway
 from benchmarks import block_refusals, refusals
 from benchmarks.refusal_cases import Case, cases
+from spillway.engines.tensors.optimizers import NUMBERS
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
+from spillway.session.needs import needs_of
 from spillway.session.tensors import TensorSession
 from spillway.units import Bytes
 
@@ -214,3 +216,23 @@ def test_what_a_convolution_takes_for_itself_is_told(convolution: nn.Module, sha
         with Tally([x, *convolution.parameters(), gradient, *made]) as tally:
             run()
         assert abs(_taken(run) - tally.peak) <= 1024
+
+
+FORMS = [("AdamW", {"fused": True})] + [
+    (name, {"foreach": foreach})
+    for name in ("AdamW", "RMSprop", "Adadelta", "NAdam", "Adagrad", "Adamax", "Rprop", "SGD", "ASGD")
+    for foreach in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
+@pytest.mark.parametrize("shapes", [((64, 128), (128, 64), (32, 256)), ((64, 128),) * 3, ((64, 64), (8,), (96, 64))])
+def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Also what the update of one parameter leaves to that of the next, whose names it still has."""
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, **form)
+    for _ in range(2):
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        told = needs_of([optimizer])
+        assert 0 <= told.state + told.working - _taken(optimizer.step) <= NUMBERS

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
+LOSS: Final[Bytes] = 4096
+"""What a loop has in its hands besides when it calls an optimizer, at least."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -429,10 +431,11 @@ class _Step(AbstractStep):
     @property
     def update(self) -> Bytes:
         """What their update needs above what is there when a step begins: gradients, state and temporaries."""
-        trained = [one for optimizer in self._session._optimizers for one in parameters_of(optimizer)]
-        missing = sum(one.numel() * one.element_size() for one in trained if one.requires_grad and one.grad is None)
+        groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
+        without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
+        missing: Bytes = sum(one.numel() * one.element_size() for one in without)
         needs = needs_of(self._session._optimizers)
-        return missing + needs.state + needs.working
+        return missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering

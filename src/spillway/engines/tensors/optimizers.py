@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,6 +15,9 @@ from spillway.engines.tensors.interrupts import by_signal
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.units import Bytes
+
+NUMBERS: Final[Bytes] = 64
+"""Kernels make tensors of the numbers that they are given, which nobody sees."""
 
 
 class Update(NamedTuple):
@@ -62,10 +66,18 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Up
     alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for one in trained:
         alike[one.shape, one.dtype].append(one)
-    for several in alike.values():
+    alone: dict[Any, Bytes] = {}
+    left: dict[Any, Bytes] = {}
+    for kind, several in alike.items():
         fresh = sum(not optimizer.state.get(one) for one in several)
         measured = _measured(optimizer, group, several[:1], new=fresh > 0)
         total = total.beside(measured, times=len(several), fresh=fresh)
+        alone[kind] = measured.working
+        if len(trained) > 1:  # what it leaves to the next one: its names are given to others one by one
+            left[kind] = _measured(optimizer, group, several[:1] * 2, new=fresh > 0).working - measured.working
+    kinds = [(one.shape, one.dtype) for one in trained]
+    for before, kind in pairwise(kinds):
+        total = total._replace(working=max(total.working, left[before] + alone[kind]))
     return total
 
 
@@ -91,5 +103,5 @@ def _measured(
             for kept in twin.state.values():
                 kept["step"] = kept.get("step", 0) + 1000
             bare_step(twin)
-    working, small_working = max(tally.peak - state, 0), max(tally.small_peak - small, 0)
+    working, small_working = max(tally.peak - state, 0) + NUMBERS, max(tally.small_peak - small, 0)
     return Update(state, working, small - given, small_working, tally.large)
