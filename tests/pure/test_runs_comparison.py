@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import pickle
 import re
 
 import pytest
@@ -11,8 +11,8 @@ import pytest
 from spillway.cli.tables import broken_promises, print_rows
 from spillway.errors import BudgetInfeasible
 from spillway.ir import StepReport
-from spillway.runs.comparison import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.rows import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
+from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone
 
 REPORT = StepReport(
     step=0,
@@ -151,5 +151,5 @@ def test_every_broken_promise_is_told() -> None:
 
 def test_what_a_process_tells_is_read_as_it_was_written() -> None:
     for told in (*PLAIN.steps, *MANAGED.steps):
-        assert StepDone.from_json(json.loads(json.dumps(told.to_json()))) == told
-    assert RunRequest(**json.loads(json.dumps(REQUEST.to_json()))) == REQUEST
+        assert pickle.loads(pickle.dumps(told)) == told
+    assert pickle.loads(pickle.dumps(REQUEST)) == REQUEST

@@ -1,4 +1,7 @@
-"""The process that measures: `python -m spillway.advisor.measuring FILE_DESCRIPTOR REQUEST`, started by `real`.
+"""The process that measures, started by `real`.
+
+Asked with a method and a batch size, it answers with a trial, with the error that kept it from one, or with the exit
+code of a trial that told nothing.
 
 NOTE [Trials]. Every trial is a process of its own, forked from one that has loaded everything and has run no step:
 
@@ -14,7 +17,6 @@ NOTE [Trials]. Every trial is a process of its own, forked from one that has loa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -33,17 +36,16 @@ from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.system import found_no_memory
-from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, WorkloadError
+from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, TrialError, WorkloadError
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
+from spillway.processes import as_sent
 from spillway.session import BlockSession, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
 from spillway.workloads.base import moved
 from spillway.workloads.finding import described
-
-Send = Callable[[dict[str, Any]], None]
 
 ROOMY: Final = "100%"
 """The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""
@@ -53,35 +55,38 @@ _SMALL: Final = (1, 2, 8, 64)
 """Batch sizes at which a workload is built to look at it: the first that it takes."""
 
 
-def main(arguments: list[str]) -> None:
-    """Answer every line of standard input with a trial, through the file descriptor."""
+def main(connection: Connection, request: dict[str, Any]) -> None:
+    """Tell what is known of the workload, then answer every question with a trial."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look that uses CUDA forbids to fork
     torch.set_num_threads(1)
-    with contextlib.suppress(BrokenPipeError), open(int(arguments[0]), "w", encoding="utf-8", closefd=True) as channel:
 
-        def send(message: dict[str, Any]) -> None:
-            print(json.dumps(message), file=channel, flush=True)
+    def facts() -> None:
+        told = _told(f"Building the workload {request['workload']}", partial(_facts, request))
+        if isinstance(told, TrialError):  # at no batch size
+            told = SpillwayError(str(told))
+        elif told is None:
+            told = SpillwayError(f"There is not enough memory to build the workload {request['workload']}.")
+        connection.send(told)
 
-        request = json.loads(arguments[1])
-        built = f"Building the workload {request['workload']}"
-        if torch.cuda.is_available():
-            _forked(send, built, partial(_tell_facts, request, send))
-        else:
-            with _telling(send, built):
-                _tell_facts(request, send)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            step = f"A step of {asked['method']} at batch {asked['size']}"
-            _forked(send, step, partial(_answer, request, asked, send))
+    def answer() -> None:
+        told = _told(f"A step of {method} at batch {size}", partial(_measured, request, way_of(method), size))
+        connection.send(Trial(method=method, size=size, peak=None, seconds=None) if told is None else told)
+
+    if torch.cuda.is_available():
+        _forked(connection, facts)
+    else:
+        facts()
+    while True:
+        method, size = connection.recv()
+        _forked(connection, answer)
 
 
-def _forked(send: Send, what: str, action: Callable[[], None]) -> None:
+def _forked(connection: Connection, action: Callable[[], None]) -> None:
     child = os.fork()
     if not child:
         code = 1
         try:
-            with _telling(send, what):
-                action()
+            action()
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -89,47 +94,39 @@ def _forked(send: Send, what: str, action: Callable[[], None]) -> None:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code:
-        send({"ended": code})
+        connection.send(code)
 
 
-@contextmanager
-def _telling(send: Send, what: str) -> Iterator[None]:
-    """Send what went wrong: "failed" with a sentence is what the workload raised, maybe at this batch size alone."""
+def _told(what: str, action: Callable[[], Any]) -> Any:
+    """What is found out, None where memory ran out, or the error: a TrialError is what the workload raised, maybe at
+    this batch size alone."""
     try:
-        yield
+        return action()
     except (torch.OutOfMemoryError, DeviceFullError):
-        send({"ran_out": True})
+        return None
     except WorkloadError as error:
-        send({"failed": str(error)})
+        return TrialError(str(error))
     except SpillwayError as error:
-        send({"error": {"sentence": str(error), "infeasible": None}})
+        return as_sent(error)
     except Exception as error:
         if found_no_memory(error):
-            send({"ran_out": True})
-        else:
-            send({"failed": f"{what} raised {described(error)}; name sizes that can be trained with --batches."})
+            return None
+        return TrialError(f"{what} raised {described(error)}; name sizes that can be trained with --batches.")
 
 
-def _tell_facts(request: dict[str, Any], send: Send) -> None:
+def _facts(request: dict[str, Any]) -> dict[str, Any]:
     """What is known of the workload before anything is measured."""
     workload = _built_small(request)
     with contextlib.suppress(Exception):  # a trial will tell
         next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
     device = device_of([workload.model])
     gradients = storages((Kind.GRADIENT, one) for one in workload.model.parameters() if one.requires_grad)
-    on_cuda = device.type == "cuda"
-    send({
-        "facts": {
-            "hardware": torch.cuda.get_device_name(device) if on_cuda else "this CPU",
-            "gradient_bytes": sum(one.nbytes() for one in gradients),
-            "device_bytes": _free(device) if on_cuda else None,
-        }
-    })  # fmt: skip
-
-
-def _free(device: torch.device) -> Bytes:
-    """What is free of a CUDA device, with what the model takes there: peaks have that in them."""
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    hardware, free = "this CPU", None
+    if device.type == "cuda":
+        # What the model takes there is free too: peaks have that in them.
+        hardware = torch.cuda.get_device_name(device)
+        free = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    return {"hardware": hardware, "gradient_bytes": sum(one.nbytes() for one in gradients), "device_bytes": free}
 
 
 def _built_small(request: dict[str, Any]) -> Workload:
@@ -166,12 +163,6 @@ def _built(request: dict[str, Any], size: int) -> Workload:
 
 def _refuses(error: BaseException | None, option: str) -> bool:
     return isinstance(error, TypeError) and f"unexpected keyword argument '{option}'" in str(error)
-
-
-def _answer(request: dict[str, Any], asked: dict[str, Any], send: Send) -> None:
-    way, size = way_of(asked["method"]), asked["size"]
-    trial = _measured(request, way, size)
-    send({"trial": trial.to_json()})
 
 
 def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
@@ -395,7 +386,3 @@ class _Watched:
         for _, nbytes in rest.values():
             found["other" if held.at >= self.updating or nbytes % samples else "activations"] += nbytes
         return found
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

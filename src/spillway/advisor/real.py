@@ -14,13 +14,13 @@ from typing import Any, Final, Self, final
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.ways import way_of
 from spillway.errors import SpillwayError, TrialError
-from spillway.runs.processes import Talk, as_raised, how_it_ended, talking
+from spillway.processes import ONE_THREAD, Talk, how_it_ended, talking
 
 STEPS: Final = 5
 """Timed in a trial."""
 AROUND: Final = 2
 """Steps of a trial that are not timed: the one that warms up, and the one whose peak is measured."""
-_QUIET: Final = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+_ENVIRONMENT: Final = {**ONE_THREAD, "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """The profiler warns of every storage that was there before it."""
 
 
@@ -93,58 +93,48 @@ class RealBench(AbstractBench):
 
     def measure(self, method: str, size: int) -> Trial:
         way_of(method)
-        talk = self._started()
-        try:
-            talk.ask({"method": method, "size": size})
-        except BrokenPipeError:
-            raise self._gone(talk) from None
-        match self._next(talk):
-            case {"trial": dict(trial)}:
-                return Trial.from_json(trial)
-            case {"ran_out": True} | {"ended": -9}:  # the system kills what takes the last memory
+        self._started().ask((method, size))
+        match self._heard():
+            case Trial() as trial:
+                return trial
+            case SpillwayError() as error:
+                raise error
+            case -9:  # the system kills what takes the last memory
                 return Trial(method=method, size=size, peak=None, seconds=None)
-            case {"failed": str(sentence)}:
-                raise TrialError(sentence)
-            case {"error": dict(error)}:
-                raise as_raised(error)
-            case {"ended": int(code)}:
+            case int(code):
                 how = how_it_ended(f"The process that measured {method} at batch {size} ended", code)
                 raise TrialError(str(how))
         raise SpillwayError(f"The process that measured {method} at batch {size} said nothing that is known.")
 
     def _started(self) -> Talk:
-        if self._talk is None:
-            request = self._request
+        if not self._talk:
             self._process.close()  # one that could not build the workload
-            talk = self._process.enter_context(
-                talking("spillway.advisor.measuring", request, self._output, listens=True, environment=_QUIET)
+            self._talk = self._process.enter_context(
+                talking("spillway.advisor.measuring:main", self._request, self._output, environment=_ENVIRONMENT)
             )
-            match self._next(talk):
-                case {"facts": dict(facts)}:
+            match self._heard():
+                case dict(facts):
                     self._facts = facts
-                case {"failed": str(sentence)}:
-                    raise SpillwayError(sentence)
-                case {"error": dict(error)}:
-                    raise as_raised(error)
-                case {"ran_out": True} | {"ended": -9}:
-                    raise SpillwayError(f"There is not enough memory to build the workload {self.name}.")
-                case other:
-                    raise how_it_ended(f"Building the workload {self.name} ended", other.get("ended", 1))
-            self._talk = talk
+                    return self._talk
+                case SpillwayError() as error:
+                    told = error
+                case -9:
+                    told = SpillwayError(f"There is not enough memory to build the workload {self.name}.")
+                case code:
+                    told = how_it_ended(f"Building the workload {self.name} ended", code)
+            self._talk = None
+            raise told
         return self._talk
 
-    def _next(self, talk: Talk) -> dict[str, Any]:
-        message = next(talk.messages, None)
-        if message is None:
-            raise self._gone(talk)
-        return message
-
-    def _gone(self, talk: Talk) -> SpillwayError:
-        """What to raise when the process that forks has ended; the next trial starts another one."""
-        code = talk.process.wait()
-        self._talk = None
-        self._process.close()
-        return how_it_ended(f"The process that measures {self.name} ended", code)
+    def _heard(self) -> Any:
+        """What the process tells; where it has ended the next trial starts another one."""
+        assert self._talk is not None
+        try:
+            return self._talk.hear()
+        except EOFError:
+            code, self._talk = self._talk.process.wait(), None
+            self._process.close()
+            raise how_it_ended(f"The process that measures {self.name} ended", code) from None
 
 
 def machine() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Results go to standard output and everything else to standard error, so that `--json` prints one JSON document and
 nothing besides. Exit codes: 0; 1 for an expected failure, told in one sentence; 2 for a wrong command line; 130 for
 Ctrl-C. A traceback means a bug. Nothing here imports torch before a verb needs it: models that train live in the
-processes that `spillway.runs` starts.
+processes that `spillway.subprocess_runs` starts.
 """
 
 from __future__ import annotations

@@ -40,7 +40,6 @@ from spillway.cli.common import (
     Json,
     Seed,
     check_writable,
-    machine_memory,
     naming,
     print_json,
     say,
@@ -49,6 +48,7 @@ from spillway.cli.common import (
 from spillway.cli.compare import INTERRUPTED
 from spillway.cli.simulated import simulated_bench
 from spillway.doctor import on_system
+from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetError, UsageError
 from spillway.report.advice_figures import Kinds
 from spillway.units import Bytes, Seconds, parse_bytes

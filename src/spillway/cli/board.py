@@ -11,8 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from spillway.cli.common import say
 from spillway.errors import SpillwayError
 from spillway.report.figures import seconds_per_step
-from spillway.runs.launch import Listener, run
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
 from spillway.units import Seconds, format_seconds
 
 
@@ -49,7 +48,7 @@ class Board:
         return self._progress.add_task(title, total=steps, start=False, note="")
 
     def run(self, task: TaskID, request: RunRequest) -> RunResult:
-        """Do what was announced, and show how far it is. Raises what `spillway.runs.launch.run` raises."""
+        """Do what was announced, and show how far it is. Raises what `spillway.subprocess_runs.run.run` raises."""
         self._progress.start_task(task)
         self._progress.update(task, note="starting")
         seconds: list[Seconds] = []

@@ -17,7 +17,6 @@ from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.report.html import write_report
 from spillway.report.perfetto import write_trace
-from spillway.units import Bytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Method = Annotated[str, typer.Option(help="How to decide what leaves memory.")]
@@ -52,11 +51,6 @@ def print_json(document: Any) -> None:
     """Print the one document of a verb. Losses that are not numbers are written as Python's `json` writes them."""
     json.dump(document, sys.stdout, indent=2)
     sys.stdout.write("\n")
-
-
-def machine_memory() -> Bytes:
-    """The memory of this machine, of which a budget may be a share."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_writable(path: Path | None) -> None:

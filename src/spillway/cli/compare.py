@@ -15,24 +15,25 @@ from rich.table import Table
 
 from spillway.cli.common import Json, check_writable, naming, print_json, say, to_terminal
 from spillway.cli.tables import WIDTH_OF_FILES
-from spillway.comparing import (
+from spillway.costs.finding import device_of
+from spillway.errors import SpillwayError
+from spillway.ir.loading import load_step
+from spillway.report.comparison import write_page, write_png
+from spillway.report.drawing import check_drawing
+from spillway.sweep import (
     Bound,
     Comparison,
     Failure,
     Row,
     Subject,
+    bound_sentence,
+    cells_of,
     compare,
-    parse_budgets,
+    missing_sentence,
     parse_methods,
     subject_of,
 )
-from spillway.comparing.comparison import cells_of
-from spillway.costs.finding import device_of
-from spillway.errors import SpillwayError
-from spillway.ir.loading import load_step
-from spillway.report.compared import bound_sentence, missing_sentence, write_page, write_png
-from spillway.report.drawing import check_drawing
-from spillway.units import Bytes, Seconds, format_bytes, format_seconds
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds, parse_budgets
 
 INTERRUPTED: Final = 130
 """The exit code after Ctrl-C."""

@@ -19,17 +19,17 @@ from spillway.cli.common import (
     SpillDirectory,
     Steps,
     check_writable,
-    machine_memory,
     print_json,
     to_terminal,
     write_page,
 )
 from spillway.cli.tables import broken_promises, page_facts, print_methods, print_rows
+from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.methods import resolve
 from spillway.report.figures import highest_peak
-from spillway.runs.comparison import RefusedRow, Row, plain_row, refused_row, row
-from spillway.runs.records import STATIC, RunRequest, RunResult
+from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row
+from spillway.subprocess_runs.run import STATIC, RunRequest, RunResult
 from spillway.units import Bytes, parse_budget
 
 WORKLOAD: Final = "stdlib-lm"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spillway.report.figures import format_share
-from spillway.runs.comparison import FINAL_STATE, RefusedRow, Row
+from spillway.subprocess_runs.rows import FINAL_STATE, RefusedRow, Row
 from spillway.units import format_bytes, format_seconds
 
 WIDTH_OF_FILES = 160

@@ -22,20 +22,19 @@ from spillway.cli.common import (
     SpillIO,
     Steps,
     check_writable,
-    machine_memory,
     print_json,
     say,
     to_terminal,
     write_page,
 )
 from spillway.cli.tables import broken_promises, page_facts, print_rows
+from spillway.engines.memory import machine_memory
 from spillway.errors import SpillwayError
 from spillway.methods import resolve
 from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine
-from spillway.runs.comparison import Row, row
-from spillway.runs.launch import Listener, run
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.rows import Row, row
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
 from spillway.units import parse_budget
 
 STEPS: Final = 20

@@ -149,8 +149,3 @@ def _chosen(file: Path) -> str:
         found = re.search(r"\[(\w+)\]", file.read_text())
         return found.group(1) if found else ""
     return ""
-
-
-def processors() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,11 +13,11 @@ import torch
 
 from spillway.doctor.findings import Finding, Problem
 from spillway.doctor.on_spill import rate
-from spillway.doctor.on_system import processors
 from spillway.engines.tensors.cuda_facts import NATIVE, CudaFacts, cuda_facts
 from spillway.engines.tensors.devices import pinned_bytes
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.disk import WORKERS
+from spillway.processes import cores
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 64 * MiB
@@ -56,7 +56,7 @@ def version() -> Finding:
 
 def threads() -> Finding:
     """Threads that compute, and processors left for the workers that copy."""
-    computing, there = torch.get_num_threads(), processors()
+    computing, there = torch.get_num_threads(), cores()
     left = there - computing
     problems = []
     if left < 1:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, later_seconds, recomputed_share, seconds_per_step
-from spillway.runs.records import RunRequest, RunResult
+from spillway.subprocess_runs.run import RunRequest, RunResult
 from spillway.units import Bytes, Seconds
 
 FINAL_STATE: Final = "final state"

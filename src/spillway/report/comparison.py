@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
 
-from spillway.comparing import Comparison, Row
 from spillway.report.chart import round_bytes
 from spillway.report.drawing import (
     BLUE,
@@ -35,6 +34,7 @@ from spillway.report.drawing import (
     svg_of,
     template,
 )
+from spillway.sweep import Comparison, Row, bound_sentence, missing_sentence
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -77,47 +77,11 @@ def render(comparison: Comparison) -> str:
     rows = defaultdict(list)
     for row in comparison.rows:
         rows[row.method].append(row)
-    return template("compared.html.jinja").render(
+    return template("comparison.html.jinja").render(
         comparison=comparison, subject=comparison.subject, rows=rows, picture=svg(comparison),
         colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- sentences
-
-
-def bound_sentence(comparison: Comparison) -> str:
-    """Which lower bound is there, and what else the relaxation says."""
-    bounds = comparison.bounds
-    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
-    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
-    missing = [bound for bound in bounds if bound.why]
-    sentences = [
-        f"Lower bound: the plain step's {format_seconds(comparison.subject.plain_seconds)}"
-        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
-           relaxed else ".")
-    ]  # fmt: skip
-    if missing:
-        ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
-        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
-    if coarse:
-        sentences.append(
-            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
-            "what recomputes single ops can be faster."
-        )
-    return " ".join(sentences)
-
-
-def missing_sentence(comparison: Comparison) -> str:
-    """How much is not there; empty if everything is."""
-    if comparison.complete:
-        return ""
-    wanted = len(comparison.methods) * len(comparison.budgets)
-    return f"Incomplete: {len(comparison.rows)} of {wanted} rows were worked out."
-
-
-# ---------------------------------------------------------------------- the picture
 
 
 def draw(comparison: Comparison) -> Figure:
