@@ -20,7 +20,8 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.real import RealBench
 from spillway.advisor.ways import accumulated, way_of
-from spillway.cli import campaigns, main
+from spillway.cli import advise as verb
+from spillway.cli import main
 from spillway.errors import SpillwayError, TrialError, WorkloadError
 from spillway.methods import Action, Checkpoint
 from spillway.workloads import get
@@ -326,7 +327,7 @@ def test_ctrl_c_answers_from_what_is_there(
 def test_wrong_input_gets_one_sentence_before_anything_starts(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(campaigns, "find_out", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(verb, "find_out", lambda *_: pytest.fail("something was measured"))
     code, out, err = advise(capsys, *arguments)
     assert (code, out) == (1, "")
     assert says in err

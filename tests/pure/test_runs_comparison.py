@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from spillway.cli.tables import broken_promises, print_rows
+from spillway.cli.training import broken_promises, print_rows
 from spillway.errors import BudgetInfeasible
 from spillway.ir import StepReport
 from spillway.subprocess_runs.rows import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
@@ -127,7 +127,7 @@ def test_the_table_has_a_line_for_every_run(capsys: pytest.CaptureFixture[str]) 
     differs = row(REQUEST, result(losses=(4.0, 3.5, 2.0), report=REPORT), PLAIN)
     error = BudgetInfeasible(needed=300, allowed=50, op="mm", op_index=4, smallest_budget=320, exact=False)
     refused = refused_row(budget_bytes=50, method="lru", error=error)
-    print_rows("w", "lru", [plain, row(REQUEST, MANAGED, PLAIN), differs, refused])
+    print_rows("w", [plain, row(REQUEST, MANAGED, PLAIN), differs, refused], "lru")
     out = capsys.readouterr().out
     assert out.startswith("w, 3 steps, method lru, one thread")
     lines = [re.split(r" *│ *", line.strip("│ ")) for line in out.splitlines() if line[0] == "│"]

@@ -12,9 +12,10 @@ from math import inf, isfinite, sqrt
 from typing import Any, Final, Literal, TypeAlias, final
 
 from spillway.advisor.fits import FEWEST, LEVEL, Line, fit_knee, fit_line
-from spillway.advisor.measurements import Experiment, Samples, Seen
+from spillway.advisor.measurements import MB, Experiment, Samples, Seen
 from spillway.advisor.model import Cost, pays, pays_by_score, pays_with_fragments, point, score, whole
 from spillway.advisor.student import below
+from spillway.units import format_bytes, format_seconds
 
 PLAIN_NAMES: Final = ("exact", "plain", "keep-all")
 """What training without a method is called, in this order."""
@@ -60,6 +61,11 @@ class Fitted:
     """The largest batch that ran."""
     sizes: frozenset[int]
     """That a line goes through."""
+
+    @property
+    def law_of_time(self) -> Line:
+        """That `cost` is by."""
+        return self.knee if self.cost.knee else self.time
 
     @property
     def largest(self) -> float:
@@ -285,7 +291,7 @@ def _chance(plain: Fitted, method: Fitted) -> float | None:
 def _slowness(fitted: Fitted) -> tuple[float, float]:
     """1/v at the largest batch, seconds per sample, and its variance."""
     size, cost = fitted.largest, fitted.cost
-    time = fitted.knee if cost.knee else fitted.time
+    time = fitted.law_of_time
     if size == inf:
         return cost.gamma, (time.covariance or ((0.0, 0.0),))[0][0]
     falls = (cost.delta if size > cost.knee else cost.seconds(size)) / size**2
@@ -366,6 +372,39 @@ def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
             f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that ran, "
             f"{fitted.most}."
         )
+
+
+COLUMNS: Final = (
+    "alpha", "beta", "R of memory", "gamma", "delta", "R of time", "score/point", "batch", "samples/s", "x plain",
+    "seen", "sure", "verdict",
+)  # fmt: skip
+
+
+def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
+    """What a table says of a row, by `COLUMNS`, empty where nothing is known.
+
+    Arguments:
+        times: Its predicted best as a multiple of the plain one's.
+        digits: Of R.
+    """
+    told = dict.fromkeys(COLUMNS, "") | {"seen": as_measured(row), "verdict": row.verdict}
+    if row.fitted is not None:
+        memory, cost, time = row.fitted.memory, row.fitted.cost, row.fitted.law_of_time
+        told |= {
+            "alpha": f"{memory.slope / MB:.2f} MB", "beta": format_bytes(round(memory.intercept)),
+            "gamma": format_seconds(cost.gamma), "delta": format_seconds(cost.delta),
+            "R of memory": "" if memory.r is None else f"{memory.r:.{digits}f}",
+            "R of time": "" if time.r is None else f"{time.r:.{digits}f}",
+        }  # fmt: skip
+    if row.score is not None and row.point:  # as the paper draws it
+        told["score/point"] = f"{row.score / row.point:.3f}" if row.score < inf else "inf"
+    if row.predicted is not None:
+        told |= {"batch": f"{row.predicted.size}", "samples/s": f"{row.predicted.throughput:.4g}"}
+    if times is not None:
+        told["x plain"] = f"{times:.3f}"
+    if row.sure is not None:
+        told["sure"] = f"{row.sure:.0%}"
+    return told
 
 
 def as_measured(row: Row) -> str:

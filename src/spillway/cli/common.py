@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -35,6 +35,17 @@ ReturnFreed = Annotated[
     ),
 ]
 Steps = Annotated[int, typer.Option(min=1, help="Training steps of every run.")]
+
+
+INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C."""
+WIDTH_OF_FILES: Final = 160
+"""Columns of a table that does not go to a terminal."""
+
+
+def to_print() -> Console:
+    """For results: standard output, whatever it is."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
 
 
 def to_terminal() -> Console:

@@ -12,7 +12,6 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from spillway.cli.board import Board
 from spillway.cli.common import (
     Json,
     Method,
@@ -27,7 +26,7 @@ from spillway.cli.common import (
     to_terminal,
     write_page,
 )
-from spillway.cli.tables import broken_promises, page_facts, print_rows
+from spillway.cli.training import Board, broken_promises, page_facts, print_rows
 from spillway.engines.memory import machine_memory
 from spillway.errors import SpillwayError
 from spillway.methods import resolve
@@ -67,17 +66,10 @@ def train(
     with TemporaryDirectory(prefix="spillway-") as folder:
         figures = run_file or Path(folder) / "run.jsonl"
         request = RunRequest(
-            workload=workload,
-            seed=seed,
-            steps=steps,
-            method=method,
-            budget_bytes=allowed,
-            spill_directory=None if spill_directory is None else str(spill_directory),
-            spill_io=spill_io,
-            return_freed=return_freed,
-            run_file=str(figures),
-            timeline=run_file is not None or output is not None,
-        )
+            workload=workload, seed=seed, steps=steps, method=method, budget_bytes=allowed,
+            spill_directory=None if spill_directory is None else str(spill_directory), spill_io=spill_io,
+            return_freed=return_freed, run_file=str(figures), timeline=run_file is not None or output is not None,
+        )  # fmt: skip
         rows = _rows(request, plain_check=plain_check)
         if output is not None:
             write_page(output, figures, page_facts(workload, rows[-1]))
@@ -86,7 +78,7 @@ def train(
         paths = {name: None if path is None else str(path) for name, path in files.items()}
         print_json({"workload": workload, **rows[-1].to_json(), **paths})
     else:
-        print_rows(workload, method, rows)
+        print_rows(workload, rows, method)
     for broken in broken_promises(rows):
         raise SpillwayError(f"{broken} Either the workload is not twice the same, or this is a bug in Spillway.")
 
