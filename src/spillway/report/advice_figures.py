@@ -15,8 +15,7 @@ from markupsafe import Markup
 from spillway.advisor.measurements import Samples
 from spillway.advisor.sweeps import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.verdict import Fitted, Row, ratios
-from spillway.report.axis import short_seconds
-from spillway.report.chart import round_bytes, short_bytes
+from spillway.report.charts import round_bytes, short_bytes, short_seconds
 from spillway.report.drawing import (
     BLUE,
     GREEN,

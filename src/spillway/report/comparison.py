@@ -14,26 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
 
-from spillway.report.chart import round_bytes
-from spillway.report.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    PAPER,
-    PINK,
-    SOFT,
-    VIOLET,
-    YELLOW,
-    Family,
-    check_drawing,
-    spread,
-    style_of,
-    svg_of,
-    template,
-)
+from spillway.report import drawing
+from spillway.report.charts import round_bytes
+from spillway.report.drawing import INK, LINE, PAPER, SOFT, Family
 from spillway.sweep import Comparison, Row, bound_sentence, missing_sentence
 from spillway.units import format_bytes, format_seconds
 
@@ -42,13 +25,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAMILIES: Final = (
-    Family(GREY, ("keep-all", "uvm", "zero-offload")),
-    Family(YELLOW, ("lru",)),
-    Family(PINK, ("delta", "delta-published")),
-    Family(BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
-    Family(GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
-    Family(ORANGE, ("swap", "swap-prefetch")),
-    Family(VIOLET, ()),
+    Family(drawing.GREY, ("keep-all", "uvm", "zero-offload")),
+    Family(drawing.YELLOW, ("lru",)),
+    Family(drawing.PINK, ("delta", "delta-published")),
+    Family(drawing.BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
+    Family(drawing.GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
+    Family(drawing.ORANGE, ("swap", "swap-prefetch")),
+    Family(drawing.VIOLET, ()),
 )
 """The last is for whatever else."""
 
@@ -77,7 +60,7 @@ def render(comparison: Comparison) -> str:
     rows = defaultdict(list)
     for row in comparison.rows:
         rows[row.method].append(row)
-    return template("comparison.html.jinja").render(
+    return drawing.template("comparison.html.jinja").render(
         comparison=comparison, subject=comparison.subject, rows=rows, picture=svg(comparison),
         colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
@@ -86,7 +69,7 @@ def render(comparison: Comparison) -> str:
 
 def draw(comparison: Comparison) -> Figure:
     """Seconds against peak, a line for every method, with the lower bound. Raises UsageError without matplotlib."""
-    check_drawing()
+    drawing.check_drawing()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.4), facecolor=PAPER)
@@ -97,8 +80,11 @@ def draw(comparison: Comparison) -> Figure:
         0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(subject.plain_seconds)} in "
         f"{format_bytes(subject.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
     )  # fmt: skip
-    ends = [_line(axes, method, rows) for method, rows in _lines(comparison).items()]
-    ends += _bounds(axes, comparison)
+    lines = defaultdict[str, list[Row]](list)
+    for row in comparison.rows:
+        if row.seconds is not None:
+            lines[row.method].append(row)
+    ends = [_line(axes, method, rows) for method, rows in lines.items()] + _bounds(axes, comparison)
     _scales(axes, comparison)
     _label(axes, ends)
     return figure
@@ -106,16 +92,7 @@ def draw(comparison: Comparison) -> Figure:
 
 def svg(comparison: Comparison) -> Markup:
     """The picture as an element of a page, its colours by the names that the page gives them."""
-    return svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
-
-
-def _lines(comparison: Comparison) -> dict[str, list[Row]]:
-    """The rows of every method that have something to draw."""
-    lines = defaultdict(list)
-    for row in comparison.rows:
-        if row.seconds is not None:
-            lines[row.method].append(row)
-    return lines
+    return drawing.svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
 
 
 End = tuple[str, str, float, float]
@@ -123,7 +100,7 @@ End = tuple[str, str, float, float]
 
 
 def _line(axes: Axes, method: str, rows: Sequence[Row]) -> End:
-    colour, mark = style_of(method, FAMILIES)
+    colour, mark = drawing.style_of(method, FAMILIES)
     peaks = [float(row.peak_bytes or 0) for row in rows]
     seconds = [row.seconds or 0.0 for row in rows]
     axes.plot(
@@ -200,7 +177,7 @@ def _label(axes: Axes, ends: Sequence[End]) -> None:
     places = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
     for far in (False, True):
         group = [(end, place) for end, place in zip(ends, places, strict=True) if bool(place[0] > FAR) is far]
-        heights = spread([float(place[1]) for _, place in group], LABELS)
+        heights = drawing.spread([float(place[1]) for _, place in group], LABELS)
         for ((text, colour, x, y), place), height in zip(group, heights, strict=True):
             axes.annotate(
                 text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),

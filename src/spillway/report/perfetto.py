@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spillway.ir import Lane, Span, Timeline, Work
-from spillway.report.axis import op_starts
+from spillway.report.charts import op_starts
 from spillway.report.figures import NO_BUDGET
 from spillway.units import Seconds
 
@@ -50,39 +50,24 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", process, thread, name=f"{lane} {again + 1}" if again else lane.value)
         yield _named("thread_sort_index", process, thread, sort_index=thread)
     for span, (_, thread) in zip(timeline.spans, threads, strict=True):
+        what, of = "stall" if span.work is Work.STALL else span.lane.value, ""
+        arguments: dict[str, Any] = {"op": span.op}
+        if span.storage is not None:
+            arguments["storage"], of = span.storage, f" of storage {span.storage}"
+        if span.nbytes:
+            arguments["bytes"] = span.nbytes
+        if span.work is Work.COPY:
+            arguments |= {"hidden_us": _micro(span.seconds - span.stalled), "stalled_us": _micro(span.stalled)}
         yield {
-            "name": span.name or _title(span),
-            "cat": span.work.value,
-            "ph": "X",
-            "ts": _micro(span.began),
-            "dur": _micro(span.seconds),
-            "pid": process,
-            "tid": thread,
-            "args": _arguments(span),
-        }
+            "name": span.name or f"{what}{of}", "cat": span.work.value, "ph": "X", "ts": _micro(span.began),
+            "dur": _micro(span.seconds), "pid": process, "tid": thread, "args": arguments,
+        }  # fmt: skip
     yield from _arrows(timeline, threads, process)
     yield from _counters(timeline, process)
 
 
 def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": arguments}
-
-
-def _title(span: Span) -> str:
-    what = "stall" if span.work is Work.STALL else span.lane.value
-    return what if span.storage is None else f"{what} of storage {span.storage}"
-
-
-def _arguments(span: Span) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"op": span.op}
-    if span.storage is not None:
-        arguments["storage"] = span.storage
-    if span.nbytes:
-        arguments["bytes"] = span.nbytes
-    if span.work is Work.COPY:
-        arguments["hidden_us"] = _micro(span.seconds - span.stalled)
-        arguments["stalled_us"] = _micro(span.stalled)
-    return arguments
 
 
 def _threads(spans: Sequence[Span]) -> list[tuple[Lane, int]]:
