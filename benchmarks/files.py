@@ -33,7 +33,7 @@ from benchmarks.mutations import SCRIPTS, changed_cells, changed_document, chang
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
 from spillway import cli
 from spillway.advisor.bench import AbstractBench, Trial
-from spillway.advisor.remembered import cache_file
+from spillway.advisor.real import cache_file
 from spillway.cli import advise, main
 from spillway.costs import measured
 from spillway.costs.device import DEVICES

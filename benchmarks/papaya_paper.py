@@ -26,7 +26,7 @@ from spillway.advisor import (
     read_measurements,
 )
 from spillway.advisor.fits import Points
-from spillway.advisor.sweeps import UNITS, Over
+from spillway.advisor.gains import UNITS, Over
 from spillway.advisor.verdict import LINEAR, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
 

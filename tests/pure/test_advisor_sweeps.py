@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.advisor import Experiment, Row, Samples, advise, default_limit, read_measurements
-from spillway.advisor.model import Cost, ring_seconds
-from spillway.advisor.sweeps import (
+from spillway.advisor.gains import (
     Crossover,
     Sweep,
     SweepPoint,
@@ -23,6 +22,7 @@ from spillway.advisor.sweeps import (
     over_devices,
     sweeps_of,
 )
+from spillway.advisor.model import Cost, ring_seconds
 from tests.shared import shared
 
 LIMIT = 16e9

@@ -1,6 +1,7 @@
 """PAPAYA: which method pays, at which batch size; from measurements, without torch."""
 
 from spillway.advisor.fits import Line, fit_knee, fit_line
+from spillway.advisor.gains import Crossover, Sweep, SweepPoint, crossover, measured_crossover, over_devices, sweeps_of
 from spillway.advisor.measurements import Experiment, Samples, read_measurements
 from spillway.advisor.model import (
     Cost,
@@ -10,7 +11,6 @@ from spillway.advisor.model import (
     point,
     score,
 )
-from spillway.advisor.sweeps import Crossover, Sweep, SweepPoint, crossover, measured_crossover, over_devices, sweeps_of
 from spillway.advisor.verdict import Row, advise, default_limit, sentence
 
 __all__ = [

@@ -131,16 +131,15 @@ def _facts(request: dict[str, Any]) -> dict[str, Any]:
 
 def _built_small(request: dict[str, Any]) -> Workload:
     """At the smallest size that it takes. Raises WorkloadError for one that is built at none, about the smallest."""
-    first: WorkloadError | None = None
+    failed: list[WorkloadError] = []
     for size in _SMALL:
         try:
             return _built(request, size)
         except WorkloadError as error:
             if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
                 raise
-            first = first or error
-    assert first is not None
-    raise first
+            failed.append(error)
+    raise failed[0]
 
 
 def _built(request: dict[str, Any], size: int) -> Workload:
@@ -149,65 +148,48 @@ def _built(request: dict[str, Any], size: int) -> Workload:
         workload = get(name, seed=request["seed"], batch=size, **options)
         return workload if request.get("device") is None else moved(workload, request["device"])
     except WorkloadError as error:
-        refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
-        if refused is None:
+        cause = str(error.__cause__) if isinstance(error.__cause__, TypeError) else ""
+        told = [one for one in ("batch", *options) if f"unexpected keyword argument '{one}'" in cause]
+        if not told:
             raise
-        offered = (
-            f"function(seed=0, *, batch=8, {refused}=...)" if refused != "batch" else "function(seed=0, *, batch=8)"
-        )
-        why = "it is trained at several batch sizes" if refused == "batch" else f"--{refused} was given"
+        offered, why = "function(seed=0, *, batch=8)", "it is trained at several batch sizes"
+        if told[0] != "batch":
+            offered, why = f"function(seed=0, *, batch=8, {told[0]}=...)", f"--{told[0]} was given"
         raise WorkloadError(
-            f"The workload {name} takes no {refused}=, and {why}: give its function that argument, as in {offered}."
+            f"The workload {name} takes no {told[0]}=, and {why}: give its function that argument, as in {offered}."
         ) from error
 
 
-def _refuses(error: BaseException | None, option: str) -> bool:
-    return isinstance(error, TypeError) and f"unexpected keyword argument '{option}'" in str(error)
-
-
 def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
-    counts = _micro_sizes(way, size)
-    workload = _built(request, counts[0])
-    steps = _steps(workload, len(counts), request["steps"] + 1)
+    if way.micro and size % way.micro:
+        raise WorkloadError(f"A batch of {size} samples is no multiple of micro-batches of {way.micro}.")
+    samples, count = (way.micro, size // way.micro) if way.micro else (size, 1)
+    workload = _built(request, samples)
+    drawn = list(workload.batches((request["steps"] + 1) * count))
+    if not drawn:
+        raise WorkloadError(f"The workload {workload.name} has no batches.")
+    # The micro-batches of each step, the last of which are used again where there are not as many.
+    first, *timed = [
+        [drawn[(step * count + number) % len(drawn)] for number in range(count)]
+        for step in range(request["steps"] + 1)
+    ]  # fmt: skip
     with _session(workload, way, request["spill_directory"]) as session:
-        run = _Steps(workload, session, counts[0])
+        run = _Steps(workload, session, samples)
         try:
-            run.step(steps[0])  # the optimizer makes its state, and the session finds the blocks
+            run.step(first)  # the optimizer makes its state, and the session finds the blocks
         except NoBlocksError as error:
             raise ModelError(
                 f"No blocks were found in the workload's {type(workload.model).__name__}, and all methods but plain "
                 f"training work on blocks ({error.reason}): give the model layers that repeat, modules of one class "
                 f"with modules inside."
             ) from error
-        timed = steps[1:]
         seconds = [run.timed(step) for step in timed]
-        distinct = {signature_of(step): step for step in timed}
-        peaks = [run.peak(step) for step in distinct.values()]
+        peaks = [run.peak(step) for step in {signature_of(step): step for step in timed}.values()]
     highest = max(peaks, key=lambda one: one.nbytes)
     return Trial(
         method=way.name, size=size, peak=highest.nbytes, seconds=median(seconds), by_kind=highest.by_kind,
         before_update=None if highest.before_update is None else max(one.before_update or 0 for one in peaks),
     )  # fmt: skip
-
-
-def _micro_sizes(way: Way, size: int) -> list[int]:
-    """Samples of each micro-batch. Raises WorkloadError for a batch that is no multiple of them."""
-    if not way.micro:
-        return [size]
-    if size % way.micro:
-        raise WorkloadError(f"A batch of {size} samples is no multiple of micro-batches of {way.micro}.")
-    return [way.micro] * (size // way.micro)
-
-
-def _steps(workload: Workload, micro_batches: int, count: int) -> list[list[Batch]]:
-    """The micro-batches of each step, the last of which are used again where there are not as many."""
-    drawn = list(workload.batches(count * micro_batches))
-    if not drawn:
-        raise WorkloadError(f"The workload {workload.name} has no batches.")
-    return [
-        [drawn[(step * micro_batches + number) % len(drawn)] for number in range(micro_batches)]
-        for step in range(count)
-    ]  # fmt: skip
 
 
 @contextmanager
@@ -252,20 +234,16 @@ class _Steps:
                 self._workload.train_step(batch)
         elif len(batches) == 1:
             self._workload.train_step(batches[0])
-        else:
-            self._accumulate(batches)
-
-    def _accumulate(self, batches: Sequence[Batch]) -> None:
-        """The gradients of all micro-batches, and one update by their mean."""
-        workload = self._workload
-        for batch in batches:
-            loss = workload.loss(workload.model, batch) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-        for optimizer in workload.optimizers:
-            optimizer.step()
-        for optimizer in workload.optimizers:
-            optimizer.zero_grad()
+        else:  # the gradients of all micro-batches, and one update by their mean
+            workload = self._workload
+            for batch in batches:
+                loss = workload.loss(workload.model, batch) / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+            for optimizer in workload.optimizers:
+                optimizer.step()
+            for optimizer in workload.optimizers:
+                optimizer.zero_grad()
 
     def timed(self, batches: Sequence[Batch]) -> Seconds:
         """By the wall clock."""
@@ -282,7 +260,11 @@ class _Steps:
     def peak(self, batches: Sequence[Batch]) -> _Peak:
         """The highest account of a step, and what it is of where that is known."""
         if self._device.type == "cuda":
-            return _Peak(self._peak_on_cuda(batches), {}, None)
+            if self._session is None:
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self.step(batches)
+            there = torch.cuda.max_memory_allocated(self._device)
+            return _Peak(there if self._session is None else self._session.history[-1].peak_bytes, {}, None)
         watched = _Watched(self._workload, batches)
         freed = self._session.when_freed if self._session is not None else None
         trace = AllocationTrace({address: nbytes for address, (nbytes, _) in watched.known.items()})
@@ -303,14 +285,6 @@ class _Steps:
             )
         by_kind = watched.by_kind(held, trace, self._samples)
         return _Peak(watched.start + max(window.peak for window in windows), by_kind, watched.start + windows[0].peak)
-
-    def _peak_on_cuda(self, batches: Sequence[Batch]) -> Bytes:
-        if self._session is not None:
-            self.step(batches)
-            return self._session.history[-1].peak_bytes
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self.step(batches)
-        return torch.cuda.max_memory_allocated(self._device)
 
 
 @final

@@ -40,43 +40,21 @@ class Way:
         return self.action is not None and self.action.lossy
 
 
+_AGAIN: Final = "blocks run again without their expensive ops, whose results are"
 WAYS: Final[Mapping[str, Way]] = {
-    way.name: way
-    for way in (
-        Way(name=PLAIN, action=None, description="training as it is"),
-        Way(
-            name="checkpoint", action=Action.RECOMPUTE,
-            description="every block runs again when the backward reaches it",
-        ),
-        Way(
-            name="swap", action=Action.OFFLOAD, waits=True,
-            description="what blocks save waits on disk, or in host memory on CUDA; compute waits for the copies",
-        ),
-        Way(name="compress", action=Action.COMPRESS, description="what blocks save is quantized to 4 bits an element"),
-        Way(
-            name="checkpoint-swap", action=Action.RECOMPUTE_OFFLOADED,
-            description="blocks run again, and their inputs are moved",
-        ),
-        Way(
-            name="compress-swap", action=Action.COMPRESS_OFFLOADED,
-            description="what blocks save is quantized and moved",
-        ),
-        Way(
-            name="checkpoint-compress", action=Action.RECOMPUTE_COMPRESSED,
-            description="blocks run again on inputs that were quantized",
-        ),
-        Way(
-            name="selective", action=Action.SELECTIVE,
-            description="blocks run again without their expensive ops, whose results are kept",
-        ),
-        Way(
-            name="selective-swap", action=Action.SELECTIVE_OFFLOADED,
-            description="blocks run again without their expensive ops, whose results are moved",
-        ),
-        Way(
-            name="swap-prefetch", action=Action.OFFLOAD,
-            description="what blocks save is moved, with copies beside compute",
-        ),
+    name: Way(name=name, action=action, description=description, waits=name == "swap")
+    for name, action, description in (
+        (PLAIN, None, "training as it is"),
+        ("checkpoint", Action.RECOMPUTE, "every block runs again when the backward reaches it"),
+        ("swap", Action.OFFLOAD,
+         "what blocks save waits on disk, or in host memory on CUDA; compute waits for the copies"),
+        ("compress", Action.COMPRESS, "what blocks save is quantized to 4 bits an element"),
+        ("checkpoint-swap", Action.RECOMPUTE_OFFLOADED, "blocks run again, and their inputs are moved"),
+        ("compress-swap", Action.COMPRESS_OFFLOADED, "what blocks save is quantized and moved"),
+        ("checkpoint-compress", Action.RECOMPUTE_COMPRESSED, "blocks run again on inputs that were quantized"),
+        ("selective", Action.SELECTIVE, f"{_AGAIN} kept"),
+        ("selective-swap", Action.SELECTIVE_OFFLOADED, f"{_AGAIN} moved"),
+        ("swap-prefetch", Action.OFFLOAD, "what blocks save is moved, with copies beside compute"),
     )
 }  # fmt: skip
 """By name."""

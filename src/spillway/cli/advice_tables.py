@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spillway.advisor.gains import Sweep, crossover_sentence, over_devices
 from spillway.advisor.model import ring_seconds
-from spillway.advisor.sweeps import Sweep, crossover_sentence, over_devices
 from spillway.advisor.verdict import Row, cells, plain_name, ratios, sentence
 from spillway.cli.common import say, to_print
 from spillway.errors import UsageError

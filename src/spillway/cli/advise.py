@@ -18,13 +18,21 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import spillway
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
-from spillway.advisor.choice import Accumulation, Verified, accumulation_of, plain_row, recommended
+from spillway.advisor.gains import Sweep, sweeps_of
 from spillway.advisor.measurements import Experiment, read_measurements, seen_on, write_measurements
-from spillway.advisor.real import AROUND, STEPS, RealBench
-from spillway.advisor.remembered import RememberedBench, cache_file
+from spillway.advisor.real import AROUND, STEPS, RealBench, RememberedBench, cache_file
 from spillway.advisor.simulated import SimulatedBench, Steps
-from spillway.advisor.sweeps import Sweep, sweeps_of
-from spillway.advisor.verdict import Row, advise, default_limit, sentence
+from spillway.advisor.verdict import (
+    Accumulation,
+    Row,
+    Verified,
+    accumulation_of,
+    advise,
+    default_limit,
+    plain_row,
+    recommended,
+    sentence,
+)
 from spillway.advisor.ways import DEFAULT, WAYS, accumulated, chosen, way_of
 from spillway.cli.advice_tables import (
     Exchange,

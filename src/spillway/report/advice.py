@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from spillway.advisor.gains import Sweep, SweepPoint, crossover_sentence
 from spillway.advisor.measurements import MB
-from spillway.advisor.sweeps import Sweep, SweepPoint, crossover_sentence
 from spillway.advisor.verdict import Row, cells, ratios, sentence
 from spillway.report import advice_figures as figures
 from spillway.report.advice_figures import COLOURS, Kinds, Picture, Style

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from markupsafe import Markup
 
+from spillway.advisor.gains import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.measurements import Samples
-from spillway.advisor.sweeps import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.verdict import Fitted, Row, ratios
 from spillway.report.charts import round_bytes, short_bytes, short_seconds
 from spillway.report.drawing import (
