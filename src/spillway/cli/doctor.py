@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from spillway.cli.common import Json, SpillDirectory, print_json
-from spillway.doctor import on_system
-from spillway.doctor.findings import Finding, Problem
+from spillway.doctor import Finding, Problem, on_system
 from spillway.errors import SpillwayError
 
 
