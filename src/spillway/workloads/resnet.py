@@ -115,9 +115,6 @@ def build(seed: int = 0, *, width: int = 16, blocks: tuple[int, ...] = (3, 4, 6,
     seed_everything(seed)
     model = ResNet(width=width, blocks=blocks, classes=CLASSES)
     return Workload(
-        name=NAME,
-        model=model,
+        name=NAME, model=model, batches=partial(batches, seed=seed, batch=batch), loss=loss,
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4),),
-        batches=partial(batches, seed=seed, batch=batch),
-        loss=loss,
-    )
+    )  # fmt: skip
