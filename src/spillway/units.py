@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Final, SupportsIndex, TypeAlias, final
+from typing import Annotated, Final, TypeAlias, final
 
 from spillway.errors import BudgetError, UsageError
 
@@ -34,26 +34,14 @@ TiB: Bytes = 1024 * GiB
 
 # "6G" is left out on purpose: it means 6.00 GiB to some tools and 5.59 GiB to others.
 _BYTES_PER_UNIT: dict[str, Bytes] = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": KiB,
-    "mib": MiB,
-    "gib": GiB,
-    "tib": TiB,
-}
+    "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB
+}  # fmt: skip
 # At most 18 digits: beyond any memory, and below the length at which Python refuses to convert.
 _QUANTITY = re.compile(r"(?P<number>[+-]?[0-9][0-9_]{0,17}(\.[0-9]{1,18})?)\s*(?P<unit>[A-Za-z]*)")
 _DURATION = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>[a-z]*)")
 _SECONDS_PER_UNIT: dict[str, Fraction] = {
-    "us": Fraction(1, 10**6),
-    "ms": Fraction(1, 1000),
-    "s": Fraction(1),
-    "min": Fraction(60),
-    "h": Fraction(3600),
-}
+    "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3600)
+}  # fmt: skip
 _SHARE = re.compile(r"(?P<number>[+-]?[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<percent>%?)")
 
 APART: Final = Fraction(1, 10)
@@ -67,7 +55,12 @@ def parse_bytes(value: int | str) -> Bytes:
 
     Raises BudgetError for anything else, and for less than zero.
     """
-    nbytes = _whole(value) if not isinstance(value, str) else _quantity(value)
+    if isinstance(value, bool):
+        raise _unreadable(value)
+    try:  # integers of any library, and neither booleans nor floats: 0.8 might have meant 80 %
+        nbytes = _quantity(value) if isinstance(value, str) else operator.index(value)
+    except TypeError:
+        raise _unreadable(value) from None
     if nbytes < 0:
         raise BudgetError(f"A number of bytes cannot be negative, as {reprlib.repr(value)} is.")
     return nbytes
@@ -203,27 +196,11 @@ def format_seconds(seconds: Seconds) -> str:
     if seconds < 0:
         return f"-{format_seconds(-seconds)}"
     if seconds >= 59.995:
-        return _format_minutes(round(seconds))
+        whole, minutes = round(seconds), round(round(seconds) / 60)
+        return f"{minutes // 60} h {minutes % 60:02d} min" if whole >= 3600 else f"{whole // 60} min {whole % 60:02d} s"
     if seconds >= 0.99995:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 0.99995e-3 else f"{seconds * 1e6:.1f} us"
-
-
-def _format_minutes(seconds: int) -> str:
-    if seconds < 3600:
-        return f"{seconds // 60} min {seconds % 60:02d} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def _whole(value: SupportsIndex) -> int:
-    """Take integers of any library, and neither booleans nor floats: `0.8` might have meant 80 %."""
-    if isinstance(value, bool):
-        raise _unreadable(value)
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise _unreadable(value) from None
 
 
 def _quantity(text: str) -> int:

@@ -106,16 +106,9 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        bench: AbstractBench,
-        methods: Sequence[str],
-        limit: Bytes,
-        *,
-        batches: Sequence[int] = (),
-        points: int = POINTS,
-        longest: Seconds = inf,
-        clock: Clock = time.monotonic,
-    ) -> None:
+        self, bench: AbstractBench, methods: Sequence[str], limit: Bytes, *, batches: Sequence[int] = (),
+        points: int = POINTS, longest: Seconds = inf, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
         self.bench = bench
         self.methods = tuple(methods)
         self.limit = limit

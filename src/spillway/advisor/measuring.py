@@ -323,25 +323,26 @@ class _Watched:
     @contextmanager
     def watching(self, trace: AllocationTrace) -> Iterator[None]:
         """Notes gradients and the update."""
+
+        def made(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                storage = gradient.untyped_storage()
+                self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
+
+        def updates(*_: object) -> None:
+            if self.updating == NEVER:
+                trace.mark()
+                self.updating = time.time_ns()
+
         parameters = [one for one in self.workload.model.parameters() if one.requires_grad and one.is_leaf]
-        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(self._made) for one in parameters]
-        handles += [one.register_step_pre_hook(partial(self._updates, trace)) for one in self.workload.optimizers]
+        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(made) for one in parameters]
+        handles += [one.register_step_pre_hook(updates) for one in self.workload.optimizers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _made(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
-            storage = gradient.untyped_storage()
-            self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
-
-    def _updates(self, trace: AllocationTrace, *_: object) -> None:
-        if self.updating == NEVER:
-            trace.mark()
-            self.updating = time.time_ns()
 
     def by_kind(self, held: Held, trace: AllocationTrace, samples: int) -> dict[str, Bytes]:
         """Of the bytes at the peak, of a batch of so many samples.

@@ -52,16 +52,9 @@ class RealBench(AbstractBench):
     """
 
     def __init__(
-        self,
-        workload: str,
-        *,
-        options: Mapping[str, object],
-        seed: int,
-        output: Callable[[str], None],
-        device: str | None = None,
-        steps: int = STEPS,
-        spill_directory: str | None = None,
-    ) -> None:
+        self, workload: str, *, options: Mapping[str, object], seed: int, output: Callable[[str], None],
+        device: str | None = None, steps: int = STEPS, spill_directory: str | None = None,
+    ) -> None:  # fmt: skip
         self.name = workload
         self._request: dict[str, Any] = {
             "workload": workload, "options": dict(options), "seed": seed, "steps": steps,
@@ -193,14 +186,9 @@ class RememberedBench(AbstractBench):
     """
 
     def __init__(
-        self,
-        bench: AbstractBench,
-        facts: Callable[[], Mapping[str, Any]],
-        path: Path,
-        key: Mapping[str, Any],
-        *,
+        self, bench: AbstractBench, facts: Callable[[], Mapping[str, Any]], path: Path, key: Mapping[str, Any], *,
         fresh: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = bench.name
         self.remembered = 0
         """Trials that were not measured because they were known."""

@@ -36,14 +36,10 @@ def report(
     write_page(page, run, {}, found)
     steps, simulated = found.steps, "simulated" in found.header
     if json:
-        trace = None if perfetto is None else str(perfetto)
-        figures = {
-            "steps": len(steps),
-            "peak_bytes": highest_peak(steps),
-            "hidden_share": hidden_share(steps),
-            "simulated": simulated,
-        }
-        print_json({"report": str(page), "perfetto": trace, **figures})
+        print_json({
+            "report": str(page), "perfetto": None if perfetto is None else str(perfetto), "steps": len(steps),
+            "peak_bytes": highest_peak(steps), "hidden_share": hidden_share(steps), "simulated": simulated,
+        })  # fmt: skip
     else:
         print(f"{len(steps)} {'simulated ' * simulated}step{'s' * (len(steps) != 1)}: {page}")
         if perfetto is not None:

@@ -101,14 +101,10 @@ class Board:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TextColumn("steps  {task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=console,
+            TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(),
+            TextColumn("steps  {task.fields[note]}"), TimeElapsedColumn(), console=console,
             disable=not console.is_terminal,
-        )
+        )  # fmt: skip
 
     def __enter__(self) -> Self:
         self._progress.start()

@@ -22,10 +22,12 @@ from statistics import median
 from typing import Any, Final, cast, final
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from spillway.engines.records import NEVER
 from spillway.engines.tensors.calls import operands
@@ -36,7 +38,6 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.private import unheard
 from spillway.errors import UsageError
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
-from spillway.recording.fake import tensors_are_fake
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.ledger import Entry, Ledger
 from spillway.units import Seconds
@@ -46,6 +47,37 @@ OUTSIDE: Final = "spillway.outside"
 
 Named = Callable[[], Iterable[tuple[Kind, str, torch.Tensor]]]
 """The tensors that are known by name at this moment: what each is for, its name, and itself."""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Within, every new tensor is fake: it has a shape and no bytes, so that a step of any size takes no memory.
+
+    A model has to be built within, its batch too, or its bytes would be real. Ops then compute shapes alone, and tell
+    the same lifetimes, sizes and versions that they would with content. Where torch has another formula for subclasses
+    of tensors and under dispatch modes, fake tensors take that one: attention with a mask adds it into a new tensor.
+
+    Raises UsageError for a step that needs the content of a tensor, such as a loss read as a number.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"The step cannot be recorded on fake tensors, because {error.func} needs to know what a tensor holds; "
+            f"record it on real ones."
+        ) from error
+
+
+def tensors_are_fake() -> bool:
+    """Whether new tensors are fake here."""
+    of_torch = cast(Any, torch._C)
+    return of_torch._get_dispatch_mode(of_torch._TorchDispatchModeKey.FAKE) is not None
+
+
+def as_fake(mode: FakeTensorMode, tree: Any) -> Any:
+    """The same nest of lists and mappings with every tensor fake."""
+    return tree_map_only(torch.Tensor, lambda tensor: cast(Any, mode).from_tensor(tensor), tree)
 
 
 @contextmanager

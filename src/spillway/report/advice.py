@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from spillway.advisor.gains import Sweep, SweepPoint, crossover_sentence
 from spillway.advisor.measurements import MB
 from spillway.advisor.verdict import Row, cells, ratios, sentence
 from spillway.report import advice_figures as figures
-from spillway.report.advice_figures import COLOURS, Kinds, Picture, Style
+from spillway.report.advice_figures import COLOURS, Kinds, Style
 from spillway.report.drawing import check_drawing, template
 from spillway.units import format_bytes
 
@@ -32,48 +31,6 @@ HEADS: Final = {
     "R of time": "of the line of time",
 }
 """Columns behind the method, and what they say; of those of `verdict.cells`."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Of a table, with what a reader who points at it is told."""
-
-    text: str
-    told: str = ""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """A sweep on the page."""
-
-    name: str
-    seen: str
-    """Measured or simulated."""
-    pictures: Sequence[Picture]
-    sentences: Sequence[str]
-    """Where each method begins to pay."""
-    heads: Sequence[str]
-    """Of the table: what the sweep counts, and its values."""
-    table: Sequence[tuple[str, Sequence[str]]]
-    """Method, and its gain at each value."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """One experiment on the page."""
-
-    title: str
-    answer: str
-    limit: str
-    heads: Sequence[tuple[str, str]]
-    """Of the table: columns behind the method, and what they say."""
-    rows: Sequence[tuple[str, Sequence[Cell]]]
-    warnings: Sequence[tuple[str, str]]
-    pictures: Sequence[Picture]
-    sweeps: Sequence[Swept]
 
 
 def write_advice(
@@ -121,24 +78,26 @@ def _is_of(sweep: Sweep, rows: Sequence[Row]) -> bool:
 
 def _section(
     rows: Sequence[Row], kinds: Kinds, sweeps: Sequence[Sweep], styles: Mapping[str, Style], name: str
-) -> Section:
+) -> dict[str, object]:
+    """One experiment, as the template reads it."""
     there, times = rows[0].experiment, ratios(rows)
     drawn = (
         figures.throughput(rows, styles, name), figures.memory(rows, kinds, name), figures.fits(rows, styles, name),
         figures.scores(rows, styles, name),
     )  # fmt: skip
-    return Section(
-        title=f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
-        answer=sentence(rows), limit=format_bytes(round(rows[0].limit)),
-        heads=[("R" if head[:2] == "R " else there.seen if head == "seen" else head, HEADS[head]) for head in HEADS],
-        rows=[(row.method, _cells(row, times.get(row.method))) for row in rows],
-        warnings=[(row.method, warning) for row in rows for warning in row.warnings],
-        pictures=[picture for picture in drawn if picture is not None],
-        sweeps=[_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],
-    )  # fmt: skip
+    return {
+        "title": f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
+        "answer": sentence(rows), "limit": format_bytes(round(rows[0].limit)),
+        "heads": [("R" if head[:2] == "R " else there.seen if head == "seen" else head, HEADS[head]) for head in HEADS],
+        "rows": [(row.method, _cells(row, times.get(row.method))) for row in rows],
+        "warnings": [(row.method, warning) for row in rows for warning in row.warnings],
+        "pictures": [picture for picture in drawn if picture is not None],
+        "sweeps": [_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],
+    }  # fmt: skip
 
 
-def _cells(row: Row, times: float | None) -> list[Cell]:
+def _cells(row: Row, times: float | None) -> list[dict[str, str]]:
+    """Of a table, with what a reader who points at each is told."""
     told = dict[str, str]()
     if row.fitted is not None:
         memory, time = row.fitted.memory, row.fitted.law_of_time
@@ -152,17 +111,17 @@ def _cells(row: Row, times: float | None) -> list[Cell]:
             for name, ends, unit, size in intervals if ends is not None
         }  # fmt: skip
     found = cells(row, times, digits=4)
-    return [Cell(text=found[name], told=told.get(name, "")) for name in HEADS]
+    return [{"text": found[name], "told": told.get(name, "")} for name in HEADS]
 
 
-def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Swept:
+def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> dict[str, object]:
     picture = figures.gain(sweep, styles, name)
-    return Swept(
-        name=sweep.name, seen=sweep.seen, pictures=[] if picture is None else [picture],
-        sentences=[crossover_sentence(sweep, method) for method in sweep.methods],
-        heads=[sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
-        table=[(method, [_gains(point, method) for point in sweep.points]) for method in sweep.methods],
-    )  # fmt: skip
+    return {
+        "name": sweep.name, "seen": sweep.seen, "pictures": [] if picture is None else [picture],
+        "sentences": [crossover_sentence(sweep, method) for method in sweep.methods],
+        "heads": [sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
+        "table": [(method, [_gains(point, method) for point in sweep.points]) for method in sweep.methods],
+    }  # fmt: skip
 
 
 def _gains(point: SweepPoint, method: str) -> str:

@@ -21,10 +21,7 @@ _NOT_SHOWN: Final = {"format", "version", "budget_bytes", "workload"}
 
 
 def write_report(
-    path: str | os.PathLike[str],
-    header: Mapping[str, Any],
-    steps: Sequence[StepReport],
-    timelines: Sequence[Timeline],
+    path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline]
 ) -> None:
     """Write a page about a run. A file that stands at `path` is replaced; OSError where the system refuses.
 
@@ -58,22 +55,14 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
 
 def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
     measured = [step for step in steps if step.peak_measured]
+    names = ("stall_seconds", "recomputed_ops", "recomputed_blocks", "bytes_out", "bytes_in", "transfer_seconds")
     return {
-        "peak": highest_peak(measured or steps),
-        "peak_measured": bool(measured),
+        **{name: sum(getattr(step, name) for step in steps) for name in (*names, "dropped_bytes")},
+        "peak": highest_peak(measured or steps), "peak_measured": bool(measured),
         "peak_rss": max((step.peak_rss_bytes for step in steps), default=0),
-        "seconds": seconds_per_step([step.seconds for step in steps]),
-        "stall_seconds": sum(step.stall_seconds for step in steps),
-        "recomputed_share": recomputed_share(steps),
-        "recomputed_ops": sum(step.recomputed_ops for step in steps),
-        "recomputed_blocks": sum(step.recomputed_blocks for step in steps),
-        "expected_steps": sum(not step.peak_measured for step in steps),
-        "bytes_out": sum(step.bytes_out for step in steps),
-        "bytes_in": sum(step.bytes_in for step in steps),
-        "transfer_seconds": sum(step.transfer_seconds for step in steps),
-        "hidden_share": hidden_share(steps),
-        "dropped_bytes": sum(step.dropped_bytes for step in steps),
-    }
+        "seconds": seconds_per_step([step.seconds for step in steps]), "hidden_share": hidden_share(steps),
+        "recomputed_share": recomputed_share(steps), "expected_steps": len(steps) - len(measured),
+    }  # fmt: skip
 
 
 def _hover(drawn: charts.Chart, lanes: charts.Lanes | None) -> list[list[str]]:

@@ -17,12 +17,7 @@ from spillway.workloads import deep_narrow, published, resnet, stdlib_lm
 from spillway.workloads.base import Workload
 
 WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {
-        stdlib_lm.NAME: stdlib_lm.build,
-        resnet.NAME: resnet.build,
-        deep_narrow.NAME: deep_narrow.build,
-        **published.BUILDERS,
-    }
+    {own.NAME: own.build for own in (stdlib_lm, resnet, deep_narrow)} | dict(published.BUILDERS)
 )
 """Every workload that comes with Spillway, by its name."""
 
