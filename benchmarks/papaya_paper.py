@@ -16,18 +16,11 @@ from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, share_columns, text_columns
 from spillway import advisor
-from spillway.advisor import (
-    Experiment,
-    Samples,
-    SweepPoint,
-    advise,
-    measured_crossover,
-    pays_by_score,
-    read_measurements,
-)
 from spillway.advisor.fits import Points
-from spillway.advisor.gains import UNITS, Over
-from spillway.advisor.verdict import LINEAR, fit, plain_name
+from spillway.advisor.gains import UNITS, Over, SweepPoint, measured_crossover
+from spillway.advisor.measurements import Experiment, Samples, read_measurements
+from spillway.advisor.model import pays_by_score
+from spillway.advisor.verdict import LINEAR, advise, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
 
 DATA: Final = Path(__file__).parents[1].parent / "shared" / "data" / "papaya" / "measurements_v100.csv"

@@ -25,8 +25,6 @@ class Way:
     name: str
     action: Action | None
     """What becomes of every block; None for plain training, without a session."""
-    description: str
-    """A clause."""
     bits: int = 4
     """An element, of what is quantized."""
     waits: bool = False
@@ -40,24 +38,22 @@ class Way:
         return self.action is not None and self.action.lossy
 
 
-_AGAIN: Final = "blocks run again without their expensive ops, whose results are"
 WAYS: Final[Mapping[str, Way]] = {
-    name: Way(name=name, action=action, description=description, waits=name == "swap")
-    for name, action, description in (
-        (PLAIN, None, "training as it is"),
-        ("checkpoint", Action.RECOMPUTE, "every block runs again when the backward reaches it"),
-        ("swap", Action.OFFLOAD,
-         "what blocks save waits on disk, or in host memory on CUDA; compute waits for the copies"),
-        ("compress", Action.COMPRESS, "what blocks save is quantized to 4 bits an element"),
-        ("checkpoint-swap", Action.RECOMPUTE_OFFLOADED, "blocks run again, and their inputs are moved"),
-        ("compress-swap", Action.COMPRESS_OFFLOADED, "what blocks save is quantized and moved"),
-        ("checkpoint-compress", Action.RECOMPUTE_COMPRESSED, "blocks run again on inputs that were quantized"),
-        ("selective", Action.SELECTIVE, f"{_AGAIN} kept"),
-        ("selective-swap", Action.SELECTIVE_OFFLOADED, f"{_AGAIN} moved"),
-        ("swap-prefetch", Action.OFFLOAD, "what blocks save is moved, with copies beside compute"),
+    name: Way(name=name, action=action, waits=name == "swap")
+    for name, action in (
+        (PLAIN, None),
+        ("checkpoint", Action.RECOMPUTE),
+        ("swap", Action.OFFLOAD),
+        ("compress", Action.COMPRESS),
+        ("checkpoint-swap", Action.RECOMPUTE_OFFLOADED),
+        ("compress-swap", Action.COMPRESS_OFFLOADED),
+        ("checkpoint-compress", Action.RECOMPUTE_COMPRESSED),
+        ("selective", Action.SELECTIVE),
+        ("selective-swap", Action.SELECTIVE_OFFLOADED),
+        ("swap-prefetch", Action.OFFLOAD),
     )
-}  # fmt: skip
-"""By name."""
+}
+"""By name. Compute waits for the copies of `swap`, and not for those of `swap-prefetch`."""
 
 DEFAULT: Final = ("plain", "checkpoint", "swap", "compress", "checkpoint-swap", "compress-swap")
 """What is compared if nobody says what: PAPAYA's."""
@@ -72,10 +68,7 @@ def way_of(name: str) -> Way:
     """Raises UsageError for a name that is none."""
     stem, at, micro = name.partition("@")
     if stem == ACCUMULATED and at and micro.isdecimal() and int(micro):
-        return Way(
-            name=name, action=None, micro=int(micro),
-            description=f"training as it is, with the gradients of micro-batches of {micro} summed up",
-        )  # fmt: skip
+        return Way(name=name, action=None, micro=int(micro))
     if name not in WAYS:
         raise UsageError(f"There is no method {name!r} to compare; choose from {', '.join(WAYS)}.")
     return WAYS[name]

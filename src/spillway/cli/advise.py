@@ -64,77 +64,58 @@ from spillway.report.advice_figures import Kinds
 from spillway.report.drawing import check_drawing
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes
 
-Workload = Annotated[
-    str | None,
-    typer.Argument(help="A name that comes with Spillway, or file.py:function; it is measured, or simulated."),
-]
-Measurements = Annotated[
-    Path | None,
-    typer.Option("--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."),
-]
+Workload = Annotated[str | None, typer.Argument(
+    help="A name that comes with Spillway, or file.py:function; it is measured, or simulated."
+)]  # fmt: skip
+Measurements = Annotated[Path | None, typer.Option(
+    "--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."
+)]  # fmt: skip
 Methods = Annotated[
     str | None, typer.Option(help=f"To compare with plain: {', '.join(WAYS)}.", show_default=",".join(DEFAULT))
 ]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
-        show_default="nine tenths of what is available, of a GPU eight; with --from the largest peak of the network",
-    ),
-]
-Simulate = Annotated[
-    str | None,
-    typer.Option(help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."),
-]
+Memory = Annotated[str | None, typer.Option(
+    help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
+    show_default="nine tenths of what is available, of a GPU eight; with --from the largest peak of the network",
+)]  # fmt: skip
+Simulate = Annotated[str | None, typer.Option(
+    help="Ask a device that is not here, a preset or a device's .json file; nothing is measured."
+)]  # fmt: skip
 Batches = Annotated[str | None, typer.Option(help="Batch sizes to try, as 2,4,8.", show_default="chosen on the way")]
 TrialSeconds = Annotated[
     float, typer.Option(min=0.01, help="How long a trial of one method at one batch size may take.")
 ]
 Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.", show_default="its own")]
-Layers = Annotated[
-    str | None,
-    typer.Option(help="Blocks of the model; of several numbers, as 2,4,8, each is answered.", show_default="its own"),
-]
-Width = Annotated[
-    str | None,
-    typer.Option(help="Width of the model; of several, as 64,128, each is answered.", show_default="its own"),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(help="Where to measure, as torch names it: cpu, cuda, cuda:1.", show_default="where the model is"),
-]
+Layers = Annotated[str | None, typer.Option(
+    help="Blocks of the model; of several numbers, as 2,4,8, each is answered.", show_default="its own"
+)]  # fmt: skip
+Width = Annotated[str | None, typer.Option(
+    help="Width of the model; of several, as 64,128, each is answered.", show_default="its own"
+)]  # fmt: skip
+Device = Annotated[str | None, typer.Option(
+    help="Where to measure, as torch names it: cpu, cuda, cuda:1.", show_default="where the model is"
+)]  # fmt: skip
 Lossless = Annotated[bool, typer.Option("--lossless", help="Leave out methods that change what training computes.")]
-Verify = Annotated[
-    bool,
-    typer.Option(
-        "--verify",
-        help="Run what is recommended and plain training, and compare; each at its largest batch and the one to take.",
-    ),
-]
+Verify = Annotated[bool, typer.Option(
+    "--verify",
+    help="Run what is recommended and plain training, and compare; each at its largest batch and the one to take.",
+)]  # fmt: skip
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")]
 Write = Annotated[
     Path | None, typer.Option(help="Where to write what was measured or simulated, as a CSV file that --from reads.")
 ]
-SmallBatches = Annotated[
-    bool,
-    typer.Option("--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."),
-]
+SmallBatches = Annotated[bool, typer.Option(
+    "--small-batches", help="Let time be flat for small batches, t = max(a, k x) + b, and not a line."
+)]  # fmt: skip
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page with figures.")]
-
-Devices = Annotated[
-    str | None,
-    typer.Option(help="Numbers of devices that train data parallel, as 1,2,4,8; each has a batch of its own."),
-]
-Gradients = Annotated[
-    str | None,
-    typer.Option(
-        help="Bytes of gradients that devices exchange every step, as 1.3GB; the same for all networks of a file."
-    ),
-]
+Devices = Annotated[str | None, typer.Option(
+    help="Numbers of devices that train data parallel, as 1,2,4,8; each has a batch of its own."
+)]  # fmt: skip
+Gradients = Annotated[str | None, typer.Option(
+    help="Bytes of gradients that devices exchange every step, as 1.3GB; the same for all networks of a file."
+)]  # fmt: skip
 Link = Annotated[str | None, typer.Option(help="How fast devices exchange them, as 25GB/s; with --devices.")]
 Latency = Annotated[
-    str | None,
-    typer.Option(help="Of each message of the exchange, as 20us; with --devices.", show_default="none"),
+    str | None, typer.Option(help="Of each message of the exchange, as 20us; with --devices.", show_default="none")
 ]
 
 OF_GPU: Final = 0.8
@@ -180,12 +161,6 @@ class _Wanted:
         """Between devices; `known` are the bytes of the gradients where the model is there."""
         return exchange_of(*self.devices, known=known)
 
-    def check_page(self) -> None:
-        """Refuse now a page that could not be written after minutes of measuring. Raises SpillwayError."""
-        check_writable(self.output)
-        if self.output is not None:
-            check_drawing("the page", "--output the table and --json need")
-
     def page(
         self, answers: Sequence[Sequence[Row]], title: str, facts: Mapping[str, str], kinds: Kinds,
         exchange: Exchange | None, swept: Sequence[Sweep],
@@ -209,31 +184,13 @@ class _Wanted:
 
 
 def advise_(
-    *,
-    workload: Workload = None,
-    measurements: Measurements = None,
-    methods: Methods = None,
-    memory: Memory = None,
-    device: Device = None,
-    simulate: Simulate = None,
-    batches: Batches = None,
-    seconds: TrialSeconds = 6.0,
-    length: Length = None,
-    layers: Layers = None,
-    width: Width = None,
-    lossless: Lossless = False,
-    verify: Verify = False,
-    fresh: Fresh = False,
-    write: Write = None,
-    small_batches: SmallBatches = False,
-    devices: Devices = None,
-    gradients: Gradients = None,
-    link: Link = None,
-    latency: Latency = None,
-    output: Output = None,
-    seed: Seed = 0,
-    json: Json = False,
-) -> None:
+    *, workload: Workload = None, measurements: Measurements = None, methods: Methods = None, memory: Memory = None,
+    device: Device = None, simulate: Simulate = None, batches: Batches = None, seconds: TrialSeconds = 6.0,
+    length: Length = None, layers: Layers = None, width: Width = None, lossless: Lossless = False,
+    verify: Verify = False, fresh: Fresh = False, write: Write = None, small_batches: SmallBatches = False,
+    devices: Devices = None, gradients: Gradients = None, link: Link = None, latency: Latency = None,
+    output: Output = None, seed: Seed = 0, json: Json = False,
+) -> None:  # fmt: skip
     """Say which method that saves memory trains faster than plain training, at which batch size, and how sure that is.
 
     A workload is measured at a few batch sizes of each method, each in a process of its own; what was measured is kept
@@ -241,11 +198,14 @@ def advise_(
     asked that need not be here. Of a file every network and hardware is answered by itself. An answer is a sentence,
     then a table of all methods; with --devices two more have what each gains where gradients are exchanged.
     """
-    wanted = _Wanted(
-        limit=_limit(memory), small_batches=small_batches, devices=(devices, gradients, link, latency), output=output,
-        json=json,
-    )  # fmt: skip
-    wanted.check_page()
+    limit = None if memory is None else parse_bytes(memory)
+    if limit == 0:
+        raise BudgetError("Steps take more than 0 bytes: give --memory what the device has for them.")
+    exchanged = (devices, gradients, link, latency)
+    wanted = _Wanted(limit=limit, small_batches=small_batches, devices=exchanged, output=output, json=json)
+    check_writable(output)
+    if output is not None:
+        check_drawing("the page", "--output the table and --json need")
     if measurements is not None:
         _check_not_given("--from looks at what was measured", {
             "WORKLOAD": workload, "--methods": methods, "--device": device, "--simulate": simulate,
@@ -265,7 +225,8 @@ def advise_(
     )  # fmt: skip
     console, every = to_terminal(), list[Found]()
     for depth, wide in product(_each(layers, "--layers") or (None,), _each(width, "--width") or (None,)):
-        options = _known(length=length, layers=depth, width=wide)
+        shape = {"length": length, "layers": depth, "width": wide}
+        options = {name: value for name, value in shape.items() if value is not None}
         tried = (
             _measured(workload, options, seed, console, device, longest=seconds / (STEPS + AROUND), fresh=fresh)
             if simulate is None else _simulated(workload, options, simulate, device, fresh=fresh)
@@ -277,23 +238,12 @@ def advise_(
     _tell(every, wanted, write, console)
 
 
-def _limit(text: str | None) -> Bytes | None:
-    nbytes = None if text is None else parse_bytes(text)
-    if nbytes == 0:
-        raise BudgetError("Steps take more than 0 bytes: give --memory what the device has for them.")
-    return nbytes
-
-
 def _each(text: str | None, option: str) -> list[int]:
     """Of `2,4,8`; none of None. Raises UsageError for anything but whole numbers above 0."""
     parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UsageError(f"{option} takes whole numbers above 0 with commas between them, as 2,4,8; got {text!r}.")
     return sorted({int(part) for part in parts})
-
-
-def _known(**options: int | None) -> dict[str, int]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _check_not_given(why: str, options: Mapping[str, object]) -> None:

@@ -16,7 +16,6 @@ from rich.console import Console
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.report.html import write_report
-from spillway.report.perfetto import write_trace
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Method = Annotated[str, typer.Option(help="How to decide what leaves memory.")]
@@ -108,18 +107,6 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return run.steps
-
-
-def write_perfetto(path: Path, run_file: Path, run: RunFile) -> int:
-    """Write a trace of the run that `run_file` holds, and return its number of events. Raises SpillwayError if nobody
-    looked at the clock in that run."""
-    if not any(timeline.spans for timeline in run.timelines):
-        raise SpillwayError(
-            f"{run_file} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
-            f"spillway train --run-file, in this version."
-        )
-    with naming(path):
-        return write_trace(path, run.header, run.timelines)
 
 
 @contextmanager
