@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Final
 
 import typer
-from rich.progress import TaskID
+from rich.progress import Progress, TaskID
 
 from spillway.cli.common import (
     Json,
@@ -22,7 +22,7 @@ from spillway.cli.common import (
     to_terminal,
     write_page,
 )
-from spillway.cli.training import Board, broken_promises, page_facts, print_rows
+from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
 from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.methods import resolve
@@ -70,8 +70,8 @@ def demo(
         workload=WORKLOAD, seed=seed, steps=steps, method=None, budget_bytes=None, spill_directory=spill
     )
     pages: dict[Path, str] = {}
-    with TemporaryDirectory(prefix="spillway-") as folder, Board(to_terminal()) as board:
-        rows, by_block = _run_all(board, request, wanted, method, Path(folder), output, pages)
+    with TemporaryDirectory(prefix="spillway-") as folder, board(to_terminal()) as shown:
+        rows, by_block = _run_all(shown, request, wanted, method, Path(folder), output, pages)
     if json:
         print_json([row.to_json() for row in [*rows, *by_block]])
     else:
@@ -89,7 +89,7 @@ def page_by_size(output: Path) -> Path:
 
 
 def _run_all(
-    board: Board, request: RunRequest, wanted: Sequence[str], method: str, folder: Path, output: Path,
+    shown: Progress, request: RunRequest, wanted: Sequence[str], method: str, folder: Path, output: Path,
     pages: dict[Path, str],
 ) -> tuple[list[Row | RefusedRow], list[Row | RefusedRow]]:  # fmt: skip
     """Run plain, then keeping account only, under each budget, and each of `BY_BLOCK` under the middle one.
@@ -99,16 +99,19 @@ def _run_all(
     """
     middle = len(wanted) // 2
     titles = ["plain", "plain, with account", *(f"budget {text}" for text in wanted)]
-    tasks = [board.announce(title, request.steps) for title in titles]
-    tasks += [board.announce(f"budget {wanted[middle]}, {name}", request.steps) for name in BY_BLOCK]
-    plain, account = board.run(tasks[0], request), board.run(tasks[1], replace(request, method="keep-all"))
+    tasks = [announce(shown, title, request.steps) for title in titles]
+    tasks += [announce(shown, f"budget {wanted[middle]}, {name}", request.steps) for name in BY_BLOCK]
+    plain, account = (
+        run_announced(shown, tasks[0], request),
+        run_announced(shown, tasks[1], replace(request, method="keep-all")),
+    )
     peak = highest_peak(account.reports)
     allowed = [parse_budget(text, peak if text.endswith("%") else machine_memory()) for text in wanted]
 
     def ran(task: TaskID, asked: RunRequest, run_file: Path | None) -> Row | RefusedRow:
         asked = replace(asked, run_file=None if run_file is None else str(run_file))
         try:
-            return row(asked, board.run(task, asked), plain)
+            return row(asked, run_announced(shown, task, asked), plain)
         except BudgetInfeasible as error:
             return refused_row(budget_bytes=asked.budget_bytes or 0, method=asked.method or "", error=error)
 

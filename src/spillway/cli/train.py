@@ -26,7 +26,7 @@ from spillway.cli.common import (
     to_terminal,
     write_page,
 )
-from spillway.cli.training import Board, broken_promises, page_facts, print_rows
+from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
 from spillway.engines.memory import machine_memory
 from spillway.errors import SpillwayError
 from spillway.methods import resolve
@@ -89,8 +89,8 @@ def _rows(request: RunRequest, *, plain_check: bool) -> list[Row]:
     if not plain_check:
         return [row(request, _watched(request, console), None)]
     plainly = replace(request, method=None, budget_bytes=None, run_file=None, timeline=False)
-    with Board(console) as board:
-        plain = board.run(board.announce("plain", request.steps), plainly)
+    with board(console) as shown:
+        plain = run_announced(shown, announce(shown, "plain", request.steps), plainly)
     return [row(plainly, plain, plain), row(request, _watched(request, console), plain)]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, final
+from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -91,59 +91,40 @@ def _difference(row: Row) -> str:
     return f"in the {where}" if where == FINAL_STATE else f"from the loss of step {where} on"
 
 
-@final
-class Board:
-    """Runs processes one after another and shows how far each is; a context manager.
+def board(console: Console) -> Progress:
+    """Shows how far each of several runs is; where the console is no terminal, a plain line when one is done."""
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TextColumn("steps  {task.fields[note]}"),
+        TimeElapsedColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
 
-    Where the console is no terminal, it prints a plain line when a run is done.
-    """
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(),
-            TextColumn("steps  {task.fields[note]}"), TimeElapsedColumn(), console=console,
-            disable=not console.is_terminal,
-        )  # fmt: skip
+def announce(shown: Progress, title: str, steps: int) -> TaskID:
+    """Show a run that is still to come."""
+    return shown.add_task(title, total=steps, start=False, note="")
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+def run_announced(shown: Progress, task: TaskID, request: RunRequest) -> RunResult:
+    """Do what was announced, and show how far it is. Raises what `spillway.subprocess_runs.run.run` raises."""
+    shown.start_task(task)
+    shown.update(task, note="starting")
+    seconds = list[Seconds]()
 
-    def announce(self, title: str, steps: int) -> TaskID:
-        """Show a run that is still to come."""
-        return self._progress.add_task(title, total=steps, start=False, note="")
+    def step(done: StepDone) -> None:
+        seconds.append(done.seconds)
+        shown.update(task, advance=1, note=f"{format_seconds(seconds_per_step(seconds))} a step")
 
-    def run(self, task: TaskID, request: RunRequest) -> RunResult:
-        """Do what was announced, and show how far it is. Raises what `spillway.subprocess_runs.run.run` raises."""
-        self._progress.start_task(task)
-        self._progress.update(task, note="starting")
-        seconds: list[Seconds] = []
-
-        def step(done: StepDone) -> None:
-            seconds.append(done.seconds)
-            self._progress.update(task, advance=1, note=f"{format_seconds(seconds_per_step(seconds))} a step")
-
-        try:
-            result = run(request, Listener(step=step, output=self.say))
-        except SpillwayError:
-            self._finish(task, "ended early")
-            raise
-        self._finish(task, f"{format_seconds(seconds_per_step(seconds))} a step")
-        return result
-
-    def _finish(self, task: TaskID, note: str) -> None:
-        self._progress.update(task, note=note)
-        self._progress.stop_task(task)
-        if not self._console.is_terminal:
-            done = self._progress.tasks[task]
-            self.say(f"{done.description}: {done.completed:.0f} of {done.total:.0f} steps, {note}")
-
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        say(self._console, text)
+    found: RunResult | SpillwayError
+    try:
+        found = run(request, Listener(step=step, output=partial(say, shown.console)))
+        note = f"{format_seconds(seconds_per_step(seconds))} a step"
+    except SpillwayError as error:
+        found, note = error, "ended early"
+    shown.update(task, note=note)
+    shown.stop_task(task)
+    if not shown.console.is_terminal:
+        done = shown.tasks[task]
+        say(shown.console, f"{done.description}: {done.completed:.0f} of {done.total:.0f} steps, {note}")
+    if isinstance(found, SpillwayError):
+        raise found
+    return found

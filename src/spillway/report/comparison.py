@@ -45,6 +45,10 @@ _TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
 """Times a power of ten."""
 
 
+End = tuple[str, str, float, float]
+"""What stands beside a line, in which colour, and where the line ends."""
+
+
 def write_png(path: str | os.PathLike[str], comparison: Comparison) -> None:
     """Write the picture as a PNG. OSError where the system refuses, UsageError without matplotlib."""
     draw(comparison).savefig(path, format="png", dpi=160)
@@ -84,7 +88,16 @@ def draw(comparison: Comparison) -> Figure:
     for row in comparison.rows:
         if row.seconds is not None:
             lines[row.method].append(row)
-    ends = [_line(axes, method, rows) for method, rows in lines.items()] + _bounds(axes, comparison)
+    ends = list[End]()
+    for method, rows in lines.items():
+        colour, mark = drawing.style_of(method, FAMILIES)
+        peaks, seconds = [float(row.peak_bytes or 0) for row in rows], [row.seconds or 0.0 for row in rows]
+        axes.plot(
+            peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
+            markeredgewidth=0.6, zorder=3,
+        )  # fmt: skip
+        ends.append((method, colour, *min(zip(peaks, seconds, strict=True))))
+    ends += _bounds(axes, comparison)
     _scales(axes, comparison)
     _label(axes, ends)
     return figure
@@ -93,22 +106,6 @@ def draw(comparison: Comparison) -> Figure:
 def svg(comparison: Comparison) -> Markup:
     """The picture as an element of a page, its colours by the names that the page gives them."""
     return drawing.svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
-
-
-End = tuple[str, str, float, float]
-"""What stands beside a line, in which colour, and where the line ends."""
-
-
-def _line(axes: Axes, method: str, rows: Sequence[Row]) -> End:
-    colour, mark = drawing.style_of(method, FAMILIES)
-    peaks = [float(row.peak_bytes or 0) for row in rows]
-    seconds = [row.seconds or 0.0 for row in rows]
-    axes.plot(
-        peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
-        markeredgewidth=0.6, zorder=3,
-    )  # fmt: skip
-    least = min(range(len(peaks)), key=lambda index: (peaks[index], seconds[index]))
-    return method, colour, peaks[least], seconds[least]
 
 
 def _bounds(axes: Axes, comparison: Comparison) -> list[End]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -71,26 +72,21 @@ def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, 
 
 
 def _threads(spans: Sequence[Span]) -> list[tuple[Lane, int]]:
-    """A thread for every span: within one, spans nest or follow each other, as the format asks for."""
+    """A thread for every span: within one, spans nest or follow each other, as the format asks for; copies only
+    follow."""
     open_ends: dict[int, list[Seconds]] = {}
     numbers: dict[int, int] = {}
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].began, -spans[i].ended)):
         span = spans[index]
-        number = _MOST_AT_A_TIME * (1 + list(Lane).index(span.lane))
-        while not _takes(open_ends.setdefault(number, []), span):
-            number += 1
-        numbers[index] = number
+        for number in count(_MOST_AT_A_TIME * (1 + list(Lane).index(span.lane))):
+            ends = open_ends.setdefault(number, [])
+            while ends and ends[-1] <= span.began:
+                ends.pop()
+            if not ends or (span.work is not Work.COPY and ends[-1] >= span.ended):
+                ends.append(span.ended)
+                numbers[index] = number
+                break
     return [(span.lane, numbers[index]) for index, span in enumerate(spans)]
-
-
-def _takes(open_ends: list[Seconds], span: Span) -> bool:
-    """Whether a thread has room for the span, where everything that is open encloses it; copies are not nested."""
-    while open_ends and open_ends[-1] <= span.began:
-        open_ends.pop()
-    if open_ends and (span.work is Work.COPY or open_ends[-1] < span.ended):
-        return False
-    open_ends.append(span.ended)
-    return True
 
 
 def _arrows(timeline: Timeline, threads: Sequence[tuple[Lane, int]], process: int) -> Iterator[dict[str, Any]]:
