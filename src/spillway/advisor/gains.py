@@ -6,13 +6,14 @@ that is 1 or more. What is predicted comes from the fits, what is measured from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Final, Literal, TypeAlias, final
 
-from spillway.advisor.measurements import Experiment, Seen
+from spillway.advisor.measurements import Seen
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.verdict import Row, judge, plain_name
 from spillway.units import Bytes, Seconds
@@ -181,43 +182,27 @@ def sweeps_of(answers: Sequence[Sequence[Row]]) -> list[Sweep]:
         answers: The rows of each experiment.
     """
     groups: dict[tuple[str, ...], dict[float, Sequence[Row]]] = {}
-    for rows in answers:
-        if rows:
-            for key, value in _places(rows[0].experiment):
-                groups.setdefault(key, {}).setdefault(value, rows)
-    both = (SweepPoint.predicted, SweepPoint.measured)
-    return [
-        sweep for sweep in map(_sweep, groups, groups.values())
-        if any(len(gains(sweep, method, gain)) >= FEWEST_POINTS for method in sweep.methods for gain in both)
-    ]  # fmt: skip
-
-
-def _places(there: Experiment) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The sweep over depth and the one over width that an experiment would be a point of, with its value."""
-    common = (there.hardware, there.network, there.precision, there.source)
-    kinds = (("depth", there.layers, there.hidden), ("width", there.hidden, there.layers))
-    for over, told, fixed in kinds:
-        if (value := _number(told)) is not None:
-            yield (over, *common, fixed), value
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if isfinite(value) and value > 0 else None
-
-
-def _sweep(key: tuple[str, ...], points: dict[float, Sequence[Row]]) -> Sweep:
-    over: Over = "depth" if key[0] == "depth" else "width"
-    _, hardware, network, precision, source, fixed = key
-    held = f"{fixed} layers" if over == "width" else f"hidden {fixed}"
-    about = ", ".join(filter(None, (network, held if fixed else "", precision)))
-    return Sweep(
-        over=over, unit=UNITS[over], name=f"{about} on {hardware}{f' ({source})' if source else ''}",
-        points=tuple(SweepPoint(value=value, rows=points[value]) for value in sorted(points)),
-    )  # fmt: skip
+    for rows in filter(None, answers):
+        there = rows[0].experiment
+        alike = there.hardware, there.network, there.precision, there.source
+        for kind, told, fixed in (("depth", there.layers, there.hidden), ("width", there.hidden, there.layers)):
+            with contextlib.suppress(ValueError):
+                value = float(told)
+                if isfinite(value) and value > 0:
+                    groups.setdefault((kind, fixed, *alike), {}).setdefault(value, rows)
+    sweeps = []
+    for (kind, fixed, hardware, network, precision, source), points in groups.items():
+        over: Over = "depth" if kind == "depth" else "width"
+        held = f"{fixed} layers" if over == "width" else f"hidden {fixed}"
+        about = ", ".join(filter(None, (network, held if fixed else "", precision)))
+        sweep = Sweep(
+            over=over, unit=UNITS[over], name=f"{about} on {hardware}{f' ({source})' if source else ''}",
+            points=tuple(SweepPoint(value=value, rows=points[value]) for value in sorted(points)),
+        )  # fmt: skip
+        both = (SweepPoint.predicted, SweepPoint.measured)
+        if any(len(gains(sweep, method, gain)) >= FEWEST_POINTS for method in sweep.methods for gain in both):
+            sweeps.append(sweep)
+    return sweeps
 
 
 def over_devices(
@@ -239,8 +224,7 @@ def over_devices(
         judged = judge(rows[0].experiment, fits, rows[0].limit) if rows else []
         shown = judged if count == 1 else [replace(row, measured=None) for row in judged]
         points.append(SweepPoint(value=count, rows=tuple(shown)))
-    there = rows[0].experiment if rows else None
-    name = "" if there is None else f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
+    name = rows[0].experiment.about if rows else ""
     return Sweep(over="devices", unit=UNITS["devices"], points=tuple(points), name=name)
 
 

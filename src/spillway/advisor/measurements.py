@@ -118,6 +118,11 @@ class Experiment:
         more = [f"{self.layers} layers" if self.layers else "", f"hidden {self.hidden}" if self.hidden else ""]
         return ", ".join(filter(None, (self.network, *more, self.precision)))
 
+    @property
+    def about(self) -> str:
+        """That, where it ran, and where the runs are from."""
+        return f"{self.title} on {self.hardware}{f' ({self.source})' if self.source else ''}"
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

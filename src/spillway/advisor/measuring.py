@@ -115,8 +115,21 @@ def _told(what: str, action: Callable[[], Any]) -> Any:
 
 
 def _facts(request: dict[str, Any]) -> dict[str, Any]:
-    """What is known of the workload before anything is measured."""
-    workload = _built_small(request)
+    """What is known of the workload before anything is measured, built at the smallest size that it takes.
+
+    Raises WorkloadError for one that is built at none, about the smallest.
+    """
+    workload, failed = None, list[WorkloadError]()
+    for size in _SMALL:
+        try:
+            workload = _built(request, size)
+            break
+        except WorkloadError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
+                raise
+            failed.append(error)
+    if workload is None:
+        raise failed[0]
     with contextlib.suppress(Exception):  # a trial will tell
         next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
     device = device_of([workload.model])
@@ -127,19 +140,6 @@ def _facts(request: dict[str, Any]) -> dict[str, Any]:
         hardware = torch.cuda.get_device_name(device)
         free = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
     return {"hardware": hardware, "gradient_bytes": sum(one.nbytes() for one in gradients), "device_bytes": free}
-
-
-def _built_small(request: dict[str, Any]) -> Workload:
-    """At the smallest size that it takes. Raises WorkloadError for one that is built at none, about the smallest."""
-    failed: list[WorkloadError] = []
-    for size in _SMALL:
-        try:
-            return _built(request, size)
-        except WorkloadError as error:
-            if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
-                raise
-            failed.append(error)
-    raise failed[0]
 
 
 def _built(request: dict[str, Any], size: int) -> Workload:

@@ -408,7 +408,7 @@ def ratios(rows: Sequence[Row]) -> Mapping[str, float]:
 def sentence(rows: Sequence[Row]) -> str:
     """The answer about one experiment."""
     there = rows[0].experiment
-    about = f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
+    about = there.about
     plain = next((row for row in rows if row.method == plain_name(there)), None)
     known = [row for row in rows if row is not plain and row.predicted is not None]
     if plain is None or plain.fitted is None:

@@ -86,8 +86,7 @@ def _section(
         figures.scores(rows, styles, name),
     )  # fmt: skip
     return {
-        "title": f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
-        "answer": sentence(rows), "limit": format_bytes(round(rows[0].limit)),
+        "title": there.about, "answer": sentence(rows), "limit": format_bytes(round(rows[0].limit)),
         "heads": [("R" if head[:2] == "R " else there.seen if head == "seen" else head, HEADS[head]) for head in HEADS],
         "rows": [(row.method, _cells(row, times.get(row.method))) for row in rows],
         "warnings": [(row.method, warning) for row in rows for warning in row.warnings],
