@@ -34,15 +34,7 @@ from spillway.advisor.verdict import (
     sentence,
 )
 from spillway.advisor.ways import DEFAULT, WAYS, accumulated, chosen, way_of
-from spillway.cli.advice_tables import (
-    Exchange,
-    answers_json,
-    exchange_of,
-    print_answers,
-    print_found,
-    print_sweeps,
-    sweeps_over,
-)
+from spillway.cli import advice_tables as tables
 from spillway.cli.common import (
     INTERRUPTED,
     Json,
@@ -157,13 +149,13 @@ class _Wanted:
     """The workload with its options."""
     verify: bool = False
 
-    def exchange(self, known: Bytes | None = None) -> Exchange | None:
+    def exchange(self, known: Bytes | None = None) -> tables.Exchange | None:
         """Between devices; `known` are the bytes of the gradients where the model is there."""
-        return exchange_of(*self.devices, known=known)
+        return tables.exchange_of(*self.devices, known=known)
 
     def page(
         self, answers: Sequence[Sequence[Row]], title: str, facts: Mapping[str, str], kinds: Kinds,
-        exchange: Exchange | None, swept: Sequence[Sweep],
+        exchange: tables.Exchange | None, swept: Sequence[Sweep],
     ) -> None:  # fmt: skip
         """Write it, if one is wanted, with sweeps over depth and width where experiments make some."""
         if self.output is None:
@@ -260,12 +252,12 @@ def _from_file(path: Path, wanted: _Wanted) -> None:
         advise(there, wanted.limit or default_limit(there), small_batches=wanted.small_batches)
         for there in experiments
     ]  # fmt: skip
-    swept = sweeps_over(exchange, answers)
+    swept = tables.sweeps_over(exchange, answers)
     if wanted.json:
-        print_json(answers_json(answers, exchange, swept))
+        print_json(tables.answers_json(answers, exchange, swept))
     else:
-        print_answers(answers)
-        print_sweeps(exchange, swept)
+        tables.print_answers(answers)
+        tables.print_sweeps(exchange, swept)
     wanted.page(answers, path.name, {"measurements": str(path)}, {}, exchange, swept)
 
 
@@ -283,16 +275,16 @@ def _tell(every: Sequence[Found], wanted: _Wanted, write: Path | None, console: 
     documents, swept = [], list[Sweep]()
     for one in every:
         exchange = wanted.exchange(known=one.gradient_bytes)
-        mine = sweeps_over(exchange, [one.rows])
+        mine = tables.sweeps_over(exchange, [one.rows])
         swept += mine
         if wanted.json:
             document = one.to_json()
-            rows = answers_json([one.rows], exchange, mine)
+            rows = tables.answers_json([one.rows], exchange, mine)
             document["rows"] = [row | more for row, more in zip(document["rows"], rows, strict=True)]
             documents.append(document)
         else:
-            print_found(one)
-            print_sweeps(exchange, mine)
+            tables.print_found(one)
+            tables.print_sweeps(exchange, mine)
     if wanted.json:
         print_json(documents[0] if len(documents) == 1 else {"networks": documents})
     first, kinds = every[0], dict[tuple[str, int], Mapping[str, Bytes]]()
