@@ -26,10 +26,9 @@ from benchmarks.record import (
 from benchmarks.training import account, longest_batch
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share
-from spillway.runs import launch
-from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs import run as launch
+from spillway.subprocess_runs.rows import first_difference
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from benchmarks import models
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
-from spillway.comparing import Failure, compare, subject_of
-from spillway.comparing import Row as Cell
 from spillway.costs.device import DEVICES, Device
 from spillway.methods import METHODS
 from spillway.recording import record
+from spillway.sweep import Failure, compare, subject_of
+from spillway.sweep import Row as Cell
 from spillway.units import Seconds, format_bytes
 from spillway.workloads import Batch, Workload, get, seed_everything
 

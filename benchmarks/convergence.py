@@ -11,10 +11,9 @@ from benchmarks import workloads
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
 from benchmarks.training import account, longest_batch
 from spillway.report.figures import highest_peak
-from spillway.runs import launch
-from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs import run as launch
+from spillway.subprocess_runs.rows import first_difference
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 

@@ -33,7 +33,7 @@ from benchmarks.mutations import SCRIPTS, changed_cells, changed_document, chang
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
 from spillway import cli
 from spillway.advisor.bench import AbstractBench, Trial
-from spillway.advisor.remembered import cache_file
+from spillway.advisor.real import cache_file
 from spillway.cli import advise, main
 from spillway.costs import measured
 from spillway.costs.device import DEVICES
@@ -284,7 +284,7 @@ def _elsewhere(folder: Path) -> Iterator[None]:
     """Caches lie in that folder, nothing is measured, and what every call would make anew is made once."""
     with (
         patch.object(cli, "app", get_command(cli.app)),
-        patch.object(html, "_template", cache(html._template)),
+        patch.object(html, "template", cache(html.template)),
         patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}),
         patch.object(advise, "RealBench", _Bench),
         patch.object(measured, "measure", lambda directory: replace(DEVICES["a100"], name="here")),

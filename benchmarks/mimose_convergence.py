@@ -10,10 +10,9 @@ from benchmarks import workloads
 from benchmarks.drawing import Line, Panel, can_draw, png
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, share_columns, text_columns
 from spillway.report.figures import highest_peak
-from spillway.runs import launch
-from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs import run as launch
+from spillway.subprocess_runs.rows import first_difference
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
 from spillway.units import Bytes, format_bytes
 
 CHECKPOINT: Final = "checkpoint"

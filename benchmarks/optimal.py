@@ -14,7 +14,7 @@ from spillway.errors import BudgetInfeasible, NoPlanFound, PlanRejected
 from spillway.ir import Step, verify
 from spillway.methods import METHODS, Checkmate, Problem, SqrtN, method_named
 from spillway.methods.checkmate import Solution, lower_bound
-from spillway.subject import with_seconds
+from spillway.problem import with_seconds
 from spillway.units import Bytes
 
 DEVICE: Final = "v100-nvlink"

@@ -30,10 +30,9 @@ from benchmarks.record import (
 )
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import Campaign
-from spillway.advisor.choice import recommended
 from spillway.advisor.real import AROUND, STEPS, RealBench
 from spillway.advisor.verdict import Row as Advice
-from spillway.advisor.verdict import advise
+from spillway.advisor.verdict import advise, recommended
 from spillway.advisor.ways import DEFAULT
 from spillway.units import Bytes, Seconds
 

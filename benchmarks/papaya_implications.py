@@ -16,9 +16,10 @@ from benchmarks.papaya_paper import DATA, MEMORY, SWEEPS
 from benchmarks.papaya_paper import Sweep as Published
 from benchmarks.papaya_simulated import bench_of, experiment_of, read_published, sampled
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
-from spillway.advisor import Experiment, advise, read_measurements
-from spillway.advisor.sweeps import Sweep, SweepPoint, crossing, crossover, over_devices
+from spillway.advisor.gains import Sweep, SweepPoint, crossing, crossover, over_devices
+from spillway.advisor.measurements import Experiment, read_measurements
 from spillway.advisor.verdict import Row as Advice
+from spillway.advisor.verdict import advise
 from spillway.ir import Kind
 from spillway.units import Bytes
 

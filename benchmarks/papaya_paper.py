@@ -15,19 +15,12 @@ from statistics import fmean, median
 from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, share_columns, text_columns
-from spillway import advisor
-from spillway.advisor import (
-    Experiment,
-    Samples,
-    SweepPoint,
-    advise,
-    measured_crossover,
-    pays_by_score,
-    read_measurements,
-)
+from spillway.advisor import gains
 from spillway.advisor.fits import Points
-from spillway.advisor.sweeps import UNITS, Over
-from spillway.advisor.verdict import LINEAR, fit, plain_name
+from spillway.advisor.gains import UNITS, Over, SweepPoint, measured_crossover
+from spillway.advisor.measurements import Experiment, Samples, read_measurements
+from spillway.advisor.model import pays_by_score
+from spillway.advisor.verdict import LINEAR, advise, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
 
 DATA: Final = Path(__file__).parents[1].parent / "shared" / "data" / "papaya" / "measurements_v100.csv"
@@ -203,7 +196,7 @@ def start(sweep: Sweep, experiments: Sequence[Experiment]) -> int | None:
     sized = {size: there for there in experiments if (size := sweep.size(there)) is not None}
     points = tuple(SweepPoint(value=size, rows=advise(sized[size], MEMORY)) for size in sorted(sized))
     over: Over = "width" if sweep.hidden else "depth"
-    found = measured_crossover(advisor.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
+    found = measured_crossover(gains.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
     return None if found is None else int(found.first)
 
 

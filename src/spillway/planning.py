@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from spillway.costs.device import Device
-from spillway.costs.finding import device_of
-from spillway.errors import BudgetError, UnknownMethodError
+from spillway.errors import UnknownMethodError
 from spillway.ir import Plan, verify
-from spillway.methods import METHODS, AbstractPlanner, Problem, method_named
-from spillway.subject import StepLike, budget_of, step_of, with_seconds
-from spillway.units import format_bytes
+from spillway.methods import METHODS, AbstractPlanner, method_named
+from spillway.problem import StepLike, problem_of
 
 
 def plan(
@@ -35,16 +33,6 @@ def plan(
     found = planner_named(method).plan(problem)
     verify(found, problem.step, problem.allowed)
     return found
-
-
-def problem_of(step: StepLike, *, budget: int | float | str, device: str | Device) -> Problem:
-    """What a planner is given. Raises what `plan` raises, but for what planners do."""
-    found, chosen = step_of(step), device_of(device)
-    allowed = budget_of(budget, found)
-    if allowed > chosen.memory:
-        there = f"more than the {format_bytes(chosen.memory)} that the device {chosen.name} has"
-        raise BudgetError(f"The budget {budget} is {format_bytes(allowed)}, {there}.")
-    return Problem(step=with_seconds(found, chosen), allowed=allowed, device=chosen)
 
 
 def planner_named(method: str | AbstractPlanner) -> AbstractPlanner:

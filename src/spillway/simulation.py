@@ -12,8 +12,8 @@ from spillway.engines.simulated import simulate as simulate_step
 from spillway.ir import Plan, StepReport
 from spillway.methods import method_named
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
-from spillway.subject import StepLike, budget_of, step_of, with_seconds
-from spillway.units import parse_bytes
+from spillway.problem import StepLike, step_of, with_seconds
+from spillway.units import budget_of_peak, parse_bytes
 
 Method = str | AbstractPolicy | AbstractPlanner | Plan
 
@@ -52,7 +52,7 @@ def simulate(
     found, on = step_of(step), device_of(device)
     chosen = method_named(method) if isinstance(method, str) else method
     return simulate_step(
-        with_seconds(found, on, measured=measured), allowed=budget_of(budget, found), method=chosen,
+        with_seconds(found, on, measured=measured), allowed=budget_of_peak(budget, found.plain_peak()), method=chosen,
         device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
     )  # fmt: skip
 

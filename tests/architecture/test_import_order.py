@@ -12,6 +12,7 @@ from tests.architecture.source import Import, imports, package_sources
 # rank and do not import each other, except those that stand TOGETHER.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "version"),
+    ("processes",),  # starts others, which run what is named to them
     ("ir",),
     ("costs",),
     ("methods",),
@@ -36,18 +37,18 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("costs.watching",),  # measures what the engine costs
     ("costs.measured",),  # measures the disk through a tier
     ("costs.finding",),  # offers what is measured beside what is known
-    ("subject",),
+    ("problem",),
     ("planning",),  # a step, a budget and a planner make a plan
     ("simulation",),
     ("recording",),
-    ("comparing",),
+    ("sweep",),
     ("report",),  # draws what stands in ir; before the session, which offers it to the user
     ("session",),
     ("advisor", "integrations", "workloads", "doctor"),
     ("report.advice_figures",),
     ("report.advice",),  # the page of what the advisor answers
-    ("runs",),
-    ("advisor.measuring", "advisor.real"),  # workloads in sessions, in processes that runs knows how to start
+    ("advisor.measuring",),  # workloads in sessions
+    ("subprocess_runs",),
     ("",),  # spillway itself: the public names
     ("cli",),
     ("__main__",),
@@ -69,7 +70,7 @@ NEED_TORCH = (
     "workloads",
     "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",
-    "runs.child",
+    "subprocess_runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.
 LAZY = {"", "cli", "costs.finding"}

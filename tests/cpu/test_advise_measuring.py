@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,8 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.real import RealBench
 from spillway.advisor.ways import accumulated, way_of
-from spillway.cli import campaigns, main
+from spillway.cli import advise as verb
+from spillway.cli import main
 from spillway.errors import SpillwayError, TrialError, WorkloadError
 from spillway.methods import Action, Checkpoint
 from spillway.workloads import get
@@ -222,19 +224,17 @@ def test_a_trial_that_dies_or_finds_no_memory_takes_nobody_with_it(workload: str
 
 
 def test_what_a_step_raises_is_one_sentence(workload: str) -> None:
-    def told(method: str, size: int) -> dict[str, Any]:
+    def told(method: str, size: int) -> Any:
         request = {"workload": f"{workload}:picky", "options": {}, "seed": 0, "steps": 1, "spill_directory": None}
-        sent: list[dict[str, Any]] = []
-        with measuring._telling(sent.append, "The step"):
-            measuring._answer(request, {"method": method, "size": size}, sent.append)
-        (one,) = sent
-        return one
+        return measuring._told("The step", lambda: measuring._measured(request, way_of(method), size))
 
-    assert told("plain", 1)["failed"].startswith("The step raised ValueError: Expected more than 1 value per channel")
-    assert told("plain", 2)["trial"]["peak"]
-    why = "The step raised ValueError: no more than 4"
-    assert told("plain", 8)["failed"].startswith(why)
-    blockless = told("checkpoint", 2)["error"]["sentence"]
+    one, eight = told("plain", 1), told("plain", 8)
+    assert isinstance(one, TrialError)
+    assert str(one).startswith("The step raised ValueError: Expected more than 1 value per channel")
+    assert told("plain", 2).peak
+    assert isinstance(eight, TrialError)
+    assert str(eight).startswith("The step raised ValueError: no more than 4")
+    blockless = str(told("checkpoint", 2))
     assert blockless.startswith("No blocks were found in the workload's Sequential")
     assert "give the model layers that repeat" in blockless
     assert "blocks=" not in blockless
@@ -242,9 +242,7 @@ def test_what_a_step_raises_is_one_sentence(workload: str) -> None:
 
 def test_a_workload_that_is_not_built_at_one_sample_is_looked_at_with_two(workload: str) -> None:
     request = {"workload": f"{workload}:from_two", "seed": 0, "options": {}}
-    told: list[dict[str, Any]] = []
-    measuring._tell_facts(request, told.append)
-    assert told[0]["facts"]["gradient_bytes"]
+    assert measuring._facts(request)["gradient_bytes"]
 
 
 def test_batches_that_ignore_the_size_are_found_out(workload: str) -> None:
@@ -259,20 +257,21 @@ def test_batches_that_ignore_the_size_are_found_out(workload: str) -> None:
         list(Campaign(Here(), ["plain"], 10**9).run())
 
 
-@pytest.mark.parametrize("breaks", [True, False])
-def test_a_process_that_is_gone_is_started_anew(breaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(question: object) -> None:
-        if breaks and not count:
-            raise BrokenPipeError
-
+def test_a_process_that_is_gone_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = Trial(method="plain", size=1, peak=1, seconds=1.0)
-    said = iter([[{"facts": {}}], [{"facts": {}}, {"trial": trial.to_json()}]])
+    said = iter([[{}], [{}, trial]])
     count = 0
+
+    def hearing(messages: list[object]) -> object:
+        if not messages:
+            raise EOFError
+        return messages.pop(0)
 
     @contextmanager
     def talking(*arguments: object, **options: object) -> Iterator[SimpleNamespace]:
         nonlocal count
-        yield SimpleNamespace(ask=ask, messages=iter(next(said)), process=SimpleNamespace(wait=lambda: -15))
+        hear = partial(hearing, next(said))
+        yield SimpleNamespace(ask=lambda question: None, hear=hear, process=SimpleNamespace(wait=lambda: -15))
         count += 1
 
     monkeypatch.setattr(real, "talking", talking)
@@ -328,7 +327,7 @@ def test_ctrl_c_answers_from_what_is_there(
 def test_wrong_input_gets_one_sentence_before_anything_starts(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(campaigns, "find_out", lambda *_: pytest.fail("something was measured"))
+    monkeypatch.setattr(verb, "find_out", lambda *_: pytest.fail("something was measured"))
     code, out, err = advise(capsys, *arguments)
     assert (code, out) == (1, "")
     assert says in err

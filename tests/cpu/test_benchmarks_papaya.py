@@ -13,9 +13,9 @@ from benchmarks import papaya_here, papaya_paper
 from benchmarks.papaya_paper import MEMORY, SWEEPS, start
 from benchmarks.papaya_simulated import kendall, largest_batch
 from benchmarks.record import Skipped
-from spillway.advisor import Experiment, Samples
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
+from spillway.advisor.measurements import Experiment, Samples
 from spillway.advisor.model import Cost
 from spillway.advisor.verdict import advise
 from tests.cpu.benchmarks_quick import quick, rows_by

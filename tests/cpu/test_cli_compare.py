@@ -131,7 +131,7 @@ def test_a_row_that_cannot_be_worked_out_leaves_the_others_and_exit_code_1(
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.comparing.cells.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.sweep.METHODS", {**METHODS, "lru": refused})
     code, out, err = spillway(
         "step.jsonl", "--methods", "lru,delta", "--budgets", "0.8,1", "--json", "--processes", 1, "-o", "page.html"
     )

@@ -93,7 +93,7 @@ def test_a_torch_that_is_too_old_ends_with_1(
 
 
 def test_threads_that_leave_no_processor_to_the_workers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_torch, "processors", lambda: 4)
+    monkeypatch.setattr(on_torch, "cores", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert on_torch.threads().problems == []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)

@@ -20,7 +20,13 @@ from spillway.engines.tiers.disk import DiskTier
 from tests.cpu.forks import held_elsewhere, true_in_a_child
 
 KINDS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
-PARTS: Final = ("spillway.engines", "spillway.session", "spillway.runs", "spillway.recording", "spillway.report")
+PARTS: Final = (
+    "spillway.engines",
+    "spillway.session",
+    "spillway.subprocess_runs",
+    "spillway.recording",
+    "spillway.report",
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -14,12 +14,11 @@ import pytest
 
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import POINTS, Campaign, on_line, steady
-from spillway.advisor.choice import Accumulation, Verified, accumulation_of, recommended
 from spillway.advisor.fits import fit_line
 from spillway.advisor.measurements import Experiment, read_measurements, write_measurements
 from spillway.advisor.model import Cost
-from spillway.advisor.remembered import RememberedBench, cache_file
-from spillway.advisor.verdict import Best, advise, sentence
+from spillway.advisor.real import RememberedBench, cache_file
+from spillway.advisor.verdict import Accumulation, Best, Verified, accumulation_of, advise, recommended, sentence
 from spillway.advisor.ways import ACCUMULATED, DEFAULT, WAYS, accumulated, chosen, way_of
 from spillway.errors import SpillwayError, UsageError
 from tests.pure.advisor_made import LIMIT, MB, Made, bench, finished, flat_at_first, line

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from spillway.advisor import Experiment, Row, advise, default_limit, read_measurements, sentence
-from spillway.advisor.choice import recommended
-from spillway.advisor.measurements import MB
+from spillway.advisor.measurements import MB, Experiment, read_measurements
 from spillway.advisor.model import Cost
-from spillway.advisor.verdict import as_measured, fit, judge
+from spillway.advisor.verdict import Row, advise, as_measured, default_limit, fit, judge, recommended, sentence
 from spillway.cli import main
 from spillway.errors import FileFormatError
 from tests.shared import shared

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from spillway.advisor.fits import fit_knee, fit_line
+from benchmarks.largest_batch import search_largest
+from spillway.advisor.fits import below, fit_knee, fit_line, quantile
 from spillway.advisor.model import (
     Cost,
     pays,
@@ -17,10 +18,8 @@ from spillway.advisor.model import (
     point,
     ring_seconds,
     score,
-    search_largest,
     whole,
 )
-from spillway.advisor.student import below, quantile
 
 numbers = st.floats(1e-3, 1e3)
 maybe = st.one_of(st.just(0.0), numbers)

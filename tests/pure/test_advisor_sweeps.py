@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.advisor import Experiment, Row, Samples, advise, default_limit, read_measurements
-from spillway.advisor.model import Cost, ring_seconds
-from spillway.advisor.sweeps import (
+from spillway.advisor.gains import (
     Crossover,
     Sweep,
     SweepPoint,
@@ -23,6 +21,9 @@ from spillway.advisor.sweeps import (
     over_devices,
     sweeps_of,
 )
+from spillway.advisor.measurements import Experiment, Samples, read_measurements
+from spillway.advisor.model import Cost, ring_seconds
+from spillway.advisor.verdict import Row, advise, default_limit
 from tests.shared import shared
 
 LIMIT = 16e9

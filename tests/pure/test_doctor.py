@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway.doctor import on_spill, on_system
-from spillway.doctor.findings import Finding
+from spillway.doctor import Finding, on_spill, on_system
 from spillway.engines import memory
 from spillway.engines.memory import container_free, container_limit, usable_memory
 from spillway.engines.tiers import speed

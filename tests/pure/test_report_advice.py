@@ -12,8 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from spillway.advisor import Experiment, Row, Samples, Sweep, advise, over_devices, sweeps_of
+from spillway.advisor.gains import Sweep, over_devices, sweeps_of
+from spillway.advisor.measurements import Experiment, Samples
 from spillway.advisor.model import Cost
+from spillway.advisor.verdict import Row, advise
 from spillway.cli import main
 from spillway.errors import UsageError
 from spillway.report import advice_figures as figures

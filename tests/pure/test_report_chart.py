@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.ir import Change, Event, Kind, StorageLine, Timeline
-from spillway.report.chart import COLUMNS, HEIGHT, WIDTH, Chart, columns_of, draw, round_bytes
+from spillway.report.charts import COLUMNS, HEIGHT, WIDTH, Chart, columns_of, draw, round_bytes
 from spillway.report.figures import NO_BUDGET
 from spillway.units import GiB, MiB
 

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spillway.ir import Change, Event, Kind, StepReport, StorageLine, Timeline
-from spillway.report.by_size import draw_sizes
+from spillway.report.charts import draw_sizes
 from spillway.report.figures import NO_BUDGET
 from spillway.report.html import ROWS, render, write_report
 from spillway.units import MiB

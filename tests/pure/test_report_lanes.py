@@ -10,10 +10,19 @@ from xml.etree import ElementTree
 import pytest
 
 from spillway.ir import Change, Lane, Timeline
-from spillway.report.axis import COLUMNS, WIDTH, op_ranges, op_starts, ticks
-from spillway.report.chart import columns_of
+from spillway.report.charts import (
+    COLUMNS,
+    NARROWEST,
+    PITCH,
+    ROW,
+    WIDTH,
+    columns_of,
+    draw_lanes,
+    op_ranges,
+    op_starts,
+    ticks,
+)
 from spillway.report.html import render
-from spillway.report.lanes import NARROWEST, PITCH, ROW, draw_lanes
 from tests.pure.spans import LANES, op, stall
 
 Box = tuple[float, float, float]

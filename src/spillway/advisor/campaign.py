@@ -106,16 +106,9 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        bench: AbstractBench,
-        methods: Sequence[str],
-        limit: Bytes,
-        *,
-        batches: Sequence[int] = (),
-        points: int = POINTS,
-        longest: Seconds = inf,
-        clock: Clock = time.monotonic,
-    ) -> None:
+        self, bench: AbstractBench, methods: Sequence[str], limit: Bytes, *, batches: Sequence[int] = (),
+        points: int = POINTS, longest: Seconds = inf, clock: Clock = time.monotonic,
+    ) -> None:  # fmt: skip
         self.bench = bench
         self.methods = tuple(methods)
         self.limit = limit
@@ -144,11 +137,17 @@ class Campaign:
             self._began[method] = self._clock()
             try:
                 yield from self._given(method) if self._batches else self._chosen(method)
-                self._check_measured(method)
+                refused = self.refused[method]
+                if refused and not self.trials[method]:  # all failed: what the last one raised is of the method
+                    for size in refused:
+                        del self.faults[_at(method, size)]
+                    raise list(refused.values())[-1]
             except SpillwayError as error:
                 if method == self.methods[0]:
                     raise
-                self.faults[method] = self._fault(str(error))
+                # Told once: of a further method with the same fault, whose it is.
+                first = next((name for name, fault in self.faults.items() if fault == str(error)), None)
+                self.faults[method] = str(error) if first is None else f"for the same reason as {first}."
             self._spent[method] = self._clock() - self._began[method]
 
     def measure(self, method: str, size: int, *, again: bool = False) -> Trial:
@@ -159,8 +158,11 @@ class Campaign:
         self.trials.setdefault(method, {})[size] = trial
         return trial
 
-    def _tried(self, method: str, size: int) -> Trial | None:
-        """A trial; None for one that failed, which is noted if another size may do."""
+    def _tried(self, method: str, size: int) -> Iterator[Trial]:
+        """A trial; none of one that failed, which is noted if another size may do.
+
+        Raises WorkloadError if a plain batch of another size has the same bytes, and so has the rest of its step.
+        """
         try:
             trial = self.measure(method, size)
         except SpillwayError as error:
@@ -168,35 +170,17 @@ class Campaign:
                 raise
             self.refused[method][size] = error
             self.faults[_at(method, size)] = str(error)
-            return None
-        if method == self.methods[0]:
-            self._check_follows(trial)
-        return trial
-
-    def _check_follows(self, trial: Trial) -> None:
-        """Raises WorkloadError if a batch of another size has the same bytes, and so has the rest of its step."""
-        drawn = _drawn(trial)
-        for other in self.trials[trial.method].values():
-            if other.size != trial.size and drawn is not None and _drawn(other) == drawn:
-                small, large = sorted((other.size, trial.size))
+            return
+        drawn = _drawn(trial) if method == self.methods[0] else None
+        for other in self.trials[method].values() if drawn is not None else ():
+            if other.size != size and _drawn(other) == drawn:
+                small, large = sorted((other.size, size))
                 raise WorkloadError(
                     f"The workload {self.bench.name} takes batch= and does not follow it: its batches of {small} and "
                     f"of {large} samples have the same {format_bytes(trial.by_kind['input'])}; let its batches have as "
                     f"many samples as batch= says."
                 )
-
-    def _check_measured(self, method: str) -> None:
-        """Raises what the last trial raised if all of them failed."""
-        refused = self.refused[method]
-        if refused and not self.trials[method]:
-            for size in refused:
-                del self.faults[_at(method, size)]
-            raise list(refused.values())[-1]
-
-    def _fault(self, sentence: str) -> str:
-        """Told once: of a further method with the same fault, whose it is."""
-        first = next((name for name, fault in self.faults.items() if fault == sentence), None)
-        return sentence if first is None else f"for the same reason as {first}."
+        yield trial
 
     @property
     def unknown(self) -> Mapping[str, int]:
@@ -249,26 +233,20 @@ class Campaign:
 
     def _given(self, method: str) -> Iterator[Trial]:
         for size in self._batches:
-            if self.trials[method] and (self._ran_out(method) or size > self._fits(method)):
+            known = self.trials[method]
+            if known and (any(trial.ran_out for trial in known.values()) or size > self._fits(method)):
                 self.left_out.setdefault(method, []).append(size)
-            elif (trial := self._tried(method, size)) is not None:
-                yield trial
+            else:
+                yield from self._tried(method, size)
 
     def _chosen(self, method: str) -> Iterator[Trial]:
-        size: int | None = next(size for size in SMALLEST if size == SMALLEST[-1] or not self._refuses(size))
+        plainly_refused = self.refused[self.methods[0]]
+        size: int | None = next(size for size in SMALLEST if size == SMALLEST[-1] or size not in plainly_refused)
         while size is not None:
-            trial = self._tried(method, size)
-            if trial is not None:
-                yield trial
+            yield from self._tried(method, size)
             size = self._next(method)
         while (between := self._between(method)) is not None:
-            trial = self._tried(method, between)
-            if trial is not None:
-                yield trial
-
-    def _refuses(self, size: int) -> bool:
-        """Whether plain training does."""
-        return size in self.refused[self.methods[0]]
+            yield from self._tried(method, between)
 
     def _next(self, method: str) -> int | None:
         """Twice the largest, or what still fits; None if that is hardly more, or a larger one was refused.
@@ -333,9 +311,6 @@ class Campaign:
     def _peaks(self, method: str) -> dict[int, float]:
         found = self.trials.get(method, {})
         return {size: float(trial.peak) for size, trial in sorted(found.items()) if trial.peak is not None}
-
-    def _ran_out(self, method: str) -> bool:
-        return any(trial.ran_out for trial in self.trials[method].values())
 
 
 def _at(method: str, size: int) -> str:

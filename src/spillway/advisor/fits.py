@@ -3,24 +3,30 @@
 Neither memory nor time falls with the batch, and neither is below zero without one: both coefficients are held at 0 or
 above, and the line says which was held. Without that a few noisy points give a fixed time below zero, and a throughput
 without bound. Beside the line stands one that is flat at first, for batches that leave the device idle (section 5.5).
+
+Intervals are Student's t, in closed form, because SciPy is only an extra here: the sums are Abramowitz and Stegun's
+26.7.3 and 26.7.4, exact for whole degrees of freedom.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, sqrt
+from functools import lru_cache
+from math import atan, cos, inf, pi, sin, sqrt
+from statistics import NormalDist
 from typing import Final, TypeAlias, final
 
 import numpy
 from numpy.typing import NDArray
 
-from spillway.advisor.student import quantile
-
 LEVEL: Final = 0.95
 """Of confidence intervals."""
 FEWEST: Final = 2
 """Batch sizes that make a line."""
+_MANY: Final = 1000
+"""Degrees of freedom from which on the normal distribution is taken: they are 3e-4 apart at most."""
+_HALVINGS: Final = 200
 
 Points: TypeAlias = Mapping[int, float]
 """What was measured, by batch size."""
@@ -97,7 +103,14 @@ def fit_knee(points: Points) -> Line:
     freedom = len(sizes) - 3
     if freedom < 1:
         return best  # with as many coefficients as points any knee is as good
-    for knee in _knees(sizes, values):
+    knees = [float(size) for size in sizes[1:-1]]
+    for place in range(1, len(sizes) - 1):  # where a flat part might end, with two batch sizes or more behind it
+        slope, intercept = _solved(sizes[place:], values[place:])[:2]
+        if slope > 0:
+            meets = (float(values[:place].mean()) - intercept) / slope
+            if sizes[place - 1] < meets < sizes[place]:
+                knees.append(meets)
+    for knee in knees:
         line = _fitted(sizes, values, knee, freedom)
         squares = _squares(sizes, values, line)
         if line.slope > 0 and squares < least:
@@ -112,25 +125,15 @@ def _arrays(points: Points) -> tuple[_Floats, _Floats]:
     return numpy.array(sizes, dtype=float), numpy.array([points[size] for size in sizes], dtype=float)
 
 
-def _knees(sizes: _Floats, values: _Floats) -> list[float]:
-    """Where a flat part might end, with two batch sizes or more behind it."""
-    knees = [float(size) for size in sizes[1:-1]]
-    for place in range(1, len(sizes) - 1):
-        slope, intercept = _solved(sizes[place:], values[place:])[:2]
-        if slope > 0:
-            meets = (float(values[:place].mean()) - intercept) / slope
-            if sizes[place - 1] < meets < sizes[place]:
-                knees.append(meets)
-    return knees
-
-
 def _fitted(sizes: _Floats, values: _Floats, knee: float, freedom: int) -> Line:
     bent = numpy.maximum(sizes, knee)
     slope, intercept, held = _solved(bent, values)
     free = freedom + bool(held)  # what is held is not fitted
     predicted = slope * bent + intercept
+    straight = len(sizes) <= FEWEST or not numpy.ptp(predicted) or not numpy.ptp(values)
     return Line(
-        slope=slope, intercept=intercept, knee=knee, r=_correlation(predicted, values), count=len(sizes), freedom=free,
+        slope=slope, intercept=intercept, knee=knee, count=len(sizes), freedom=free,
+        r=None if straight else float(numpy.corrcoef(predicted, values)[0, 1]),
         covariance=_covariance(bent, float(((values - predicted) ** 2).sum()), free, held), held=held,
     )  # fmt: skip
 
@@ -171,7 +174,38 @@ def _squares(sizes: _Floats, values: _Floats, line: Line) -> float:
     return float(((values - predicted) ** 2).sum())
 
 
-def _correlation(predicted: _Floats, values: Sequence[float] | _Floats) -> float | None:
-    if len(predicted) <= FEWEST or not numpy.ptp(predicted) or not numpy.ptp(values):
-        return None
-    return float(numpy.corrcoef(predicted, values)[0, 1])
+def below(value: float, freedom: int) -> float:
+    """The probability of less than `value`. Raises ValueError below one degree of freedom."""
+    if freedom < 1:
+        raise ValueError(f"Student's t has 1 degree of freedom or more, not {freedom}.")
+    if freedom >= _MANY:
+        return NormalDist().cdf(value)
+    angle = atan(value / sqrt(freedom))
+    if freedom == 1:
+        return (1 + 2 * angle / pi) / 2
+    odd = freedom % 2
+    term = total = cos(angle) if odd else 1.0
+    for number in range(3, freedom, 2):
+        term *= cos(angle) ** 2 * ((number - 1) / number if odd else (number - 2) / (number - 1))
+        total += term
+    return (1 + (2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total)) / 2
+
+
+@lru_cache(maxsize=1024)
+def quantile(probability: float, freedom: int) -> float:
+    """The value below which that share lies. Raises ValueError for shares that are not between 0 and 1."""
+    if not 0 < probability < 1:
+        raise ValueError(f"A quantile is of a share between 0 and 1, not of {probability}.")
+    if probability < 0.5:
+        return -quantile(1 - probability, freedom)
+    low, high = 0.0, 1.0
+    while below(high, freedom) < probability:
+        low, high = high, 2 * high
+        if high == inf:
+            return inf
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if below(middle, freedom) < probability else (low, middle)
+    return high

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from io import StringIO
 from math import inf, isfinite
 from pathlib import Path, PurePosixPath
@@ -118,6 +118,11 @@ class Experiment:
         more = [f"{self.layers} layers" if self.layers else "", f"hidden {self.hidden}" if self.hidden else ""]
         return ", ".join(filter(None, (self.network, *more, self.precision)))
 
+    @property
+    def about(self) -> str:
+        """That, where it ran, and where the runs are from."""
+        return f"{self.title} on {self.hardware}{f' ({self.source})' if self.source else ''}"
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +150,23 @@ def read_measurements(path: Path) -> list[Experiment]:
 
     Raises FileFormatError for a damaged or foreign file, and what the system raises.
     """
-    rows = _settled(list(_rows(path)))
-    if not rows:
-        raise FileFormatError("no row says how a step of some batch size went", path=path, line=1)
+    rows, known = list(_rows(path)), dict[tuple[str, ...], set[_Shape]]()
+    for row in rows:
+        if not row.failed:
+            known.setdefault((row.hardware, row.network, row.source), set()).add(row.shape)
     groups: dict[tuple[str, ...], dict[str, Samples]] = {}
     for row in rows:
-        methods = groups.setdefault((row.hardware, row.network, row.source, *row.shape), {})
-        _take(methods.setdefault(row.method, Samples()), row)
+        shapes = {row.shape}
+        if row.failed:
+            shapes = {
+                shape for shape in known.get((row.hardware, row.network, row.source), ())
+                if all(not mine or mine == yours for mine, yours in zip(row.shape, shape, strict=True))
+            }  # fmt: skip
+        if len(shapes) == 1:
+            methods = groups.setdefault((row.hardware, row.network, row.source, *shapes.pop()), {})
+            _take(methods.setdefault(row.method, Samples()), row)
+    if not groups:
+        raise FileFormatError("no row says how a step of some batch size went", path=path, line=1)
     return [
         Experiment(
             hardware=hardware, network=network, source=source, layers=layers, hidden=hidden, precision=precision,
@@ -176,28 +191,6 @@ def _take(samples: Samples, row: Row) -> None:
         samples.off_line[row.size] = row.off_line
 
 
-def _settled(rows: list[Row]) -> list[Row]:
-    """Blanks in the shapes of failures filled in where only one value is possible; the other failures left out."""
-    known: dict[tuple[str, ...], set[_Shape]] = {}
-    for row in rows:
-        if not row.failed:
-            known.setdefault((row.hardware, row.network, row.source), set()).add(row.shape)
-    settled = []
-    for row in rows:
-        if not row.failed:
-            settled.append(row)
-            continue
-        shapes = known.get((row.hardware, row.network, row.source), set())
-        fitting = [shape for shape in shapes if _may_be(row.shape, shape)]
-        if len(fitting) == 1:
-            settled.append(replace(row, shape=fitting[0]))
-    return settled
-
-
-def _may_be(partly: _Shape, shape: _Shape) -> bool:
-    return all(not mine or mine == yours for mine, yours in zip(partly, shape, strict=True))
-
-
 def _rows(path: Path) -> Iterator[Row]:
     content = content_of(path, MOST_BYTES)
     try:
@@ -207,28 +200,25 @@ def _rows(path: Path) -> Iterator[Row]:
         raise FileFormatError("it is not text in UTF-8", path=path, line=line) from error
     reader = csv.DictReader(StringIO(text, newline=""), restkey="")
     try:
-        _check_columns(path, reader.fieldnames or ())
+        names = list(reader.fieldnames or ())
+        missing = [name for name in NEEDED if name not in names]
+        if not {"ips", "batch_time_s"} & set(names):
+            missing.append("ips or batch_time_s")
+        for name in (*NEEDED, "ips", "batch_time_s", *SHAPE):
+            if names.count(name) > 1:
+                raise FileFormatError(f"there are two columns {name}", path=path, line=1)
+        if missing:
+            raise FileFormatError(
+                f"measurements need the columns {', '.join(NEEDED)} and ips or batch_time_s, and there is no "
+                f"{', no '.join(missing)}",
+                path=path, line=1,
+            )  # fmt: skip
         for cells in reader:
             row = _row(path, reader.line_num, cells)
             if row is not None:
                 yield row
     except csv.Error as error:
         raise FileFormatError(f"it is not CSV: {error}", path=path, line=max(reader.line_num, 1)) from error
-
-
-def _check_columns(path: Path, names: Sequence[str]) -> None:
-    missing = [name for name in NEEDED if name not in names]
-    if not {"ips", "batch_time_s"} & set(names):
-        missing.append("ips or batch_time_s")
-    twice = [name for name in (*NEEDED, "ips", "batch_time_s", "peak_mb", *SHAPE) if list(names).count(name) > 1]
-    if twice:
-        raise FileFormatError(f"there are two columns {twice[0]}", path=path, line=1)
-    if missing:
-        raise FileFormatError(
-            f"measurements need the columns {', '.join(NEEDED)} and ips or batch_time_s, and there is no "
-            f"{', no '.join(missing)}",
-            path=path, line=1,
-        )  # fmt: skip
 
 
 def _row(path: Path, line: int, cells: Mapping[str, str | None]) -> Row | None:
@@ -256,9 +246,15 @@ def _row(path: Path, line: int, cells: Mapping[str, str | None]) -> Row | None:
             raise FileFormatError(f"{name} is {text[name]}, not a number above 0{more}", path=path, line=line)
         if value is not None and not LEAST <= value <= MOST:
             raise FileFormatError(f"{name} is {text[name]}, which nothing takes or makes", path=path, line=line)
+    # A file of memory and a file of speed: `a/mem_results_36.json` -> `a/results_36`.
+    source = PurePosixPath(text.get("source", ""))
+    kin = source.stem
+    for kind in _KINDS:
+        kin = kin.removeprefix(kind)
     return Row(
         hardware=text["hardware"], network=text["network"], method=text["algorithm"],
-        source=_family(text.get("source", "")), shape=tuple(text.get(name, "") for name in SHAPE), size=int(size),
+        source=str(source.parent / kin) if text.get("source") else "",
+        shape=tuple(text.get(name, "") for name in SHAPE), size=int(size),
         seconds=None if failed else seconds if ips is None else size / ips,
         nbytes=None if failed or peak is None else peak * MB,
         off_line=None if failed or off_line is None else off_line * MB, failed=failed,
@@ -278,17 +274,6 @@ def _number(path: Path, line: int, name: str, text: str) -> float | None:
     return value
 
 
-def _family(source: str) -> str:
-    """What a file of memory and a file of speed have in common: `a/mem_results_36.json` -> `a/results_36`."""
-    if not source:
-        return ""
-    path = PurePosixPath(source)
-    name = path.stem
-    for kind in _KINDS:
-        name = name.removeprefix(kind)
-    return str(path.parent / name)
-
-
 def write_measurements(
     path: Path, experiments: Sequence[Experiment], every_peak: Sequence[Mapping[str, Mapping[int, Bytes]]]
 ) -> None:
@@ -304,21 +289,11 @@ def write_measurements(
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow((*NEEDED, "batch_time_s", "ips", "peak_off_line_mb", "layer_num", "hidden_size"))
         for experiment, peaks in zip(experiments, every_peak, strict=True):
-            writer.writerows(_lines_of(experiment, peaks))
-
-
-def _lines_of(
-    experiment: Experiment, peaks: Mapping[str, Mapping[int, Bytes]]
-) -> Iterator[tuple[str | int | float, ...]]:
-    for method, samples in experiment.methods.items():
-        for size in sorted({*samples.seconds, *samples.failed}):
-            on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
-            yield (
-                experiment.hardware, experiment.network, method, size, _mb(on_line), samples.seconds.get(size, ""),
-                OUT_OF_MEMORY if size in samples.failed else "", _mb(peak if on_line is None else None),
-                experiment.layers, experiment.hidden,
-            )  # fmt: skip
-
-
-def _mb(nbytes: float | None) -> float | str:
-    return "" if nbytes is None else nbytes / MB
+            for method, samples in experiment.methods.items():
+                for size in sorted({*samples.seconds, *samples.failed}):
+                    on_line, peak = samples.peaks.get(size), peaks.get(method, {}).get(size)
+                    writer.writerow((
+                        experiment.hardware, experiment.network, method, size, "" if on_line is None else on_line / MB,
+                        samples.seconds.get(size, ""), OUT_OF_MEMORY if size in samples.failed else "",
+                        "" if peak is None or on_line is not None else peak / MB, experiment.layers, experiment.hidden,
+                    ))  # fmt: skip

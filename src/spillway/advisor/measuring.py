@@ -1,4 +1,7 @@
-"""The process that measures: `python -m spillway.advisor.measuring FILE_DESCRIPTOR REQUEST`, started by `real`.
+"""The process that measures, started by `real`.
+
+Asked with a method and a batch size, it answers with a trial, with the error that kept it from one, or with the exit
+code of a trial that told nothing.
 
 NOTE [Trials]. Every trial is a process of its own, forked from one that has loaded everything and has run no step:
 
@@ -14,7 +17,6 @@ NOTE [Trials]. Every trial is a process of its own, forked from one that has loa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -22,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from statistics import median
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -33,17 +36,16 @@ from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
 from spillway.engines.tensors.system import found_no_memory
-from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, WorkloadError
+from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, TrialError, WorkloadError
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
+from spillway.processes import as_sent
 from spillway.session import BlockSession, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
 from spillway.workloads.base import moved
 from spillway.workloads.finding import described
-
-Send = Callable[[dict[str, Any]], None]
 
 ROOMY: Final = "100%"
 """The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""
@@ -53,35 +55,38 @@ _SMALL: Final = (1, 2, 8, 64)
 """Batch sizes at which a workload is built to look at it: the first that it takes."""
 
 
-def main(arguments: list[str]) -> None:
-    """Answer every line of standard input with a trial, through the file descriptor."""
+def main(connection: Connection, request: dict[str, Any]) -> None:
+    """Tell what is known of the workload, then answer every question with a trial."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a look that uses CUDA forbids to fork
     torch.set_num_threads(1)
-    with contextlib.suppress(BrokenPipeError), open(int(arguments[0]), "w", encoding="utf-8", closefd=True) as channel:
 
-        def send(message: dict[str, Any]) -> None:
-            print(json.dumps(message), file=channel, flush=True)
+    def facts() -> None:
+        told = _told(f"Building the workload {request['workload']}", partial(_facts, request))
+        if isinstance(told, TrialError):  # at no batch size
+            told = SpillwayError(str(told))
+        elif told is None:
+            told = SpillwayError(f"There is not enough memory to build the workload {request['workload']}.")
+        connection.send(told)
 
-        request = json.loads(arguments[1])
-        built = f"Building the workload {request['workload']}"
-        if torch.cuda.is_available():
-            _forked(send, built, partial(_tell_facts, request, send))
-        else:
-            with _telling(send, built):
-                _tell_facts(request, send)
-        for line in sys.stdin:
-            asked = json.loads(line)
-            step = f"A step of {asked['method']} at batch {asked['size']}"
-            _forked(send, step, partial(_answer, request, asked, send))
+    def answer() -> None:
+        told = _told(f"A step of {method} at batch {size}", partial(_measured, request, way_of(method), size))
+        connection.send(Trial(method=method, size=size, peak=None, seconds=None) if told is None else told)
+
+    if torch.cuda.is_available():
+        _forked(connection, facts)
+    else:
+        facts()
+    while True:
+        method, size = connection.recv()
+        _forked(connection, answer)
 
 
-def _forked(send: Send, what: str, action: Callable[[], None]) -> None:
+def _forked(connection: Connection, action: Callable[[], None]) -> None:
     child = os.fork()
     if not child:
         code = 1
         try:
-            with _telling(send, what):
-                action()
+            action()
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
@@ -89,61 +94,52 @@ def _forked(send: Send, what: str, action: Callable[[], None]) -> None:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code:
-        send({"ended": code})
+        connection.send(code)
 
 
-@contextmanager
-def _telling(send: Send, what: str) -> Iterator[None]:
-    """Send what went wrong: "failed" with a sentence is what the workload raised, maybe at this batch size alone."""
+def _told(what: str, action: Callable[[], Any]) -> Any:
+    """What is found out, None where memory ran out, or the error: a TrialError is what the workload raised, maybe at
+    this batch size alone."""
     try:
-        yield
+        return action()
     except (torch.OutOfMemoryError, DeviceFullError):
-        send({"ran_out": True})
+        return None
     except WorkloadError as error:
-        send({"failed": str(error)})
+        return TrialError(str(error))
     except SpillwayError as error:
-        send({"error": {"sentence": str(error), "infeasible": None}})
+        return as_sent(error)
     except Exception as error:
         if found_no_memory(error):
-            send({"ran_out": True})
-        else:
-            send({"failed": f"{what} raised {described(error)}; name sizes that can be trained with --batches."})
+            return None
+        return TrialError(f"{what} raised {described(error)}; name sizes that can be trained with --batches.")
 
 
-def _tell_facts(request: dict[str, Any], send: Send) -> None:
-    """What is known of the workload before anything is measured."""
-    workload = _built_small(request)
+def _facts(request: dict[str, Any]) -> dict[str, Any]:
+    """What is known of the workload before anything is measured, built at the smallest size that it takes.
+
+    Raises WorkloadError for one that is built at none, about the smallest.
+    """
+    workload, failed = None, list[WorkloadError]()
+    for size in _SMALL:
+        try:
+            workload = _built(request, size)
+            break
+        except WorkloadError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
+                raise
+            failed.append(error)
+    if workload is None:
+        raise failed[0]
     with contextlib.suppress(Exception):  # a trial will tell
         next(iter(workload.batches(1)), None)  # what is read for the first batch need not be read in every trial
     device = device_of([workload.model])
     gradients = storages((Kind.GRADIENT, one) for one in workload.model.parameters() if one.requires_grad)
-    on_cuda = device.type == "cuda"
-    send({
-        "facts": {
-            "hardware": torch.cuda.get_device_name(device) if on_cuda else "this CPU",
-            "gradient_bytes": sum(one.nbytes() for one in gradients),
-            "device_bytes": _free(device) if on_cuda else None,
-        }
-    })  # fmt: skip
-
-
-def _free(device: torch.device) -> Bytes:
-    """What is free of a CUDA device, with what the model takes there: peaks have that in them."""
-    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
-
-
-def _built_small(request: dict[str, Any]) -> Workload:
-    """At the smallest size that it takes. Raises WorkloadError for one that is built at none, about the smallest."""
-    first: WorkloadError | None = None
-    for size in _SMALL:
-        try:
-            return _built(request, size)
-        except WorkloadError as error:
-            if error.__cause__ is None or isinstance(error.__cause__, WorkloadError):
-                raise
-            first = first or error
-    assert first is not None
-    raise first
+    hardware, free = "this CPU", None
+    if device.type == "cuda":
+        # What the model takes there is free too: peaks have that in them.
+        hardware = torch.cuda.get_device_name(device)
+        free = int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)
+    return {"hardware": hardware, "gradient_bytes": sum(one.nbytes() for one in gradients), "device_bytes": free}
 
 
 def _built(request: dict[str, Any], size: int) -> Workload:
@@ -152,71 +148,48 @@ def _built(request: dict[str, Any], size: int) -> Workload:
         workload = get(name, seed=request["seed"], batch=size, **options)
         return workload if request.get("device") is None else moved(workload, request["device"])
     except WorkloadError as error:
-        refused = next((one for one in ("batch", *options) if _refuses(error.__cause__, one)), None)
-        if refused is None:
+        cause = str(error.__cause__) if isinstance(error.__cause__, TypeError) else ""
+        told = [one for one in ("batch", *options) if f"unexpected keyword argument '{one}'" in cause]
+        if not told:
             raise
-        offered = (
-            f"function(seed=0, *, batch=8, {refused}=...)" if refused != "batch" else "function(seed=0, *, batch=8)"
-        )
-        why = "it is trained at several batch sizes" if refused == "batch" else f"--{refused} was given"
+        offered, why = "function(seed=0, *, batch=8)", "it is trained at several batch sizes"
+        if told[0] != "batch":
+            offered, why = f"function(seed=0, *, batch=8, {told[0]}=...)", f"--{told[0]} was given"
         raise WorkloadError(
-            f"The workload {name} takes no {refused}=, and {why}: give its function that argument, as in {offered}."
+            f"The workload {name} takes no {told[0]}=, and {why}: give its function that argument, as in {offered}."
         ) from error
 
 
-def _refuses(error: BaseException | None, option: str) -> bool:
-    return isinstance(error, TypeError) and f"unexpected keyword argument '{option}'" in str(error)
-
-
-def _answer(request: dict[str, Any], asked: dict[str, Any], send: Send) -> None:
-    way, size = way_of(asked["method"]), asked["size"]
-    trial = _measured(request, way, size)
-    send({"trial": trial.to_json()})
-
-
 def _measured(request: dict[str, Any], way: Way, size: int) -> Trial:
-    counts = _micro_sizes(way, size)
-    workload = _built(request, counts[0])
-    steps = _steps(workload, len(counts), request["steps"] + 1)
+    if way.micro and size % way.micro:
+        raise WorkloadError(f"A batch of {size} samples is no multiple of micro-batches of {way.micro}.")
+    samples, count = (way.micro, size // way.micro) if way.micro else (size, 1)
+    workload = _built(request, samples)
+    drawn = list(workload.batches((request["steps"] + 1) * count))
+    if not drawn:
+        raise WorkloadError(f"The workload {workload.name} has no batches.")
+    # The micro-batches of each step, the last of which are used again where there are not as many.
+    first, *timed = [
+        [drawn[(step * count + number) % len(drawn)] for number in range(count)]
+        for step in range(request["steps"] + 1)
+    ]  # fmt: skip
     with _session(workload, way, request["spill_directory"]) as session:
-        run = _Steps(workload, session, counts[0])
+        run = _Steps(workload, session, samples)
         try:
-            run.step(steps[0])  # the optimizer makes its state, and the session finds the blocks
+            run.step(first)  # the optimizer makes its state, and the session finds the blocks
         except NoBlocksError as error:
             raise ModelError(
                 f"No blocks were found in the workload's {type(workload.model).__name__}, and all methods but plain "
                 f"training work on blocks ({error.reason}): give the model layers that repeat, modules of one class "
                 f"with modules inside."
             ) from error
-        timed = steps[1:]
         seconds = [run.timed(step) for step in timed]
-        distinct = {signature_of(step): step for step in timed}
-        peaks = [run.peak(step) for step in distinct.values()]
+        peaks = [run.peak(step) for step in {signature_of(step): step for step in timed}.values()]
     highest = max(peaks, key=lambda one: one.nbytes)
     return Trial(
         method=way.name, size=size, peak=highest.nbytes, seconds=median(seconds), by_kind=highest.by_kind,
         before_update=None if highest.before_update is None else max(one.before_update or 0 for one in peaks),
     )  # fmt: skip
-
-
-def _micro_sizes(way: Way, size: int) -> list[int]:
-    """Samples of each micro-batch. Raises WorkloadError for a batch that is no multiple of them."""
-    if not way.micro:
-        return [size]
-    if size % way.micro:
-        raise WorkloadError(f"A batch of {size} samples is no multiple of micro-batches of {way.micro}.")
-    return [way.micro] * (size // way.micro)
-
-
-def _steps(workload: Workload, micro_batches: int, count: int) -> list[list[Batch]]:
-    """The micro-batches of each step, the last of which are used again where there are not as many."""
-    drawn = list(workload.batches(count * micro_batches))
-    if not drawn:
-        raise WorkloadError(f"The workload {workload.name} has no batches.")
-    return [
-        [drawn[(step * micro_batches + number) % len(drawn)] for number in range(micro_batches)]
-        for step in range(count)
-    ]  # fmt: skip
 
 
 @contextmanager
@@ -261,20 +234,16 @@ class _Steps:
                 self._workload.train_step(batch)
         elif len(batches) == 1:
             self._workload.train_step(batches[0])
-        else:
-            self._accumulate(batches)
-
-    def _accumulate(self, batches: Sequence[Batch]) -> None:
-        """The gradients of all micro-batches, and one update by their mean."""
-        workload = self._workload
-        for batch in batches:
-            loss = workload.loss(workload.model, batch) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            del loss
-        for optimizer in workload.optimizers:
-            optimizer.step()
-        for optimizer in workload.optimizers:
-            optimizer.zero_grad()
+        else:  # the gradients of all micro-batches, and one update by their mean
+            workload = self._workload
+            for batch in batches:
+                loss = workload.loss(workload.model, batch) / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+            for optimizer in workload.optimizers:
+                optimizer.step()
+            for optimizer in workload.optimizers:
+                optimizer.zero_grad()
 
     def timed(self, batches: Sequence[Batch]) -> Seconds:
         """By the wall clock."""
@@ -291,7 +260,11 @@ class _Steps:
     def peak(self, batches: Sequence[Batch]) -> _Peak:
         """The highest account of a step, and what it is of where that is known."""
         if self._device.type == "cuda":
-            return _Peak(self._peak_on_cuda(batches), {}, None)
+            if self._session is None:
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self.step(batches)
+            there = torch.cuda.max_memory_allocated(self._device)
+            return _Peak(there if self._session is None else self._session.history[-1].peak_bytes, {}, None)
         watched = _Watched(self._workload, batches)
         freed = self._session.when_freed if self._session is not None else None
         trace = AllocationTrace({address: nbytes for address, (nbytes, _) in watched.known.items()})
@@ -312,14 +285,6 @@ class _Steps:
             )
         by_kind = watched.by_kind(held, trace, self._samples)
         return _Peak(watched.start + max(window.peak for window in windows), by_kind, watched.start + windows[0].peak)
-
-    def _peak_on_cuda(self, batches: Sequence[Batch]) -> Bytes:
-        if self._session is not None:
-            self.step(batches)
-            return self._session.history[-1].peak_bytes
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self.step(batches)
-        return torch.cuda.max_memory_allocated(self._device)
 
 
 @final
@@ -358,25 +323,26 @@ class _Watched:
     @contextmanager
     def watching(self, trace: AllocationTrace) -> Iterator[None]:
         """Notes gradients and the update."""
+
+        def made(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is not None and gradient.layout is torch.strided:
+                storage = gradient.untyped_storage()
+                self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
+
+        def updates(*_: object) -> None:
+            if self.updating == NEVER:
+                trace.mark()
+                self.updating = time.time_ns()
+
         parameters = [one for one in self.workload.model.parameters() if one.requires_grad and one.is_leaf]
-        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(self._made) for one in parameters]
-        handles += [one.register_step_pre_hook(partial(self._updates, trace)) for one in self.workload.optimizers]
+        handles: list[Any] = [cast(Any, one).register_post_accumulate_grad_hook(made) for one in parameters]
+        handles += [one.register_step_pre_hook(updates) for one in self.workload.optimizers]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
-
-    def _made(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
-            storage = gradient.untyped_storage()
-            self.gradients.append((time.time_ns(), storage.data_ptr(), storage.nbytes()))
-
-    def _updates(self, trace: AllocationTrace, *_: object) -> None:
-        if self.updating == NEVER:
-            trace.mark()
-            self.updating = time.time_ns()
 
     def by_kind(self, held: Held, trace: AllocationTrace, samples: int) -> dict[str, Bytes]:
         """Of the bytes at the peak, of a batch of so many samples.
@@ -395,7 +361,3 @@ class _Watched:
         for _, nbytes in rest.values():
             found["other" if held.at >= self.updating or nbytes % samples else "activations"] += nbytes
         return found
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

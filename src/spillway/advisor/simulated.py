@@ -24,7 +24,7 @@ from spillway.costs.roofline import step_seconds, timed
 from spillway.engines.simulated import Simulation, simulate
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
-from spillway.ir.step import Op, Phase, Step
+from spillway.ir.step import Phase, Step
 from spillway.ir.timeline import Kind
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.actions import Action
@@ -126,7 +126,7 @@ class SimulatedBench(AbstractBench):
             case Action.RECOMPUTE_COMPRESSED:
                 done = run_twice(step, bits=self._bits)
             case Action.SELECTIVE | Action.SELECTIVE_OFFLOADED:
-                done = run_twice(step, keeps=_is_expensive)
+                done = run_twice(step, keeps=lambda op: op.name.removeprefix("aten.").partition(".")[0] in EXPENSIVE)
             case _:
                 raise UsageError(f"Nobody can simulate {way.name}.")
         return replace(done, step=timed(done.step, self.device, keep_measured=True))
@@ -142,11 +142,17 @@ class SimulatedBench(AbstractBench):
 
     def _trial(self, way: Way, size: int) -> tuple[Bytes, Seconds, Mapping[str, Bytes]]:
         done = self.step_of(way, size)
-        if way.action is not None and way.action.moves:
-            ran = _swapped(done, self.device, waits=way.waits or way.action is not Action.OFFLOAD)
-            return ran.peak_bytes, ran.seconds, _kinds_of(ran)
-        peak, kinds = _fullest(done.step)
-        return peak, step_seconds(done.step), kinds
+        if way.action is None or not way.action.moves:
+            peak, kinds = _fullest(done.step)
+            return peak, step_seconds(done.step), kinds
+        # What is moved waits in host memory, compute waiting for copies or not.
+        waits = way.waits or way.action is not Action.OFFLOAD
+        step = replace(done.step, saved=done.waiting, savings=())
+        plan = Swap(prefetched=not waits).plan(Problem(step=step, allowed=UNLIMITED, device=self.device))
+        policy = Planned(plan, done.step, ahead=0) if waits else Planned(plan, done.step)
+        steps = 1 if waits else 2
+        ran = simulate(done.step, allowed=UNLIMITED, method=policy, device=self.device, steps=steps)
+        return ran.peak_bytes, ran.seconds, _kinds_of(ran)
 
     def _accumulated(self, way: Way, size: int) -> tuple[Bytes, Seconds, Mapping[str, Bytes]]:
         """Micro-batches one after the other: gradients are there from the second on, and the update runs once."""
@@ -161,18 +167,6 @@ class SimulatedBench(AbstractBench):
             missing = gradients - kinds.get("gradients", 0)
             peak, kinds = peak + missing, {**kinds, "gradients": gradients}
         return peak, seconds, kinds
-
-
-def _is_expensive(op: Op) -> bool:
-    return op.name.removeprefix("aten.").partition(".")[0] in EXPENSIVE
-
-
-def _swapped(done: Rewritten, device: Device, *, waits: bool) -> Simulation:
-    """The step with what waits in host memory, compute waiting for copies or not."""
-    step = replace(done.step, saved=done.waiting, savings=())
-    plan = Swap(prefetched=not waits).plan(Problem(step=step, allowed=UNLIMITED, device=device))
-    policy = Planned(plan, done.step, ahead=0) if waits else Planned(plan, done.step)
-    return simulate(done.step, allowed=UNLIMITED, method=policy, device=device, steps=1 if waits else 2)
 
 
 def _fullest(step: Step) -> tuple[Bytes, Mapping[str, Bytes]]:

@@ -1,20 +1,27 @@
-"""From measurements of one network on one kind of hardware to an answer: which method, which batch, how sure.
+"""From measurements of one network on one kind of hardware to an answer: which method, which batch, how sure; whether
+accumulating gradients gains the same; how predictions compare with what was seen afterwards.
 
 The uncertainty is that of fits to scattered points (standard errors carried through 1/v to first order, Student's t).
 That a line is the wrong law is not in it; `Row.warnings` tell where the points say so.
+
+NOTE [Accumulating]. A step of k micro-batches of x samples takes t = k (gamma x + d) + u: d is the fixed part of a
+forward and backward, u the update, and delta = d + u. Two coefficients of a line do not tell d from u, so the
+throughput of accumulating lies between that of one micro-batch (u = 0) and k x / (k gamma x + delta) (d = 0), until a
+step is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite, sqrt
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, cast, final
 
-from spillway.advisor.fits import FEWEST, LEVEL, Line, fit_knee, fit_line
-from spillway.advisor.measurements import Experiment, Samples, Seen
+from spillway.advisor.bench import Trial
+from spillway.advisor.fits import FEWEST, LEVEL, Line, below, fit_knee, fit_line
+from spillway.advisor.measurements import MB, Experiment, Samples, Seen
 from spillway.advisor.model import Cost, pays, pays_by_score, pays_with_fragments, point, score, whole
-from spillway.advisor.student import below
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 PLAIN_NAMES: Final = ("exact", "plain", "keep-all")
 """What training without a method is called, in this order."""
@@ -29,6 +36,14 @@ FASTER: Final = 1.03
 the model, and is the one to take."""
 APART: Final = 1.1
 """The ratio of two peaks of the same batch from which on something besides the batch decides."""
+
+SAME: Final = 0.98
+"""The share of the method's throughput from which on accumulating gains the same."""
+
+LAWS: Final = (
+    "alpha", "beta", "gamma", "delta", "r_memory", "r_time", "intervals", "small_batches", "own_limit_bytes"
+)  # fmt: skip
+"""What JSON says of a method's fits."""
 
 Verdict: TypeAlias = Literal["plain", "pays", "does not pay", "does not fit", "unknown"]
 
@@ -62,9 +77,19 @@ class Fitted:
     """That a line goes through."""
 
     @property
+    def law_of_time(self) -> Line:
+        """That `cost` is by."""
+        return self.knee if self.cost.knee else self.time
+
+    @property
     def largest(self) -> float:
         """The batch whose peak is the limit; infinite if peaks do not grow."""
         return self.cost.largest(self.limit)
+
+    def with_communication(self, seconds: Seconds) -> Fitted:
+        """The same with so many seconds more in every step."""
+        time, knee = (replace(line, intercept=line.intercept + seconds) for line in (self.time, self.knee))
+        return replace(self, time=time, knee=knee, cost=self.cost.with_communication(seconds))
 
     def best(self, cost: Cost) -> Best | None:
         """At the largest whole batch, or where peaks do not grow the largest that ran; None if none fits."""
@@ -135,18 +160,7 @@ class Row:
 
 def _laws(fitted: Fitted | None) -> dict[str, Any]:
     if fitted is None:
-        names = (
-            "alpha",
-            "beta",
-            "gamma",
-            "delta",
-            "r_memory",
-            "r_time",
-            "intervals",
-            "small_batches",
-            "own_limit_bytes",
-        )
-        return dict.fromkeys(names)
+        return dict.fromkeys(LAWS)
     memory, time, knee = fitted.memory, fitted.time, fitted.knee
     best = fitted.best(_cost(memory, knee))
     return {
@@ -211,15 +225,8 @@ def fit(samples: Samples, limit: float, *, small_batches: bool = False) -> Fitte
     # Fragments: where memory ran out before the device is full by the fit, what ran is what there is.
     if failed is not None and cost.largest(limit) >= failed:
         limit = min(limit, cost.nbytes(most))
-    return Fitted(
-        memory=memory,
-        time=time,
-        knee=knee,
-        cost=cost,
-        limit=limit,
-        most=most,
-        sizes=frozenset({*samples.peaks, *samples.seconds}),
-    )
+    sizes = frozenset({*samples.peaks, *samples.seconds})
+    return Fitted(memory=memory, time=time, knee=knee, cost=cost, limit=limit, most=most, sizes=sizes)
 
 
 def _cost(memory: Line, time: Line) -> Cost:
@@ -232,21 +239,24 @@ def _row(
 ) -> Row:  # fmt: skip
     best = None if fitted is None else fitted.best(fitted.cost)
     smaller = None if best is None else _best(samples.fastest_below(best.size))
-    warnings = (_flat(samples),) if _is_flat(samples) else tuple(_warnings(experiment, samples, fitted, smaller, limit))
     common: dict[str, Any] = {
         "experiment": experiment, "method": method, "limit": limit, "fitted": fitted, "predicted": best,
-        "measured": _best(samples.fastest), "smaller": smaller, "warnings": warnings,
+        "measured": _best(samples.fastest), "smaller": smaller,
+        "warnings": tuple(_warnings(experiment, samples, fitted, smaller, limit)),
     }  # fmt: skip
     if is_plain:
         fits = fitted is None or best is not None
-        return Row(verdict="plain" if fits else "does not fit", point=_point(fitted, limit), **common)
+        there = None if fitted is None else point(fitted.cost, limit)
+        return Row(verdict="plain" if fits else "does not fit", point=there, **common)
     if fitted is None or plain is None:
         return Row(verdict="unknown", **common)
-    verdict = _verdict(plain, fitted)
-    chance = _chance(plain, fitted)
+    # By whole batches, which is what can be trained.
+    theirs, chance, verdict = plain.best(plain.cost), _chance(plain, fitted), "does not fit"
+    if best is not None:
+        verdict = "pays" if theirs is None or best.throughput >= theirs.throughput else "does not pay"
     shares = {"plain_share": plain.limit / limit, "method_share": fitted.limit / limit}
     return Row(
-        verdict=verdict, score=score(plain.cost, fitted.cost), point=_point(plain, limit),
+        verdict=cast(Verdict, verdict), score=score(plain.cost, fitted.cost), point=point(plain.cost, limit),
         by_score=pays_by_score(plain.cost, fitted.cost, limit),
         by_ratio=pays(plain.cost, fitted.cost, plain.limit, fitted.limit),
         by_fragments=pays_with_fragments(plain.cost, fitted.cost, limit, **shares),
@@ -256,18 +266,6 @@ def _row(
 
 def _best(found: tuple[int, float] | None) -> Best | None:
     return None if found is None else Best(size=found[0], throughput=found[1])
-
-
-def _point(plain: Fitted | None, limit: float) -> float | None:
-    return None if plain is None else point(plain.cost, limit)
-
-
-def _verdict(plain: Fitted, method: Fitted) -> Verdict:
-    """By whole batches, which is what can be trained."""
-    theirs, mine = plain.best(plain.cost), method.best(method.cost)
-    if mine is None:
-        return "does not fit"
-    return "pays" if theirs is None or mine.throughput >= theirs.throughput else "does not pay"
 
 
 def _chance(plain: Fitted, method: Fitted) -> float | None:
@@ -285,7 +283,7 @@ def _chance(plain: Fitted, method: Fitted) -> float | None:
 def _slowness(fitted: Fitted) -> tuple[float, float]:
     """1/v at the largest batch, seconds per sample, and its variance."""
     size, cost = fitted.largest, fitted.cost
-    time = fitted.knee if cost.knee else fitted.time
+    time = fitted.law_of_time
     if size == inf:
         return cost.gamma, (time.covariance or ((0.0, 0.0),))[0][0]
     falls = (cost.delta if size > cost.knee else cost.seconds(size)) / size**2
@@ -296,6 +294,12 @@ def _slowness(fitted: Fitted) -> tuple[float, float]:
 def _warnings(
     experiment: Experiment, samples: Samples, fitted: Fitted | None, smaller: Best | None, limit: float
 ) -> Iterator[str]:
+    if _is_flat(samples):
+        yield (
+            f"Its peak was not seen to grow with the batch up to batch {max(samples.off_line)}, so that no line is "
+            f"fitted: it takes larger batches."
+        )
+        return
     if samples.spread > APART:
         yield (
             f"Peaks of the same batch size differ by up to {samples.spread:.2f} times: something besides the batch "
@@ -321,39 +325,13 @@ def _warnings(
             f"Time is flat up to batch {fitted.knee.knee:.1f}: R of max(a, k x) + b is {bent:.4f}. Decide with "
             f"--small-batches."
         )
-    yield from _slower(experiment.seen, smaller, fitted.best(fitted.cost))
-    yield from _beyond(fitted, limit)
-
-
-def _slower(seen: Seen, smaller: Best | None, best: Best | None) -> Iterator[str]:
-    """That a smaller batch was faster than the largest is foretold to be."""
+    best = fitted.best(fitted.cost)
     if smaller is not None and best is not None and _goes_against(smaller, best):
-        times = smaller.throughput / best.throughput
         yield (
-            f"At batch {smaller.size} {smaller.throughput:.4g} samples/s were {seen}, {times:.2f} times what is "
-            f"foretold of the largest: throughput does not grow with the batch here, as the model has it. Take that "
-            f"one."
+            f"At batch {smaller.size} {smaller.throughput:.4g} samples/s were {experiment.seen}, "
+            f"{smaller.throughput / best.throughput:.2f} times what is foretold of the largest: throughput does not "
+            f"grow with the batch here, as the model has it. Take that one."
         )
-
-
-def _goes_against(smaller: Best | None, best: Best | None) -> bool:
-    return smaller is not None and best is not None and smaller.throughput > FASTER * best.throughput
-
-
-def _is_flat(samples: Samples) -> bool:
-    """Whether peaks are there, and were not seen to grow."""
-    return bool(samples.off_line) and not samples.peaks
-
-
-def _flat(samples: Samples) -> str:
-    return (
-        f"Its peak was not seen to grow with the batch up to batch {max(samples.off_line)}, so that no line is fitted: "
-        f"it takes larger batches."
-    )
-
-
-def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
-    """What is odd about the largest batch."""
     if fitted.largest == inf:
         yield "Its memory does not grow with the batch: no largest batch can be told, the largest that ran is taken."
     elif fitted.limit < limit:
@@ -366,6 +344,48 @@ def _beyond(fitted: Fitted, limit: float) -> Iterator[str]:
             f"A batch of {fitted.largest:.0f} is {fitted.largest / fitted.most:.1f} times the largest that ran, "
             f"{fitted.most}."
         )
+
+
+def _goes_against(smaller: Best | None, best: Best | None) -> bool:
+    return smaller is not None and best is not None and smaller.throughput > FASTER * best.throughput
+
+
+def _is_flat(samples: Samples) -> bool:
+    """Whether peaks are there, and were not seen to grow."""
+    return bool(samples.off_line) and not samples.peaks
+
+
+COLUMNS: Final = (
+    "alpha", "beta", "R of memory", "gamma", "delta", "R of time", "score/point", "batch", "samples/s", "x plain",
+    "seen", "sure", "verdict",
+)  # fmt: skip
+
+
+def cells(row: Row, times: float | None, digits: int = 3) -> dict[str, str]:
+    """What a table says of a row, by `COLUMNS`, empty where nothing is known.
+
+    Arguments:
+        times: Its predicted best as a multiple of the plain one's.
+        digits: Of R.
+    """
+    told = dict.fromkeys(COLUMNS, "") | {"seen": as_measured(row), "verdict": row.verdict}
+    if row.fitted is not None:
+        memory, cost, time = row.fitted.memory, row.fitted.cost, row.fitted.law_of_time
+        told |= {
+            "alpha": f"{memory.slope / MB:.2f} MB", "beta": format_bytes(round(memory.intercept)),
+            "gamma": format_seconds(cost.gamma), "delta": format_seconds(cost.delta),
+            "R of memory": "" if memory.r is None else f"{memory.r:.{digits}f}",
+            "R of time": "" if time.r is None else f"{time.r:.{digits}f}",
+        }  # fmt: skip
+    if row.score is not None and row.point:  # as the paper draws it
+        told["score/point"] = f"{row.score / row.point:.3f}" if row.score < inf else "inf"
+    if row.predicted is not None:
+        told |= {"batch": f"{row.predicted.size}", "samples/s": f"{row.predicted.throughput:.4g}"}
+    if times is not None:
+        told["x plain"] = f"{times:.3f}"
+    if row.sure is not None:
+        told["sure"] = f"{row.sure:.0%}"
+    return told
 
 
 def as_measured(row: Row) -> str:
@@ -388,28 +408,24 @@ def ratios(rows: Sequence[Row]) -> Mapping[str, float]:
 def sentence(rows: Sequence[Row]) -> str:
     """The answer about one experiment."""
     there = rows[0].experiment
-    about = f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
+    about = there.about
     plain = next((row for row in rows if row.method == plain_name(there)), None)
     known = [row for row in rows if row is not plain and row.predicted is not None]
     if plain is None or plain.fitted is None:
         return f"{about}: nothing can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
     if not known:
-        return f"{about}: {_alone(plain)}; no other can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
+        alone = f"reaches {_speed(plain)}" if plain.predicted else "does not fit in memory"
+        return f"{about}: plain training {alone}; no other can be predicted, {_lack(plain, rows)}.{_fastest(rows)}"
     return f"{about}: {_answer(plain, max(known, key=lambda row: row.reaches))}"
-
-
-def _alone(plain: Row) -> str:
-    """What there is to say of plain training without a method beside it."""
-    if plain.predicted is None:
-        return "plain training does not fit in memory"
-    return f"plain training reaches {_speed(plain)}"
 
 
 def _answer(plain: Row, best: Row) -> str:
     if plain.predicted is None:
         return f"plain training does not fit in memory; take {best.method} for {_speed(best)}."
     ratio, pays = best.reaches / plain.reaches, best.reaches >= plain.reaches
-    sure = "how sure cannot be told" if best.sure is None else f"{_percent(best.sure)} sure"
+    sure = "how sure cannot be told"
+    if best.sure is not None:
+        sure = f"{'over 99' if best.sure > 0.99 else f'{100 * best.sure:.0f}'} % sure"
     if plain.taken is not plain.predicted or best.taken is not best.predicted:
         sure = f"by what was {best.experiment.seen}" + ", and against the model" * (pays != (best.verdict == "pays"))
     if remarked := [row.method for row in (plain, best) if row.warnings]:
@@ -431,10 +447,6 @@ def _speed(row: Row) -> str:
         return f"{there}{_measured(row)}"
     largest = f"{row.predicted.size}: {row.predicted.throughput:.4g}"
     return f"{there}, as {row.experiment.seen} (foretold of its largest, {largest})"
-
-
-def _percent(share: float) -> str:
-    return "over 99 %" if share > 0.99 else f"{100 * share:.0f} %"
 
 
 def _measured(row: Row) -> str:
@@ -469,3 +481,150 @@ def _fastest(rows: Sequence[Row]) -> str:
         return ""
     best = max(measured, key=lambda row: row.measured.throughput if row.measured else 0.0)
     return f" Fastest as {best.experiment.seen}: {best.method}{_measured(best)}."
+
+
+# ---------------------------------------------------------------------- what follows
+
+
+def recommended(rows: Sequence[Row]) -> Row | None:
+    """The row with the highest throughput, each at the batch to take; None where nothing is predicted. Of two the
+    first, plain training."""
+    return max((row for row in rows if row.predicted is not None), key=lambda row: row.reaches, default=None)
+
+
+def plain_row(rows: Sequence[Row]) -> Row | None:
+    """Plain training; None where it was not measured."""
+    return next((row for row in rows if row.verdict == "plain" or row.method == "plain"), None)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulation:
+    """Plain training with the gradients of several micro-batches, beside a method that wins by its batch alone."""
+
+    method: str
+    """Which wins."""
+    best: Best
+    """Its prediction."""
+    plain: Best
+    """That of plain training without accumulating."""
+    micro: int
+    """Samples of a micro-batch."""
+    count: int
+    """Micro-batches of a step: with as many it has the samples of the method's batch, or nearly."""
+    least: float
+    """Samples per second if nothing of the fixed time is shared."""
+    most: float
+    """Samples per second if all of it is."""
+    seen: Seen
+    """Whether such a step is measured or simulated."""
+    measured: float | None = None
+    """Samples per second of such a step; None where it was not tried."""
+
+    @property
+    def size(self) -> int:
+        """Samples of a step."""
+        return self.micro * self.count
+
+    def sentence(self) -> str:
+        """Whether accumulating gives the same gain without the method."""
+        gains, step = self.best.throughput, f"{self.count} accumulated batches of {self.micro}"
+        why = f"{self.method} is slower per sample and gains by its larger batch alone"
+
+        def verdict(share: float) -> str:
+            does = "gives the same gain without" if share >= SAME else "does not replace"
+            return f"accumulating gradients {does} {self.method}"
+
+        if self.measured is not None:
+            share = self.measured / gains
+            reached = (
+                f"plain training with {step} was {self.seen} at {self.measured:.4g} samples/s, {share:.2f} times that"
+            )
+            return f"{why}; {reached}: {verdict(share)}."
+        low, high = self.least / gains, self.most / gains
+        reached = f"plain training with {step} reaches {low:.2f} to {high:.2f} times that, depending on what is shared"
+        same = verdict(1.0) if low >= SAME else verdict(0.0) if high < SAME else "try such a step"
+        return f"{why}; {reached}: {same}."
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {
+            "method": self.method, "micro_batch": self.micro, "micro_batches": self.count,
+            "least_throughput": self.least, "most_throughput": self.most, f"{self.seen}_throughput": self.measured,
+            "sentence": self.sentence(),
+        }  # fmt: skip
+
+
+def accumulation_of(rows: Sequence[Row], gradient_bytes: Bytes) -> Accumulation | None:
+    """What to offer beside the recommended method; None where it wins by more than its largest batch, or nothing
+    accumulates.
+
+    Arguments:
+        gradient_bytes: Of all parameters: from the second micro-batch on they are there from the beginning.
+    """
+    best, plain = recommended(rows), plain_row(rows)
+    if best is None or plain is None or best is plain or best.fitted is None or plain.fitted is None:
+        return None
+    if best.predicted is None or best.taken is not best.predicted or best.fitted.cost.gamma <= plain.fitted.cost.gamma:
+        return None
+    cost = plain.fitted.cost
+    micro = whole(cost.largest(plain.fitted.limit - gradient_bytes))
+    micro = min(micro, plain.fitted.most if cost.alpha == 0 else micro, best.predicted.size)
+    if plain.taken is not None:
+        micro = min(micro, plain.taken.size)  # a smaller one that was seen to be faster
+    count = round(best.predicted.size / micro) if micro >= 1 else 0
+    if count < 2 or plain.predicted is None:
+        return None
+    size = int(micro)
+    shared = count * (cost.seconds(size) - cost.delta) + cost.delta
+    return Accumulation(
+        method=best.method, best=best.predicted, plain=plain.predicted, micro=size, count=count,
+        least=cost.throughput(size), most=count * size / shared, seen=best.experiment.seen,
+    )  # fmt: skip
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """A prediction beside what was measured, or simulated, afterwards."""
+
+    method: str
+    size: int
+    predicted_seconds: Seconds
+    predicted_peak: float
+    measured_seconds: Seconds | None
+    """None where memory ran out."""
+    measured_peak: Bytes | None
+    seen: Seen
+    fitted: bool
+    """Whether the lines go through a trial at this batch, so that the prediction is none of something new."""
+
+    @classmethod
+    def of(cls, method: str, fitted: Fitted, trial: Trial, seen: Seen) -> Verified:
+        """From a method's lines and a trial."""
+        size, cost = trial.size, fitted.cost
+        return cls(
+            method=method, size=size, predicted_seconds=cost.seconds(size), predicted_peak=cost.nbytes(size),
+            measured_seconds=trial.seconds, measured_peak=trial.peak, fitted=size in fitted.sizes, seen=seen,
+        )  # fmt: skip
+
+    def sentence(self, limit: Bytes) -> str:
+        """Predicted beside seen."""
+        speed, peak = self.size / self.predicted_seconds, format_bytes(round(self.predicted_peak))
+        among = ", from trials of this batch among others" if self.fitted else ""
+        predicted = f"{self.method} at batch {self.size}: predicted {speed:.4g} samples/s in {peak}{among}"
+        if self.measured_seconds is None or self.measured_peak is None:
+            return f"{predicted}; it took more than {format_bytes(limit)}."
+        measured = self.size / self.measured_seconds
+        off, more = measured / speed - 1, self.measured_peak / self.predicted_peak - 1
+        there = format_bytes(self.measured_peak)
+        return f"{predicted}; {self.seen} {measured:.4g} ({off:+.1%}) in {there} ({more:+.1%})."
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can hold it: samples per second, and bytes."""
+        measured = None if self.measured_seconds is None else self.size / self.measured_seconds
+        return {
+            "method": self.method, "batch": self.size, "fitted": self.fitted,
+            "predicted_throughput": self.size / self.predicted_seconds, f"{self.seen}_throughput": measured,
+            "predicted_peak_bytes": round(self.predicted_peak), f"{self.seen}_peak_bytes": self.measured_peak,
+        }  # fmt: skip

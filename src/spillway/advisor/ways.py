@@ -25,8 +25,6 @@ class Way:
     name: str
     action: Action | None
     """What becomes of every block; None for plain training, without a session."""
-    description: str
-    """A clause."""
     bits: int = 4
     """An element, of what is quantized."""
     waits: bool = False
@@ -41,45 +39,21 @@ class Way:
 
 
 WAYS: Final[Mapping[str, Way]] = {
-    way.name: way
-    for way in (
-        Way(name=PLAIN, action=None, description="training as it is"),
-        Way(
-            name="checkpoint", action=Action.RECOMPUTE,
-            description="every block runs again when the backward reaches it",
-        ),
-        Way(
-            name="swap", action=Action.OFFLOAD, waits=True,
-            description="what blocks save waits on disk, or in host memory on CUDA; compute waits for the copies",
-        ),
-        Way(name="compress", action=Action.COMPRESS, description="what blocks save is quantized to 4 bits an element"),
-        Way(
-            name="checkpoint-swap", action=Action.RECOMPUTE_OFFLOADED,
-            description="blocks run again, and their inputs are moved",
-        ),
-        Way(
-            name="compress-swap", action=Action.COMPRESS_OFFLOADED,
-            description="what blocks save is quantized and moved",
-        ),
-        Way(
-            name="checkpoint-compress", action=Action.RECOMPUTE_COMPRESSED,
-            description="blocks run again on inputs that were quantized",
-        ),
-        Way(
-            name="selective", action=Action.SELECTIVE,
-            description="blocks run again without their expensive ops, whose results are kept",
-        ),
-        Way(
-            name="selective-swap", action=Action.SELECTIVE_OFFLOADED,
-            description="blocks run again without their expensive ops, whose results are moved",
-        ),
-        Way(
-            name="swap-prefetch", action=Action.OFFLOAD,
-            description="what blocks save is moved, with copies beside compute",
-        ),
+    name: Way(name=name, action=action, waits=name == "swap")
+    for name, action in (
+        (PLAIN, None),
+        ("checkpoint", Action.RECOMPUTE),
+        ("swap", Action.OFFLOAD),
+        ("compress", Action.COMPRESS),
+        ("checkpoint-swap", Action.RECOMPUTE_OFFLOADED),
+        ("compress-swap", Action.COMPRESS_OFFLOADED),
+        ("checkpoint-compress", Action.RECOMPUTE_COMPRESSED),
+        ("selective", Action.SELECTIVE),
+        ("selective-swap", Action.SELECTIVE_OFFLOADED),
+        ("swap-prefetch", Action.OFFLOAD),
     )
-}  # fmt: skip
-"""By name."""
+}
+"""By name. Compute waits for the copies of `swap`, and not for those of `swap-prefetch`."""
 
 DEFAULT: Final = ("plain", "checkpoint", "swap", "compress", "checkpoint-swap", "compress-swap")
 """What is compared if nobody says what: PAPAYA's."""
@@ -94,10 +68,7 @@ def way_of(name: str) -> Way:
     """Raises UsageError for a name that is none."""
     stem, at, micro = name.partition("@")
     if stem == ACCUMULATED and at and micro.isdecimal() and int(micro):
-        return Way(
-            name=name, action=None, micro=int(micro),
-            description=f"training as it is, with the gradients of micro-batches of {micro} summed up",
-        )  # fmt: skip
+        return Way(name=name, action=None, micro=int(micro))
     if name not in WAYS:
         raise UsageError(f"There is no method {name!r} to compare; choose from {', '.join(WAYS)}.")
     return WAYS[name]

@@ -3,7 +3,7 @@
 Results go to standard output and everything else to standard error, so that `--json` prints one JSON document and
 nothing besides. Exit codes: 0; 1 for an expected failure, told in one sentence; 2 for a wrong command line; 130 for
 Ctrl-C. A traceback means a bug. Nothing here imports torch before a verb needs it: models that train live in the
-processes that `spillway.runs` starts.
+processes that `spillway.subprocess_runs` starts.
 """
 
 from __future__ import annotations
@@ -19,22 +19,15 @@ from spillway.cli import advise, compare, demo, doctor, plan, record, report, si
 from spillway.errors import SpillwayError, on_one_line
 
 app = typer.Typer(
-    name="spillway",
-    help="Train PyTorch models under a memory budget that you name, with bit-identical results.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.command(name="demo")(demo.demo)
-app.command(name="train")(train.train)
-app.command(name="record")(record.record)
-app.command(name="compare")(compare.compare_)
-app.command(name="simulate")(simulate.simulate)
-app.command(name="report")(report.report)
-app.command(name="doctor")(doctor.doctor)
-app.command(name="plan")(plan.plan)
-app.command(name="advise")(advise.advise_)
+    name="spillway", help="Train PyTorch models under a memory budget that you name, with bit-identical results.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
+for _name, _verb in (
+    ("demo", demo.demo), ("train", train.train), ("record", record.record), ("compare", compare.compare_),
+    ("simulate", simulate.simulate), ("report", report.report), ("doctor", doctor.doctor), ("plan", plan.plan),
+    ("advise", advise.advise_),
+):  # fmt: skip
+    app.command(name=_name)(_verb)
 
 
 def _print_version(wanted: bool) -> None:

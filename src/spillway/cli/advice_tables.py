@@ -1,45 +1,47 @@
-"""What `spillway advise` prints: the answer in a sentence, and the table of all methods."""
+"""What `spillway advise` prints: the answer in a sentence, the table of all methods, and those by devices."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterator, Sequence
-from math import inf
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final, final
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from spillway.advisor.measurements import MB
-from spillway.advisor.verdict import Row, as_measured, ratios, sentence
-from spillway.cli.campaigns import Found
-from spillway.cli.common import say
-from spillway.cli.tables import WIDTH_OF_FILES
-from spillway.units import format_bytes, format_seconds
-
-HEADS = (
-    "alpha",
-    "beta",
-    "R",
-    "gamma",
-    "delta",
-    "R",
-    "score/point",
-    "batch",
-    "samples/s",
-    "x plain",
-    "{seen}",
-    "sure",
+from spillway.advisor.gains import Sweep, crossover_sentence, over_devices
+from spillway.advisor.model import ring_seconds
+from spillway.advisor.verdict import Row, cells, plain_name, ratios, sentence
+from spillway.cli.common import say, to_print
+from spillway.errors import UsageError
+from spillway.units import (
+    Bytes,
+    Seconds,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_seconds,
 )
+
+if TYPE_CHECKING:
+    from spillway.cli.advise import Found
+
+HEADS: Final = ("alpha", "beta", "R", "gamma", "delta", "R", "score/point", "batch", "samples/s", "x plain")
+MOST: Final = 10**6
+"""Devices."""
 
 
 def print_found(found: Found) -> None:
     """The answer, the table, and what is to be said about either."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    console = to_print()
     for line in found.sentences():
         say(console, line)
-    console.print(_table(found.rows, found.lossy))
-    for line in (*_warnings(found.rows), *found.remarks()):
+    _print_table(console, found.rows, found.lossy)
+    for line in found.remarks():
         say(console, f"  {line}")
 
 
@@ -48,65 +50,157 @@ def print_answers(answers: Sequence[Sequence[Row]]) -> None:
 
     In a table alpha and gamma are per sample, beta and delta fixed; samples/s is predicted, at the batch before it.
     """
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+    console = to_print()
     answered = [rows for rows in answers if any(row.fitted for row in rows)]
     for rows in answered:
         say(console, sentence(rows))
-        console.print(_table(rows))
-        for warning in _warnings(rows):
-            say(console, f"  {warning}")
+        _print_table(console, rows)
         say(console, "")
     for rows in answers:
         if rows not in answered:
             say(console, sentence(rows))
 
 
-def _warnings(rows: Sequence[Row]) -> Iterator[str]:
-    return (f"{row.method}: {warning}" for row in rows for warning in row.warnings)
-
-
-def _table(rows: Sequence[Row], lossy: Collection[str] = ()) -> Table:
+def _print_table(console: Console, rows: Sequence[Row], lossy: Collection[str] = ()) -> None:
+    """With what is odd about its rows."""
     table = Table(title=f"steps may take {format_bytes(round(rows[0].limit))}", title_justify="left", title_style="")
     table.add_column("method")
-    for head in HEADS:
-        table.add_column(head.format(seen=rows[0].experiment.seen), justify="right")
+    for head in (*HEADS, rows[0].experiment.seen, "sure"):
+        table.add_column(head, justify="right")
     table.add_column("verdict", no_wrap=True)
     times = ratios(rows)
     for row in rows:
-        table.add_row(escape(row.method) + " (lossy)" * (row.method in lossy), *_cells(row, times.get(row.method)))
-    return table
+        told = cells(row, times.get(row.method))
+        table.add_row(escape(row.method) + " (lossy)" * (row.method in lossy), *told.values())
+    console.print(table)
+    for row in rows:
+        for warning in row.warnings:
+            say(console, f"  {row.method}: {warning}")
 
 
-def _cells(row: Row, times: float | None) -> list[str]:
-    return [
-        *_laws(row),
-        _score(row),
-        "" if row.predicted is None else str(row.predicted.size),
-        "" if row.predicted is None else f"{row.predicted.throughput:.4g}",
-        "" if times is None else f"{times:.3f}",
-        as_measured(row),
-        "" if row.sure is None else f"{row.sure:.0%}",
-        row.verdict,
-    ]
+# ---------------------------------------------------------------------- several devices
 
 
-def _laws(row: Row) -> list[str]:
-    if row.fitted is None:
-        return [""] * 6
-    memory, cost = row.fitted.memory, row.fitted.cost
-    time = row.fitted.knee if cost.knee else row.fitted.time
-    return [
-        f"{memory.slope / MB:.2f} MB", format_bytes(round(memory.intercept)), _r(memory.r),
-        format_seconds(cost.gamma), format_seconds(cost.delta), _r(time.r),
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What devices exchange in every step, by a ring all-reduce that no compute hides."""
+
+    counts: tuple[int, ...]
+    """Of devices, ascending."""
+    nbytes: Bytes
+    """Gradients."""
+    bytes_per_second: float
+    latency: Seconds
+
+    def seconds(self, count: int) -> Seconds:
+        """With so many devices."""
+        return ring_seconds(self.nbytes, count, bytes_per_second=self.bytes_per_second, latency=self.latency)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_bytes(self.nbytes)} of gradients at {format_bytes(round(self.bytes_per_second))}/s, "
+            f"{format_seconds(self.latency)} a message"
+        )
+
+
+def exchange_of(
+    devices: str | None, gradients: str | None, link: str | None, latency: str | None, *, known: Bytes | None = None
+) -> Exchange | None:
+    """What the options say; None without --devices.
+
+    Arguments:
+        known: Bytes of the gradients where the model is there, and nobody says other with --gradients.
+
+    Raises UsageError for what does not go together, BudgetError for what is no number of bytes.
+    """
+    if devices is None:
+        given = {"--gradients": gradients, "--link": link, "--latency": latency}
+        if stray := [name for name, text in given.items() if text is not None]:
+            raise UsageError(f"{stray[0]} is about several devices: say how many with --devices 1,2,4,8.")
+        return None
+    words = [word.strip() for word in devices.split(",")]
+    if any(re.fullmatch(r"[0-9]{1,7}", word) is None or not 1 <= int(word) <= MOST for word in words):
+        raise UsageError(
+            f"--devices takes numbers of 1 to {MOST:,} with commas between them, as 1,2,4,8; not {devices!r}."
+        )
+    if link is None or (gradients is None and known is None):
+        missing = "--link 25GB/s" if link is None else "--gradients 1.3GB"
+        raise UsageError(f"Devices exchange gradients in every step: say how long that takes, with {missing}.")
+    speed = parse_bytes_per_second(link)
+    if not speed:
+        raise UsageError("Gradients never arrive at 0 B/s: give --link more, as 25GB/s.")
+    return Exchange(
+        counts=tuple(sorted({int(word) for word in words})),
+        nbytes=parse_bytes(gradients) if gradients is not None else known or 0, bytes_per_second=speed,
+        latency=0.0 if latency is None else parse_seconds(latency),
+    )  # fmt: skip
+
+
+def sweeps_over(exchange: Exchange | None, answers: Sequence[Sequence[Row]]) -> list[Sweep]:
+    """A sweep over devices of each experiment that was fitted; none without an exchange."""
+    return [] if exchange is None else [
+        over_devices(rows, exchange.counts, exchange.nbytes, exchange.bytes_per_second, exchange.latency)
+        for rows in answers if any(row.fitted for row in rows)
     ]  # fmt: skip
 
 
-def _r(r: float | None) -> str:
-    return "" if r is None else f"{r:.3f}"
+def print_sweeps(exchange: Exchange | None, swept: Sequence[Sweep]) -> None:
+    """Of each two tables, gains and fixed times against the number of devices, and from where on a method pays."""
+    if exchange is None:
+        return
+    console = to_print()
+    for sweep in swept:
+        say(console, f"{sweep.name}: data parallel, {exchange}")
+        gains, fixed = (
+            Table("method", title=f"{what}, by devices", title_justify="left", title_style="")
+            for what in ("x plain", "delta with the exchange")
+        )
+        for count in exchange.counts:
+            gains.add_column(f"{count}", justify="right")
+            fixed.add_column(f"{count}", justify="right")
+        for method in sweep.methods:
+            found = [point.predicted(method) for point in sweep.points]
+            told = ["" if gain is None else f"{gain:.3f}" if isfinite(gain) else "plain does not fit" for gain in found]
+            gains.add_row(escape(method), *told)
+        fixed.add_row("exchange alone", *(format_seconds(exchange.seconds(count)) for count in exchange.counts))
+        for row in sweep.points[0].rows:
+            each = [_row_of(row.method, point.rows).fitted for point in sweep.points]
+            fixed.add_row(escape(row.method), *("" if one is None else format_seconds(one.cost.delta) for one in each))
+        console.print(gains)
+        console.print(fixed)
+        for method in sweep.methods:
+            say(console, f"  {crossover_sentence(sweep, method)}")
+        say(console, "")
 
 
-def _score(row: Row) -> str:
-    """The score as a multiple of the point, as the paper draws it."""
-    if row.score is None or not row.point:
-        return ""
-    return f"{row.score / row.point:.3f}" if row.score < inf else "inf"
+def _row_of(method: str, rows: Sequence[Row]) -> Row:
+    return next(row for row in rows if row.method == method)
+
+
+def answers_json(
+    answers: Sequence[Sequence[Row]], exchange: Exchange | None, swept: Sequence[Sweep]
+) -> list[dict[str, Any]]:
+    """A row for each method of each experiment; with the number of devices where that was asked for."""
+    documents = []
+    for rows in answers:
+        sweep = next((one for one in swept if one.points[0].rows[0].experiment is rows[0].experiment), None)
+        for row in rows:
+            more = {} if exchange is None else {"by_devices": sweep and _by_devices(sweep, exchange, row.method)}
+            documents.append(row.to_json() | more)
+    return documents
+
+
+def _by_devices(sweep: Sweep, exchange: Exchange, method: str) -> list[dict[str, Any]]:
+    """A method with every number of devices; throughput is that of all of them together."""
+    found = []
+    for point, count in zip(sweep.points, exchange.counts, strict=True):
+        row = _row_of(method, point.rows)
+        told, gain = row.to_json(), None if method == plain_name(row.experiment) else point.predicted(method)
+        found.append({
+            "devices": count, "exchange_seconds": exchange.seconds(count),
+            **{name: told[name] for name in ("delta", "point", "predicted_batch", "verdict", "by_score", "by_ratio")},
+            "predicted_throughput": None if row.predicted is None else count * row.predicted.throughput,
+            "times_plain": gain if gain is not None and isfinite(gain) else None,
+        })  # fmt: skip
+    return found

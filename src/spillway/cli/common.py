@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -16,8 +16,6 @@ from rich.console import Console
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
 from spillway.report.html import write_report
-from spillway.report.perfetto import write_trace
-from spillway.units import Bytes
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Method = Annotated[str, typer.Option(help="How to decide what leaves memory.")]
@@ -38,6 +36,17 @@ ReturnFreed = Annotated[
 Steps = Annotated[int, typer.Option(min=1, help="Training steps of every run.")]
 
 
+INTERRUPTED: Final = 130
+"""The exit code after Ctrl-C."""
+WIDTH_OF_FILES: Final = 160
+"""Columns of a table that does not go to a terminal."""
+
+
+def to_print() -> Console:
+    """For results: standard output, whatever it is."""
+    return Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
+
+
 def to_terminal() -> Console:
     """For progress and remarks: standard error, whatever it is."""
     return Console(stderr=True)
@@ -52,11 +61,6 @@ def print_json(document: Any) -> None:
     """Print the one document of a verb. Losses that are not numbers are written as Python's `json` writes them."""
     json.dump(document, sys.stdout, indent=2)
     sys.stdout.write("\n")
-
-
-def machine_memory() -> Bytes:
-    """The memory of this machine, of which a budget may be a share."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_writable(path: Path | None) -> None:
@@ -103,18 +107,6 @@ def write_page(path: Path, run_file: Path, facts: Mapping[str, Any], run: RunFil
     if run.damaged_tail:
         say(to_terminal(), f"The last line of {run_file} is incomplete, as a killed run leaves it, and was left out.")
     return run.steps
-
-
-def write_perfetto(path: Path, run_file: Path, run: RunFile) -> int:
-    """Write a trace of the run that `run_file` holds, and return its number of events. Raises SpillwayError if nobody
-    looked at the clock in that run."""
-    if not any(timeline.spans for timeline in run.timelines):
-        raise SpillwayError(
-            f"{run_file} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
-            f"spillway train --run-file, in this version."
-        )
-    with naming(path):
-        return write_trace(path, run.header, run.timelines)
 
 
 @contextmanager

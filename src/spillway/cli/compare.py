@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from spillway.cli.common import Json, check_writable, naming, print_json, say, to_terminal
-from spillway.cli.tables import WIDTH_OF_FILES
-from spillway.comparing import (
+from spillway.cli.common import INTERRUPTED, Json, check_writable, naming, print_json, say, to_print, to_terminal
+from spillway.costs.finding import device_of
+from spillway.errors import SpillwayError
+from spillway.ir.loading import load_step
+from spillway.report.comparison import write_page, write_png
+from spillway.report.drawing import check_drawing
+from spillway.sweep import (
     Bound,
     Comparison,
     Failure,
     Row,
-    Subject,
+    bound_sentence,
+    cells_of,
     compare,
-    parse_budgets,
+    missing_sentence,
     parse_methods,
     subject_of,
 )
-from spillway.comparing.comparison import cells_of
-from spillway.costs.finding import device_of
-from spillway.errors import SpillwayError
-from spillway.ir.loading import load_step
-from spillway.report.compared import bound_sentence, missing_sentence, write_page, write_png
-from spillway.report.drawing import check_drawing
-from spillway.units import Bytes, Seconds, format_bytes, format_seconds
-
-INTERRUPTED: Final = 130
-"""The exit code after Ctrl-C."""
+from spillway.units import format_bytes, format_seconds, parse_budgets
 
 Found = Row | Bound | Failure
 
@@ -77,36 +71,34 @@ def compare_(
     wanted = parse_budgets(budgets, subject.plain_peak)
     if json and output is None and png is None:
         bound_seconds = 0.0  # nobody would see them
-    found: list[Found] = []
-    whole = _collect(
-        found, subject, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
+    total = len(cells_of(names, wanted, bounds=bound_seconds > 0))
+    coming = compare(
+        subject, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
     )
+    found, whole = _collect(coming, total)
     comparison = Comparison.of(subject, names, wanted, found)
-    if output is not None:
-        with naming(output):
-            write_page(output, comparison)
-    if png is not None:
-        with naming(png):
-            write_png(png, comparison)
+    for path, write_to in ((output, write_page), (png, write_png)):
+        if path is not None:
+            with naming(path):
+                write_to(path, comparison)
     if json:
         print_json([row.to_json() for row in comparison.rows])
     else:
         _print(comparison, [path for path in (output, png) if path is not None])
-    _conclude(comparison, whole=whole)
+    if not whole:
+        say(to_terminal(), f"spillway: interrupted. {missing_sentence(comparison)} What was done is kept.")
+        raise typer.Exit(INTERRUPTED)
+    if comparison.failures:
+        more = len(comparison.failures) - 1
+        raise SpillwayError(f"{comparison.failures[0]}{f' {more} more could not be worked out.' if more else ''}")
 
 
-def _collect(
-    found: list[Found], subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes], *,
-    plan_seconds: Seconds, bound_seconds: Seconds, processes: int | None,
-) -> bool:  # fmt: skip
-    """Add what is found as it comes, and show how far it is; whether nobody pressed Ctrl-C."""
-    console = to_terminal()
-    total = len(cells_of(methods, budgets, bounds=bound_seconds > 0))
-    coming = compare(
-        subject, methods, budgets, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
-    )
+def _collect(coming: Generator[Found, None, None], total: int) -> tuple[list[Found], bool]:
+    """What is found as it comes, shown as far as it is, and whether nobody pressed Ctrl-C."""
+    console, found = to_terminal(), list[Found]()
+    columns = BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
     try:
-        with _progress(console) as progress, closing(coming):
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress, closing(coming):
             task = progress.add_task("starting", total=total)
             for one in coming:
                 found.append(one)
@@ -116,20 +108,8 @@ def _collect(
                 elif not console.is_terminal:
                     say(console, f"{len(found)} of {total}: {_told(one)}")
     except KeyboardInterrupt:
-        return False
-    return True
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Progress]:
-    columns = (
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        yield progress
+        return found, False
+    return found, True
 
 
 def _told(found: Found) -> str:
@@ -143,13 +123,7 @@ def _told(found: Found) -> str:
 
 def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     """The table on standard output: times the plain step, a line for each method, a column for each budget."""
-    subject = comparison.subject
-    title = (
-        f"{subject.workload} on {subject.device.name}, simulated: seconds as a multiple of the plain step's "
-        f"{format_seconds(subject.plain_seconds)} in {format_bytes(subject.plain_peak)}"
-    )
-    table = Table()
-    table.add_column("method")
+    subject, console, table = comparison.subject, to_print(), Table("method")
     for budget in comparison.budgets:
         share = 100 * budget / (subject.plain_peak or 1)
         table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
@@ -158,10 +132,17 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
     if comparison.bounds:
         table.add_section()
-        relaxed = {bound.budget_bytes: _bound_cell(bound, subject) for bound in comparison.bounds}
+        plain = subject.plain_seconds
+        relaxed = {
+            bound.budget_bytes: f"LP {bound.seconds / plain if plain else 1.0:.3f}"
+            if bound.kind == "relaxation" else "plain" for bound in comparison.bounds
+        }  # fmt: skip
         table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_OF_FILES)
-    say(console, title)
+    say(
+        console,
+        f"{subject.workload} on {subject.device.name}, simulated: seconds as a multiple of the plain step's "
+        f"{format_seconds(subject.plain_seconds)} in {format_bytes(subject.plain_peak)}",
+    )
     console.print(table)
     for line in (subject.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
         if line:
@@ -173,18 +154,3 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
 def times_plain(row: Row) -> str:
     """A cell of the table: times the plain step, or how it ended otherwise."""
     return row.status if row.overhead is None else f"{row.overhead:.3f}"
-
-
-def _bound_cell(bound: Bound, subject: Subject) -> str:
-    times = bound.seconds / subject.plain_seconds if subject.plain_seconds else 1.0
-    return f"LP {times:.3f}" if bound.kind == "relaxation" else "plain"
-
-
-def _conclude(comparison: Comparison, *, whole: bool) -> None:
-    """The exit code, and the sentence that explains it."""
-    if not whole:
-        say(to_terminal(), f"spillway: interrupted. {missing_sentence(comparison)} What was done is kept.")
-        raise typer.Exit(INTERRUPTED)
-    if comparison.failures:
-        first, more = comparison.failures[0], len(comparison.failures) - 1
-        raise SpillwayError(f"{first}{f' {more} more could not be worked out.' if more else ''}")

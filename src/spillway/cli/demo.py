@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Final, final
+from typing import Annotated, Final
 
 import typer
-from rich.progress import TaskID
+from rich.progress import Progress, TaskID
 
-from spillway.cli.board import Board
 from spillway.cli.common import (
     Json,
     Method,
@@ -19,18 +18,18 @@ from spillway.cli.common import (
     SpillDirectory,
     Steps,
     check_writable,
-    machine_memory,
     print_json,
     to_terminal,
     write_page,
 )
-from spillway.cli.tables import broken_promises, page_facts, print_methods, print_rows
+from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
+from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetInfeasible, EngineError
 from spillway.methods import resolve
 from spillway.report.figures import highest_peak
-from spillway.runs.comparison import RefusedRow, Row, plain_row, refused_row, row
-from spillway.runs.records import STATIC, RunRequest, RunResult
-from spillway.units import Bytes, parse_budget
+from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row
+from spillway.subprocess_runs.run import STATIC, RunRequest
+from spillway.units import parse_budget
 
 WORKLOAD: Final = "stdlib-lm"
 STEPS: Final = 8
@@ -70,16 +69,15 @@ def demo(
     request = RunRequest(
         workload=WORKLOAD, seed=seed, steps=steps, method=None, budget_bytes=None, spill_directory=spill
     )
-    with TemporaryDirectory(prefix="spillway-") as folder, Board(to_terminal()) as board:
-        runs = _Demo(board, request, wanted, method, Path(folder))
-        rows = runs.rows(output)
-        by_block = runs.by_block(page_by_size(output))
+    pages: dict[Path, str] = {}
+    with TemporaryDirectory(prefix="spillway-") as folder, board(to_terminal()) as shown:
+        rows, by_block = _run_all(shown, request, wanted, method, Path(folder), output, pages)
     if json:
         print_json([row.to_json() for row in [*rows, *by_block]])
     else:
-        print_rows(WORKLOAD, method, rows)
-        print_methods(WORKLOAD, [rows[0], *by_block])
-        for page, what in runs.pages.items():
+        print_rows(WORKLOAD, rows, method)
+        print_rows(WORKLOAD, [rows[0], *by_block])
+        for page, what in pages.items():
             print(f"{what}: {page}")
     for broken in broken_promises([*rows, *by_block]):
         raise EngineError(broken)
@@ -90,75 +88,51 @@ def page_by_size(output: Path) -> Path:
     return output.with_stem(f"{output.stem}-mimose")
 
 
-@final
-class _Demo:
-    """The runs of a demo, announced when made."""
+def _run_all(
+    shown: Progress, request: RunRequest, wanted: Sequence[str], method: str, folder: Path, output: Path,
+    pages: dict[Path, str],
+) -> tuple[list[Row | RefusedRow], list[Row | RefusedRow]]:  # fmt: skip
+    """Run plain, then keeping account only, under each budget, and each of `BY_BLOCK` under the middle one.
 
-    def __init__(self, board: Board, request: RunRequest, wanted: Sequence[str], method: str, folder: Path) -> None:
-        self._board = board
-        self._request = request
-        self._wanted = wanted
-        self._method = method
-        self._run_file = folder / "run.jsonl"
-        self._run_file_by_size = folder / "by-size.jsonl"
-        self.pages: dict[Path, str] = {}
-        """What was written, and what it shows."""
-        self._plain: RunResult | None = None
-        self._peak: Bytes = 0
-        middle = wanted[self._middle]
-        titles = ["plain", "plain, with account", *(f"budget {text}" for text in wanted)]
-        titles += [f"budget {middle}, {name}" for name in BY_BLOCK]
-        self._tasks = [board.announce(title, request.steps) for title in titles]
+    Returns the rows of both tables; writes the pages, and into `pages` what each shows. On the block engine freed
+    memory stays with the allocator, as it does in the plain run: what page faults cost is not theirs.
+    """
+    middle = len(wanted) // 2
+    titles = ["plain", "plain, with account", *(f"budget {text}" for text in wanted)]
+    tasks = [announce(shown, title, request.steps) for title in titles]
+    tasks += [announce(shown, f"budget {wanted[middle]}, {name}", request.steps) for name in BY_BLOCK]
+    plain, account = (
+        run_announced(shown, tasks[0], request),
+        run_announced(shown, tasks[1], replace(request, method="keep-all")),
+    )
+    peak = highest_peak(account.reports)
+    allowed = [parse_budget(text, peak if text.endswith("%") else machine_memory()) for text in wanted]
 
-    def rows(self, output: Path) -> list[Row | RefusedRow]:
-        """Run plain, then keeping account only, then under each budget; write the page."""
-        plain = self._board.run(self._tasks[0], self._request)
-        account = self._board.run(self._tasks[1], replace(self._request, method="keep-all"))
-        first = plain_row(self._request, plain, account)
-        self._plain, self._peak = plain, highest_peak(account.reports)
-        rows = [self._row(index, plain) for index in range(len(self._wanted))]
-        middle = rows[self._middle]
-        if isinstance(middle, Row):
-            write_page(output, self._run_file, page_facts(WORKLOAD, middle))
-            self.pages[output] = "Memory and lanes over the time of a step"
-        return [first, *rows]
-
-    def by_block(self, output: Path) -> list[Row | RefusedRow]:
-        """After `rows`: run each of `BY_BLOCK` under the middle budget; write the page about Mimose.
-
-        Freed memory stays with the allocator, as it does in the plain run: what page faults cost is not theirs.
-        """
-        assert self._plain is not None
-        request = replace(
-            self._request, budget_bytes=self._budget(self._middle), timeline=True, return_freed=False
-        )  # fmt: skip
-        rows = []
-        for task, name in zip(self._tasks[-len(BY_BLOCK) :], BY_BLOCK, strict=True):
-            figures = str(self._run_file_by_size) if name == BY_BLOCK[0] else None
-            rows.append(self._run(task, replace(request, method=name, run_file=figures), self._plain))
-        if isinstance(rows[0], Row):
-            write_page(output, self._run_file_by_size, page_facts(WORKLOAD, rows[0]))
-            self.pages[output] = "Memory against input size under Mimose"
-        return rows
-
-    @property
-    def _middle(self) -> int:
-        return len(self._wanted) // 2
-
-    def _budget(self, index: int) -> Bytes:
-        text = self._wanted[index]
-        return parse_budget(text, self._peak if text.endswith("%") else machine_memory())
-
-    def _row(self, index: int, plain: RunResult) -> Row | RefusedRow:
-        request = replace(self._request, method=self._method, budget_bytes=self._budget(index))
-        if index == self._middle:
-            request = replace(request, run_file=str(self._run_file), timeline=True)
-        return self._run(self._tasks[2 + index], request, plain)
-
-    def _run(self, task: TaskID, request: RunRequest, plain: RunResult) -> Row | RefusedRow:
+    def ran(task: TaskID, asked: RunRequest, run_file: Path | None) -> Row | RefusedRow:
+        asked = replace(asked, run_file=None if run_file is None else str(run_file))
         try:
-            return row(request, self._board.run(task, request), plain)
+            return row(asked, run_announced(shown, task, asked), plain)
         except BudgetInfeasible as error:
-            assert request.budget_bytes is not None
-            assert request.method is not None
-            return refused_row(budget_bytes=request.budget_bytes, method=request.method, error=error)
+            return refused_row(budget_bytes=asked.budget_bytes or 0, method=asked.method or "", error=error)
+
+    def show(found: Row | RefusedRow, path: Path, run_file: Path, what: str) -> None:
+        if isinstance(found, Row):
+            write_page(path, run_file, page_facts(WORKLOAD, found))
+            pages[path] = what
+
+    in_time, by_size = folder / "run.jsonl", folder / "by-size.jsonl"
+    under = [
+        ran(
+            tasks[2 + index], replace(request, method=method, budget_bytes=budget, timeline=index == middle),
+            in_time if index == middle else None,
+        )
+        for index, budget in enumerate(allowed)
+    ]  # fmt: skip
+    show(under[middle], output, in_time, "Memory and lanes over the time of a step")
+    on_blocks = replace(request, budget_bytes=allowed[middle], timeline=True, return_freed=False)
+    by_block = [
+        ran(task, replace(on_blocks, method=name), by_size if name == BY_BLOCK[0] else None)
+        for task, name in zip(tasks[-len(BY_BLOCK) :], BY_BLOCK, strict=True)
+    ]
+    show(by_block[0], page_by_size(output), by_size, "Memory against input size under Mimose")
+    return [plain_row(request, plain, account), *under], by_block

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from spillway.cli.common import Json, SpillDirectory, print_json
-from spillway.doctor import on_system
-from spillway.doctor.findings import Finding, Problem
+from spillway.doctor import Finding, Problem, on_system
 from spillway.errors import SpillwayError
 
 
@@ -30,8 +28,12 @@ def doctor(
     findings = examine(spill_directory or Path(tempfile.gettempdir()), measure=measure)
     if json:
         print_json([finding.to_json() for finding in findings])
-    else:
-        print_findings(findings)
+    else:  # a line for each, and under it two for each of its problems
+        wide = max(len(finding.topic) for finding in findings)
+        for finding in findings:
+            print(f"{finding.topic:{wide}}  {finding.sentence}")
+            for problem in finding.problems:
+                print(f"{'':{wide}}  ! {problem.what}\n{'':{wide}}    {problem.fix}")
     for finding in findings:
         for problem in finding.problems:
             if problem.fatal:
@@ -42,28 +44,17 @@ def examine(directory: Path, *, measure: bool) -> list[Finding]:
     """Look at everything. What cannot be looked at is a problem and no error."""
     from spillway.doctor import on_spill
 
-    findings = [*_torch_side(measure=measure), on_system.memory(), on_system.allocator(), on_system.huge_pages()]
-    findings.append(on_spill.spill_directory(directory))
-    if measure and findings[-1].facts["usable"]:
-        findings.append(on_spill.speed(directory))
-    return findings
-
-
-def _torch_side(*, measure: bool) -> list[Finding]:
     try:
         from spillway.doctor import on_torch
     except ImportError as error:
         problem = Problem(what=f"torch cannot be imported: {error}.", fix="Install torch 2.13 or newer.", fatal=True)
-        return [Finding(topic="torch", sentence="Not there.", facts={"version": None}, problems=[problem])]
-    copies = [on_torch.memory_copy()] if measure else []
-    return [on_torch.version(), on_torch.threads(), on_torch.kernels(), *copies, *on_torch.devices(measure=measure)]
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """A line for each, and under it two for each of its problems."""
-    wide = max(len(finding.topic) for finding in findings)
-    for finding in findings:
-        print(f"{finding.topic:{wide}}  {finding.sentence}")
-        for problem in finding.problems:
-            print(f"{'':{wide}}  ! {problem.what}")
-            print(f"{'':{wide}}    {problem.fix}")
+        findings = [Finding(topic="torch", sentence="Not there.", facts={"version": None}, problems=[problem])]
+    else:
+        findings = [on_torch.version(), on_torch.threads(), on_torch.kernels()]
+        findings += [on_torch.memory_copy()] if measure else []
+        findings += on_torch.devices(measure=measure)
+    findings += [on_system.memory(), on_system.allocator(), on_system.huge_pages()]
+    findings.append(on_spill.spill_directory(directory))
+    if measure and findings[-1].facts["usable"]:
+        findings.append(on_spill.speed(directory))
+    return findings

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import Json, check_writable, print_json
-from spillway.errors import SpillwayError
+from spillway.cli.common import Json, check_writable, naming, print_json
 from spillway.ir import Plan, Recompute, Step, verify
 from spillway.ir.account import comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.plan_files import write_plan
 from spillway.ir.recipes import replayed
-from spillway.planning import planner_named, problem_of
+from spillway.planning import planner_named
+from spillway.problem import problem_of
 from spillway.units import format_bytes, format_seconds
 
 
@@ -40,14 +40,18 @@ def plan(
     verify(found, problem.step, problem.allowed)
     facts = {"method": method, "device": problem.device.name, **figures(found, problem.step)}
     if output is not None:
-        try:
+        with naming(output):
             write_plan(output, found, facts)
-        except OSError as error:
-            raise SpillwayError(f"{output}: {error.strerror or error}.") from error
     if json:
         print_json({"plan": None if output is None else str(output), "step": found.step, **facts})
-    else:
-        _print(facts, output)
+        return
+    sizes = [format_bytes(facts[f"{name}_bytes"]) for name in ("budget", "projected", "plain_peak")]
+    print("{} on {}: {} allowed, {} projected, {} without a plan".format(facts["method"], facts["device"], *sizes))
+    again, whole = format_seconds(facts["recomputed_seconds"]), format_seconds(facts["plain_seconds"])
+    print(f"{facts['recomputed_ops']} ops again: {again} beside {whole} of the step's own")
+    print(f"{format_bytes(facts['bytes_out'])} out, {format_bytes(facts['bytes_in'])} in")
+    gaps = ", ".join(f"{count} {home}" for home, count in sorted(facts["gaps"].items())) or "none"
+    print(f"gaps: {gaps}" + (f"; {output}" if output else ""))
 
 
 def figures(plan: Plan, step: Step) -> dict[str, Any]:
@@ -58,23 +62,9 @@ def figures(plan: Plan, step: Step) -> dict[str, Any]:
     moved = [gap for gap in plan.gaps if not isinstance(gap.home, Recompute)]
     nbytes = {gap: step.storages[step.values[gap.value].storage].nbytes for gap in moved}
     return {
-        "budget_bytes": plan.allowed,
-        "projected_bytes": plan.projected,
-        "plain_peak_bytes": step.plain_peak(),
+        "budget_bytes": plan.allowed, "projected_bytes": plan.projected, "plain_peak_bytes": step.plain_peak(),
         "gaps": dict(Counter(type(gap.home).__name__.lower() for gap in plan.gaps)),
-        "bytes_out": sum(nbytes.values()),
-        "bytes_in": sum(nbytes[gap] for gap in back if gap in nbytes),
-        "recomputed_ops": len(again),
-        "recomputed_seconds": sum(step.ops[op].seconds or 0.0 for op in again),
+        "bytes_out": sum(nbytes.values()), "bytes_in": sum(nbytes[gap] for gap in back if gap in nbytes),
+        "recomputed_ops": len(again), "recomputed_seconds": sum(step.ops[op].seconds or 0.0 for op in again),
         "plain_seconds": sum(op.seconds or 0.0 for op in step.ops),
-    }
-
-
-def _print(facts: dict[str, Any], output: Path | None) -> None:
-    sizes = [format_bytes(facts[f"{name}_bytes"]) for name in ("budget", "projected", "plain_peak")]
-    print("{} on {}: {} allowed, {} projected, {} without a plan".format(facts["method"], facts["device"], *sizes))
-    again, whole = format_seconds(facts["recomputed_seconds"]), format_seconds(facts["plain_seconds"])
-    print(f"{facts['recomputed_ops']} ops again: {again} beside {whole} of the step's own")
-    print(f"{format_bytes(facts['bytes_out'])} out, {format_bytes(facts['bytes_in'])} in")
-    gaps = ", ".join(f"{count} {home}" for home, count in sorted(facts["gaps"].items())) or "none"
-    print(f"gaps: {gaps}" + (f"; {output}" if output else ""))
+    }  # fmt: skip

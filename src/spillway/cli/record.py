@@ -29,8 +29,8 @@ def record(
 ) -> None:
     """Record one training step, with its optimizer: what every op reads and makes, and how long everything lives."""
     check_writable(output)
-    options: dict[str, Any] = {"batch": batch, "length": length}
-    given = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {} if batch is None else {"batch": batch}
+    given |= {} if length is None else {"length": length}
     began = time.perf_counter()
     recorded = record_workload(workload, fake=fake, timed_steps=timed_steps, seed=seed, **given)
     try:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.common import Json, check_writable, print_json, read_figures, write_page, write_perfetto
+from spillway.cli.common import Json, check_writable, naming, print_json, read_figures, write_page
 from spillway.errors import SpillwayError
 from spillway.report.figures import hidden_share, highest_peak
+from spillway.report.perfetto import write_trace
 
 
 def report(
@@ -32,18 +33,22 @@ def report(
     if perfetto is not None and perfetto.resolve() == page.resolve():
         raise SpillwayError(f"The trace would replace the page {page}; choose another place with --output.")
     found = read_figures(run)
-    events = None if perfetto is None else write_perfetto(perfetto, run, found)
+    events = 0
+    if perfetto is not None:
+        if not any(timeline.spans for timeline in found.timelines):  # nobody looked at the clock in that run
+            raise SpillwayError(
+                f"{run} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
+                f"spillway train --run-file, in this version."
+            )
+        with naming(perfetto):
+            events = write_trace(perfetto, found.header, found.timelines)
     write_page(page, run, {}, found)
     steps, simulated = found.steps, "simulated" in found.header
     if json:
-        trace = None if perfetto is None else str(perfetto)
-        figures = {
-            "steps": len(steps),
-            "peak_bytes": highest_peak(steps),
-            "hidden_share": hidden_share(steps),
-            "simulated": simulated,
-        }
-        print_json({"report": str(page), "perfetto": trace, **figures})
+        print_json({
+            "report": str(page), "perfetto": None if perfetto is None else str(perfetto), "steps": len(steps),
+            "peak_bytes": highest_peak(steps), "hidden_share": hidden_share(steps), "simulated": simulated,
+        })  # fmt: skip
     else:
         print(f"{len(steps)} {'simulated ' * simulated}step{'s' * (len(steps) != 1)}: {page}")
         if perfetto is not None:

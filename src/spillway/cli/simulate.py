@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
 from spillway.cli.common import Json, check_writable, print_json
 from spillway.engines.allocators import ALLOCATORS
-from spillway.engines.paper_machine import TIERS, Tier
+from spillway.engines.paper_machine import TIERS
 from spillway.engines.simulated import Simulation
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import RunWriter
@@ -17,6 +17,12 @@ from spillway.ir.loading import load_step
 from spillway.simulation import report_of
 from spillway.simulation import simulate as simulate_recorded
 from spillway.units import format_bytes, format_seconds
+
+FIGURES: Final = (
+    "status", "why", "overhead", "seconds", "plain_seconds", "peak_bytes", "reserved_bytes", "bytes_out", "bytes_in",
+    "recomputed_ops", "recomputed_seconds", "stall_seconds", "hidden_seconds", "drops", "moves", "refusals",
+)  # fmt: skip
+"""What JSON has of a simulated step, beside its budget."""
 
 
 def simulate(
@@ -39,30 +45,26 @@ def simulate(
 ) -> None:
     """Run a recorded step on paper: seconds, peak, copies and recomputing of a method under a budget."""
     check_writable(run_file)
+    if tier not in TIERS:
+        raise UsageError(f"There is no tier {tier!r}; choose one of {', '.join(TIERS)}.")
     try:
         recorded = load_step(step)
     except OSError as error:
         raise SpillwayError(f"{step} cannot be read: {error.strerror or error}.") from error
     ran = simulate_recorded(
-        recorded, budget, method, device, allocator=allocator, limit=limit, tier=_tier(tier), measured=measured,
+        recorded, budget, method, device, allocator=allocator, limit=limit, tier=tier, measured=measured,
         steps=steps,
     )  # fmt: skip
     if run_file is not None:
         told = {"method": method, "device": device, "allocator": allocator, "tier": tier, "step": step}
         _write(run_file, ran, {"workload": recorded.workload, "simulated": told})
     if json:
-        print_json({"simulated": True, "method": method, "device": device, **_figures(ran)})
+        shown = {"budget_bytes": ran.timeline.allowed} | {name: getattr(ran, name) for name in FIGURES}
+        print_json({"simulated": True, "method": method, "device": device, **shown})
     else:
         _print(ran, f"{recorded.workload} under {method} on {device}, simulated")
         if run_file is not None:
             print(f"run file: {run_file}")
-
-
-def _tier(name: str) -> Tier:
-    for tier in TIERS:
-        if tier == name:
-            return tier
-    raise UsageError(f"There is no tier {name!r}; choose one of {', '.join(TIERS)}.")
 
 
 def _write(path: Path, ran: Simulation, header: dict[str, Any]) -> None:
@@ -74,17 +76,6 @@ def _write(path: Path, ran: Simulation, header: dict[str, Any]) -> None:
         raise SpillwayError(f"{path} cannot be written: {error.strerror}." if error.strerror else str(error)) from error
     except ValueError as error:
         raise SpillwayError(str(error)) from error
-
-
-def _figures(ran: Simulation) -> dict[str, Any]:
-    return {
-        "budget_bytes": ran.timeline.allowed, "status": ran.status, "why": ran.why, "overhead": ran.overhead,
-        "seconds": ran.seconds, "plain_seconds": ran.plain_seconds, "peak_bytes": ran.peak_bytes,
-        "reserved_bytes": ran.reserved_bytes, "bytes_out": ran.bytes_out, "bytes_in": ran.bytes_in,
-        "recomputed_ops": ran.recomputed_ops, "recomputed_seconds": ran.recomputed_seconds,
-        "stall_seconds": ran.stall_seconds, "hidden_seconds": ran.hidden_seconds, "drops": ran.drops,
-        "moves": ran.moves, "refusals": ran.refusals,
-    }  # fmt: skip
 
 
 def _print(ran: Simulation, title: str) -> None:

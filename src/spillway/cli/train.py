@@ -12,7 +12,6 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
-from spillway.cli.board import Board
 from spillway.cli.common import (
     Json,
     Method,
@@ -22,20 +21,19 @@ from spillway.cli.common import (
     SpillIO,
     Steps,
     check_writable,
-    machine_memory,
     print_json,
     say,
     to_terminal,
     write_page,
 )
-from spillway.cli.tables import broken_promises, page_facts, print_rows
+from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
+from spillway.engines.memory import machine_memory
 from spillway.errors import SpillwayError
 from spillway.methods import resolve
 from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine
-from spillway.runs.comparison import Row, row
-from spillway.runs.launch import Listener, run
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.rows import Row, row
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
 from spillway.units import parse_budget
 
 STEPS: Final = 20
@@ -68,17 +66,10 @@ def train(
     with TemporaryDirectory(prefix="spillway-") as folder:
         figures = run_file or Path(folder) / "run.jsonl"
         request = RunRequest(
-            workload=workload,
-            seed=seed,
-            steps=steps,
-            method=method,
-            budget_bytes=allowed,
-            spill_directory=None if spill_directory is None else str(spill_directory),
-            spill_io=spill_io,
-            return_freed=return_freed,
-            run_file=str(figures),
-            timeline=run_file is not None or output is not None,
-        )
+            workload=workload, seed=seed, steps=steps, method=method, budget_bytes=allowed,
+            spill_directory=None if spill_directory is None else str(spill_directory), spill_io=spill_io,
+            return_freed=return_freed, run_file=str(figures), timeline=run_file is not None or output is not None,
+        )  # fmt: skip
         rows = _rows(request, plain_check=plain_check)
         if output is not None:
             write_page(output, figures, page_facts(workload, rows[-1]))
@@ -87,7 +78,7 @@ def train(
         paths = {name: None if path is None else str(path) for name, path in files.items()}
         print_json({"workload": workload, **rows[-1].to_json(), **paths})
     else:
-        print_rows(workload, method, rows)
+        print_rows(workload, rows, method)
     for broken in broken_promises(rows):
         raise SpillwayError(f"{broken} Either the workload is not twice the same, or this is a bug in Spillway.")
 
@@ -98,8 +89,8 @@ def _rows(request: RunRequest, *, plain_check: bool) -> list[Row]:
     if not plain_check:
         return [row(request, _watched(request, console), None)]
     plainly = replace(request, method=None, budget_bytes=None, run_file=None, timeline=False)
-    with Board(console) as board:
-        plain = board.run(board.announce("plain", request.steps), plainly)
+    with board(console) as shown:
+        plain = run_announced(shown, announce(shown, "plain", request.steps), plainly)
     return [row(plainly, plain, plain), row(request, _watched(request, console), plain)]
 
 

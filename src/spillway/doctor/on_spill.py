@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from spillway.doctor.findings import Finding, Problem
+from spillway.doctor import Finding, Problem
 from spillway.engines.tiers.speed import SAMPLE, disk_speed, has_direct_io, tier_speed
 from spillway.errors import SpillError
 from spillway.units import Bytes, GiB, format_bytes
@@ -23,30 +23,17 @@ _ANOTHER: Final = "Name another directory, on a disk, with spill_directory= or -
 
 def spill_directory(directory: Path) -> Finding:
     """The directory, without its speed."""
+    topic = "spill directory"
     try:
         free = shutil.disk_usage(directory).free
         direct = has_direct_io(directory)
     except (OSError, SpillError) as error:
         reason = str(error) if isinstance(error, SpillError) else f"{directory}: {error.strerror or error}."
         return Finding(
-            topic="spill directory",
-            sentence=f"{directory} cannot be used.",
-            facts={"directory": str(directory), "usable": False},
+            topic=topic, sentence=f"{directory} cannot be used.", facts={"directory": str(directory), "usable": False},
             problems=[Problem(what=reason, fix=_ANOTHER, fatal=True)],
-        )
-    system = file_system(directory)
-    past = 'with direct I/O (spill_io="direct" keeps it out of the page cache)' if direct else "it has no direct I/O"
-    return Finding(
-        topic="spill directory",
-        sentence=f"{directory} on {system or 'an unknown file system'}, {format_bytes(free)} free, {past}: storages "
-        f"that are moved wait there in a file without a name.",
-        facts={"directory": str(directory), "usable": True, "file_system": system, "free": free, "direct_io": direct},
-        problems=_problems(directory, system, free),
-    )
-
-
-def _problems(directory: Path, system: str, free: Bytes) -> list[Problem]:
-    problems = []
+        )  # fmt: skip
+    system, problems = file_system(directory), []
     if system in IN_MEMORY:
         what = f"{directory} is a {system}, which is RAM itself: what moves there frees nothing."
         problems.append(Problem(what=what, fix=_ANOTHER))
@@ -55,7 +42,13 @@ def _problems(directory: Path, system: str, free: Bytes) -> list[Problem]:
     if free < LITTLE:
         what = f"{directory} has {format_bytes(free)} left; what is away at once has to fit."
         problems.append(Problem(what=what, fix=f"Free some space there. {_ANOTHER}"))
-    return problems
+    past = 'with direct I/O (spill_io="direct" keeps it out of the page cache)' if direct else "it has no direct I/O"
+    return Finding(
+        topic=topic, problems=problems,
+        sentence=f"{directory} on {system or 'an unknown file system'}, {format_bytes(free)} free, {past}: storages "
+        f"that are moved wait there in a file without a name.",
+        facts={"directory": str(directory), "usable": True, "file_system": system, "free": free, "direct_io": direct},
+    )  # fmt: skip
 
 
 def speed(directory: Path) -> Finding:
@@ -69,20 +62,16 @@ def speed(directory: Path) -> Finding:
         reason = str(error) if isinstance(error, SpillError) else f"{error.strerror or error}."
         problem = Problem(what=reason, fix="See the spill directory, above.")
         return Finding(topic=topic, sentence="Not measured.", facts={"measured": False}, problems=[problem])
-    facts: dict[str, Any] = {
-        "measured": True,
-        "copy_out": round(tier.out),
-        "copy_in": round(tier.back),
-        "disk_write": round(disk.out),
-        "disk_read": round(disk.back),
-    }
     return Finding(
         topic=topic,
         sentence=f"Copies go out at {rate(tier.out)} and in at {rate(tier.back)}, checksums included; the disk without "
         f"its cache writes {rate(disk.out)} and reads {rate(disk.back)}: methods that weigh moving against recomputing "
         f"go by the copies of the run.",
-        facts=facts,
-    )
+        facts={
+            "measured": True, "copy_out": round(tier.out), "copy_in": round(tier.back),
+            "disk_write": round(disk.out), "disk_read": round(disk.back),
+        },
+    )  # fmt: skip
 
 
 def rate(bytes_per_second: float) -> str:

@@ -11,13 +11,13 @@ from typing import Any, Final
 
 import torch
 
-from spillway.doctor.findings import Finding, Problem
+from spillway.doctor import Finding, Problem
 from spillway.doctor.on_spill import rate
-from spillway.doctor.on_system import processors
-from spillway.engines.tensors.cuda_facts import NATIVE, CudaFacts, cuda_facts
+from spillway.engines.tensors.cuda_facts import NATIVE, cuda_facts
 from spillway.engines.tensors.devices import pinned_bytes
 from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tiers.disk import WORKERS
+from spillway.processes import cores
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 64 * MiB
@@ -32,53 +32,37 @@ def version() -> Finding:
     """The version, and the features that Spillway stands on."""
     problems = []
     if not CAN_SWAP:
-        problems.append(
-            Problem(
-                what=f"torch {torch.__version__} cannot exchange a storage's bytes in place, which models on the CPU "
-                f"need.",
-                fix="Use torch 2.13 or newer.",
-                fatal=not torch.cuda.is_available(),
-            )
-        )
+        what = f"torch {torch.__version__} cannot exchange a storage's bytes in place, which models on the CPU need."
+        fatal = not torch.cuda.is_available()
+        problems.append(Problem(what=what, fix="Use torch 2.13 or newer.", fatal=fatal))
     swap = "exchanges a storage's bytes in place, so that anything may leave memory" if CAN_SWAP else "is too old"
     return Finding(
-        topic="torch",
-        sentence=f"torch {torch.__version__} {swap}.",
+        topic="torch", sentence=f"torch {torch.__version__} {swap}.", problems=problems,
         facts={
-            "version": str(torch.__version__),
-            "_swap_data_ptr_": CAN_SWAP,
+            "version": str(torch.__version__), "_swap_data_ptr_": CAN_SWAP,
             "saved_tensors": hasattr(torch._C._autograd, "_make_saved_tensor"),
             "onednn": bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
         },
-        problems=problems,
-    )
+    )  # fmt: skip
 
 
 def threads() -> Finding:
     """Threads that compute, and processors left for the workers that copy."""
-    computing, there = torch.get_num_threads(), processors()
-    left = there - computing
-    problems = []
-    if left < 1:
+    computing, there, problems = torch.get_num_threads(), cores(), []
+    processors = f"{there} processor{'s' * (there != 1)}"
+    if there - computing < 1:
         fewer = f"OMP_NUM_THREADS={there - 1} leaves them one" if there > 1 else "Another machine may have more of them"
-        problems.append(
-            Problem(
-                what=f"Ops use {computing} {_plural('thread', computing)} on {there} {_plural('processor', there)}: "
-                f"workers that copy beside the ops have none of their own, and slow the ops down.",
-                fix=f"{fewer}; sums depend on the number of threads, with plain PyTorch too.",
-            )
+        what = (
+            f"Ops use {computing} thread{'s' * (computing != 1)} on {processors}: workers that copy beside the ops "
+            f"have none of their own, and slow the ops down."
         )
+        fix = f"{fewer}; sums depend on the number of threads, with plain PyTorch too."
+        problems.append(Problem(what=what, fix=fix))
     return Finding(
-        topic="threads",
-        sentence=f"Ops use {computing} of {there} {_plural('processor', there)}; with `delta`, {WORKERS} workers copy "
-        f"beside them.",
+        topic="threads", problems=problems,
+        sentence=f"Ops use {computing} of {processors}; with `delta`, {WORKERS} workers copy beside them.",
         facts={"computing": computing, "processors": there, "workers": WORKERS},
-        problems=problems,
-    )
-
-
-def _plural(noun: str, number: int) -> str:
-    return noun if number == 1 else f"{noun}s"
+    )  # fmt: skip
 
 
 def memory_copy() -> Finding:
@@ -112,92 +96,57 @@ def kernels(environment: Mapping[str, str] = os.environ) -> Finding:
 
 def devices(*, measure: bool, environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """A line for every CUDA device, or one that says that there is none."""
-    if not torch.cuda.is_available():
-        return [
-            Finding(
-                topic="CUDA",
-                sentence="No device: models are managed on the CPU, where the budget is RAM.",
-                facts={"available": False, "settings": _settings(environment)},
-            )
-        ]
-    return [_device(number, environment, measure=measure) for number in range(torch.cuda.device_count())]
+    settings = {name: environment[name] for name in _SETTINGS if environment.get(name)}
+    if torch.cuda.is_available():
+        return [_device(number, environment, settings, measure) for number in range(torch.cuda.device_count())]
+    sentence = "No device: models are managed on the CPU, where the budget is RAM."
+    return [Finding(topic="CUDA", sentence=sentence, facts={"available": False, "settings": settings})]
 
 
-def _settings(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: environment[name] for name in _SETTINGS if environment.get(name)}
-
-
-def _device(number: int, environment: Mapping[str, str], *, measure: bool) -> Finding:
+def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, str], measure: bool) -> Finding:
+    topic, device = f"CUDA {number}", torch.device("cuda", number)
+    facts: dict[str, Any] = {"available": False, "device": number, "settings": settings}
     try:
-        offered = cuda_facts(torch.device("cuda", number), environment)
+        offered = cuda_facts(device, environment)
     except RuntimeError as error:  # of CUDA; that the device has no memory is one too
-        problem = Problem(
-            what=f"torch finds device {number} and cannot ask it: {_first_sentence(error)}",
-            fix="See what `nvidia-smi` says of it; models can be trained on the CPU.",
-        )
-        facts: dict[str, Any] = {"available": False, "device": number, "settings": _settings(environment)}
-        return Finding(topic=f"CUDA {number}", sentence="It cannot be used.", facts=facts, problems=[problem])
-    pinned, locked = pinned_bytes(torch.device("cuda", number), None), _locked_limit()
-    facts = _facts(number, offered, environment) | {"host_budget": pinned, "locked_memory_limit": locked}
+        what = f"torch finds device {number} and cannot ask it: {_first_sentence(error)}"
+        fix = "See what `nvidia-smi` says of it; models can be trained on the CPU."
+        problem = Problem(what=what, fix=fix)
+        return Finding(topic=topic, sentence="It cannot be used.", facts=facts, problems=[problem])
+    pinned, locked, problems = pinned_bytes(device, None), _locked_limit(), []
+    facts |= {
+        "available": True, "name": offered.name, "memory": offered.total, "free": offered.free,
+        "allocator": offered.allocator, "expandable_segments": offered.expandable_segments, "host_budget": pinned,
+        "locked_memory_limit": locked,
+    }  # fmt: skip
     told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
-    problems = _problems_of_the_allocator(offered)
+    if offered.allocator != NATIVE:
+        what = (
+            f"The allocator is {offered.allocator}: Spillway reads its counters as those of torch's own, was not "
+            f"written for it, and was never run with it."
+        )
+        fix = "Leave `backend:` out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF."
+        problems.append(Problem(what=what, fix=fix))
     if measure:
         try:
             facts |= _link(number)
             told += f", pinned copies out at {rate(facts['copy_out'])} and in at {rate(facts['copy_in'])}"
         except RuntimeError as error:
-            problems.append(_unmeasured(error))
-    notes = " ".join((_of_pinned_memory(pinned, locked), *offered.notes(), _of_settings(environment)))
-    return Finding(topic=f"CUDA {number}", sentence=f"{told}. {notes}", facts=facts, problems=problems)
-
-
-def _facts(number: int, offered: CudaFacts, environment: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "available": True,
-        "device": number,
-        "name": offered.name,
-        "memory": offered.total,
-        "free": offered.free,
-        "allocator": offered.allocator,
-        "settings": _settings(environment),
-        "expandable_segments": offered.expandable_segments,
-    }
-
-
-def _of_pinned_memory(pinned: Bytes, locked: Bytes | None) -> str:
-    """What leaves the device waits there."""
-    limit = "locks as much memory as it likes" if locked is None else f"may lock {format_bytes(locked)}"
-    return (
+            what = f"Copies between pinned memory and the device could not be measured: {_first_sentence(error)}"
+            fix = (
+                f"They take {format_bytes(SAMPLE)} of the device and as much of the host; see who has the rest with "
+                f"`nvidia-smi` and `free`, or leave measuring out with --no-measure."
+            )
+            problems.append(Problem(what=what, fix=fix))
+    locks = "locks as much memory as it likes" if locked is None else f"may lock {format_bytes(locked)}"
+    waits = (
         f"What leaves waits in pinned host memory, of which a session takes up to {format_bytes(pinned)} unless "
-        f"host_budget= says otherwise; a process {limit} here, which counts where the driver keeps to it."
+        f"host_budget= says otherwise; a process {locks} here, which counts where the driver keeps to it."
     )
-
-
-def _of_settings(environment: Mapping[str, str]) -> str:
-    settings = ", ".join(f"{name}={value}" for name, value in _settings(environment).items())
-    if not settings:
-        return "No setting of the allocator is in the environment."
-    return f"The allocator is set up by {settings}."
-
-
-def _problems_of_the_allocator(offered: CudaFacts) -> list[Problem]:
-    if offered.allocator == NATIVE:
-        return []
-    return [
-        Problem(
-            what=f"The allocator is {offered.allocator}: Spillway reads its counters as those of torch's own, was "
-            f"not written for it, and was never run with it.",
-            fix="Leave `backend:` out of PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF.",
-        )
-    ]
-
-
-def _unmeasured(error: RuntimeError) -> Problem:
-    return Problem(
-        what=f"Copies between pinned memory and the device could not be measured: {_first_sentence(error)}",
-        fix=f"They take {format_bytes(SAMPLE)} of the device and as much of the host; see who has the rest with "
-        f"`nvidia-smi` and `free`, or leave measuring out with --no-measure.",
-    )
+    given = ", ".join(f"{name}={value}" for name, value in settings.items())
+    set_up = f"The allocator is set up by {given}." if given else "No setting of the allocator is in the environment."
+    notes = " ".join((waits, *offered.notes(), set_up))
+    return Finding(topic=topic, sentence=f"{told}. {notes}", facts=facts, problems=problems)
 
 
 def _first_sentence(error: RuntimeError) -> str:

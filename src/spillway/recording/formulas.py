@@ -28,7 +28,7 @@ FLOPS: Final[dict[str, Formula]] = {}
 
 
 def register(registry: dict[str, Formula], *names: str) -> Callable[[Formula], Formula]:
-    """Decorator: the formula of those ops. Raises ValueError for an op that has one."""
+    """To be called with the formula of those ops. Raises ValueError for an op that has one."""
 
     def remember(formula: Formula) -> Formula:
         for name in names:
@@ -88,59 +88,27 @@ def _results(out: Any) -> Bytes:
     return sum(map(nbytes, tensors_of(out)))
 
 
-@register(
+register(
     TRAFFIC, "zeros", "ones", "full", "arange", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
     "new_full", "zero_", "fill_", "scalar_tensor", "eye", "linspace", "bernoulli_", "uniform_", "normal_",
     "random_", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "exponential_",
     "tril_indices", "triu_indices",
-)  # fmt: skip
-def _written_only(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return _results(out)
-
-
-@register(TRAFFIC, "copy_")
-def _copied_over(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return nbytes(args[1]) + nbytes(args[0])
-
-
-@register(TRAFFIC, "embedding")
-def _rows_looked_up(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return nbytes(args[1]) + 2 * nbytes(out)
-
-
-@register(TRAFFIC, "index_select", "gather")
-def _elements_looked_up(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return nbytes(args[2]) + 2 * nbytes(out)
-
-
-@register(TRAFFIC, "index")
-def _indexed(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return sum(map(nbytes, args[1])) + 2 * nbytes(out)
-
-
-@register(TRAFFIC, "nll_loss_forward", "nll_loss2d_forward")
-def _losses_looked_up(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    scores, labels = args[0], args[1]
-    return nbytes(labels) + int(labels.numel() * scores.element_size()) + _results(out)
-
-
-@register(TRAFFIC, "nll_loss_backward", "nll_loss2d_backward")
-def _losses_spread(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return nbytes(args[0]) + nbytes(args[2]) + _results(out)
-
-
-@register(TRAFFIC, "_local_scalar_dense")
-def _one_element(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    return int(args[0].element_size())
-
-
-@register(FLOPS, "_scaled_dot_product_flash_attention_for_cpu")
-def _attention(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    query, key, value = (tensor.shape for tensor in args[:3])
-    return int(cast(Any, flop_counter).sdpa_flop_count(query, key, value))
-
-
-@register(FLOPS, "_scaled_dot_product_flash_attention_for_cpu_backward")
-def _attention_backward(args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    gradient, query, key, value = (tensor.shape for tensor in args[:4])
-    return int(cast(Any, flop_counter).sdpa_backward_flop_count(gradient, query, key, value))
+)(lambda args, kwargs, out: _results(out))  # fmt: skip
+register(TRAFFIC, "copy_")(lambda args, kwargs, out: nbytes(args[1]) + nbytes(args[0]))
+# What is looked up: indices, and as much as they pick, read and written.
+register(TRAFFIC, "embedding")(lambda args, kwargs, out: nbytes(args[1]) + 2 * nbytes(out))
+register(TRAFFIC, "index_select", "gather")(lambda args, kwargs, out: nbytes(args[2]) + 2 * nbytes(out))
+register(TRAFFIC, "index")(lambda args, kwargs, out: sum(map(nbytes, args[1])) + 2 * nbytes(out))
+register(TRAFFIC, "nll_loss_forward", "nll_loss2d_forward")(  # of every row of scores one, by its label
+    lambda args, kwargs, out: nbytes(args[1]) + int(args[1].numel() * args[0].element_size()) + _results(out)
+)
+register(TRAFFIC, "nll_loss_backward", "nll_loss2d_backward")(
+    lambda args, kwargs, out: nbytes(args[0]) + nbytes(args[2]) + _results(out)
+)
+register(TRAFFIC, "_local_scalar_dense")(lambda args, kwargs, out: int(args[0].element_size()))
+register(FLOPS, "_scaled_dot_product_flash_attention_for_cpu")(
+    lambda args, kwargs, out: int(cast(Any, flop_counter).sdpa_flop_count(*(one.shape for one in args[:3])))
+)
+register(FLOPS, "_scaled_dot_product_flash_attention_for_cpu_backward")(
+    lambda args, kwargs, out: int(cast(Any, flop_counter).sdpa_backward_flop_count(*(one.shape for one in args[:4])))
+)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import cast, final
 
 import torch
@@ -26,26 +27,22 @@ class Watch(weakref.ref[torch.UntypedStorage]):
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Entry:
     """A storage that was seen."""
 
-    __slots__ = (
-        "at_start", "born", "died", "dtype", "key", "kind", "name", "nbytes", "number", "value", "version", "watch"
-    )  # fmt: skip
-
-    def __init__(self, key: int, nbytes: Bytes, watch: Watch, dtype: torch.dtype) -> None:
-        self.key = key
-        self.nbytes = nbytes
-        self.watch = watch
-        self.dtype = dtype
-        self.kind: Kind | None = None
-        self.name = ""
-        self.number = -1
-        self.value: ValueId = -1
-        self.version = -1
-        self.born = 0
-        self.died: int | None = None
-        self.at_start = False
+    key: int
+    nbytes: Bytes
+    watch: Watch
+    dtype: torch.dtype
+    kind: Kind | None = None
+    name: str = ""
+    number: int = -1
+    value: ValueId = -1
+    version: int = -1
+    born: int = 0
+    died: int | None = None
+    at_start: bool = False
 
 
 @final

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,9 +22,12 @@ from statistics import median
 from typing import Any, Final, cast, final
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
@@ -34,10 +38,8 @@ from spillway.engines.tensors.private import unheard
 from spillway.errors import UsageError
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
 from spillway.memory.records import NEVER
-from spillway.recording.fake import tensors_are_fake
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.ledger import Entry, Ledger
-from spillway.recording.modules import Modules
 from spillway.units import Seconds
 
 OUTSIDE: Final = "spillway.outside"
@@ -45,6 +47,37 @@ OUTSIDE: Final = "spillway.outside"
 
 Named = Callable[[], Iterable[tuple[Kind, str, torch.Tensor]]]
 """The tensors that are known by name at this moment: what each is for, its name, and itself."""
+
+
+@contextmanager
+def fake_tensors() -> Iterator[FakeTensorMode]:
+    """Within, every new tensor is fake: it has a shape and no bytes, so that a step of any size takes no memory.
+
+    A model has to be built within, its batch too, or its bytes would be real. Ops then compute shapes alone, and tell
+    the same lifetimes, sizes and versions that they would with content. Where torch has another formula for subclasses
+    of tensors and under dispatch modes, fake tensors take that one: attention with a mask adds it into a new tensor.
+
+    Raises UsageError for a step that needs the content of a tensor, such as a loss read as a number.
+    """
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UsageError(
+            f"The step cannot be recorded on fake tensors, because {error.func} needs to know what a tensor holds; "
+            f"record it on real ones."
+        ) from error
+
+
+def tensors_are_fake() -> bool:
+    """Whether new tensors are fake here."""
+    of_torch = cast(Any, torch._C)
+    return of_torch._get_dispatch_mode(of_torch._TorchDispatchModeKey.FAKE) is not None
+
+
+def as_fake(mode: FakeTensorMode, tree: Any) -> Any:
+    """The same nest of lists and mappings with every tensor fake."""
+    return tree_map_only(torch.Tensor, lambda tensor: cast(Any, mode).from_tensor(tensor), tree)
 
 
 @contextmanager
@@ -82,6 +115,76 @@ class _AmongFakes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch'
         if func.namespace == "prim":  # a question about a fake tensor, such as its device
             return func(*args, **(kwargs or {}))
         return self._handle(self, func, types, args, kwargs or {})
+
+
+@final
+class Modules:
+    """Which module an op belongs to: the one whose `forward` runs; in the backward the one whose forward made the node.
+
+    Hooks are global, so that nothing about the model changes. Autograd numbers the nodes of its graph in the order in
+    which the forward makes them; noting the next number whenever the module changes tells whose node every number is.
+    """
+
+    def __init__(self, models: Iterable[torch.nn.Module] = ()) -> None:
+        self._names: dict[int, str] = {}
+        self._owners: dict[int, str] = {}  # of parameters
+        self._running: list[str] = [""]
+        self._since: list[int] = []
+        self._whose: list[str] = []
+        for model in models:
+            self._learn(model)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within, every call of a module is noted."""
+        handles = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            del self._running[1:]
+
+    def of_op(self, *, backward: bool) -> str:
+        """The name of the module that the op that runs now belongs to; empty if there is none."""
+        if not backward or len(self._running) > 1:  # a forward within the backward is run again by a checkpoint
+            return self._running[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        variable = getattr(node, "variable", None)  # of what adds up a parameter's gradient
+        if variable is not None:
+            return self._owners.get(id(variable), "")
+        place = bisect_right(self._since, node._sequence_nr())
+        return self._whose[place - 1] if place else ""
+
+    def _learn(self, model: torch.nn.Module) -> None:
+        for name, module in model.named_modules():
+            self._names.setdefault(id(module), name)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), name)
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in self._names:
+            self._learn(module)
+        self._running.append(self._names[id(module)])
+        self._note()
+
+    def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        if len(self._running) > 1:
+            self._running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        number = torch._C._autograd._get_sequence_nr()
+        if self._since and self._since[-1] > number:
+            return  # another thread, which counts by itself
+        self._since.append(number)
+        self._whose.append(self._running[-1])
 
 
 @final
@@ -128,7 +231,7 @@ class Recorder:
                 stack.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
                 stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
                 stack.enter_context(self._modules.watched())
-                stack.enter_context(saved_tensors_hooks(self._note_saved, _as_it_is))
+                stack.enter_context(saved_tensors_hooks(self._note_saved, lambda tensor: tensor))
                 stack.enter_context(_arriving(self._handle))
                 yield
             self._ledger.label(self._named())
@@ -187,7 +290,7 @@ class Recorder:
         finally:
             seconds = time.perf_counter() - began
             self._ledger.running = False
-        creates, resized = self._written(writes), False
+        creates, resized = [self._ledger.write(entry) for entry, _ in writes], False
         for entry, tensor in writes:
             resized |= self._ledger.resized(entry)
             creates += self._new(tensor)
@@ -238,9 +341,6 @@ class Recorder:
             )  # fmt: skip
         return entry
 
-    def _written(self, writes: Iterable[tuple[Entry, torch.Tensor]]) -> list[ValueId]:
-        return [self._ledger.write(entry) for entry, _ in writes]
-
     def _new(self, tensor: torch.Tensor) -> list[ValueId]:
         entry, new = self._ledger.see(tensor)
         return [entry.value] if entry is not None and new else []
@@ -284,10 +384,6 @@ class Recorder:
                     )
                 )  # fmt: skip
         return tensor
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def with_medians(step: Step, again: Sequence[Sequence[tuple[str, Seconds]]]) -> Step:

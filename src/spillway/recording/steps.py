@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from spillway.errors import UsageError
 from spillway.ir import Kind, Recorded, Step
-from spillway.recording.fake import as_fake, fake_tensors
-from spillway.recording.recorder import Recorder, with_medians, without_seconds
+from spillway.recording.recorder import Recorder, as_fake, fake_tensors, with_medians, without_seconds
 
 
 class Trainable(Protocol):

@@ -4,77 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
-from spillway.advisor.fits import Interval
+from spillway.advisor.gains import Sweep, SweepPoint, crossover_sentence
 from spillway.advisor.measurements import MB
-from spillway.advisor.sweeps import Sweep, SweepPoint, crossover_sentence
-from spillway.advisor.verdict import Row, as_measured, ratios, sentence
+from spillway.advisor.verdict import Row, cells, ratios, sentence
 from spillway.report import advice_figures as figures
-from spillway.report.advice_figures import COLOURS, Kinds, Picture, Style
+from spillway.report.advice_figures import COLOURS, Kinds, Style
 from spillway.report.drawing import check_drawing, template
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes
 
-HEADS: Final = (
-    ("verdict", "against plain training, by whole batches"),
-    ("batch", "the largest that fits, predicted"),
-    ("samples/s", "predicted at that batch"),
-    ("x plain", "of predicted throughputs"),
-    ("{seen}", "highest throughput, and its batch; taken where it is the one to train at"),
-    ("sure", "of the verdict, as far as scatter goes"),
-    ("score/point", "1 or more: pays, if beta and delta were plain's"),
-    ("alpha", "bytes per sample"),
-    ("beta", "bytes without a sample"),
-    ("R", "of the line of memory"),
-    ("gamma", "time per sample"),
-    ("delta", "time without a sample"),
-    ("R", "of the line of time"),
-)
-"""Columns behind the method, and what they say; of one the name is how its figures were come by."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """Of a table, with what a reader who points at it is told."""
-
-    text: str
-    told: str = ""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """A sweep on the page."""
-
-    name: str
-    seen: str
-    """Measured or simulated."""
-    pictures: Sequence[Picture]
-    sentences: Sequence[str]
-    """Where each method begins to pay."""
-    heads: Sequence[str]
-    """Of the table: what the sweep counts, and its values."""
-    table: Sequence[tuple[str, Sequence[str]]]
-    """Method, and its gain at each value."""
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
-    """One experiment on the page."""
-
-    title: str
-    answer: str
-    limit: str
-    heads: Sequence[tuple[str, str]]
-    """Of the table: columns behind the method, and what they say."""
-    rows: Sequence[tuple[str, Sequence[Cell]]]
-    warnings: Sequence[tuple[str, str]]
-    pictures: Sequence[Picture]
-    sweeps: Sequence[Swept]
+HEADS: Final = {
+    "verdict": "against plain training, by whole batches",
+    "batch": "the largest that fits, predicted",
+    "samples/s": "predicted at that batch",
+    "x plain": "of predicted throughputs",
+    "seen": "highest throughput, and its batch; taken where it is the one to train at",
+    "sure": "of the verdict, as far as scatter goes",
+    "score/point": "1 or more: pays, if beta and delta were plain's",
+    "alpha": "bytes per sample",
+    "beta": "bytes without a sample",
+    "R of memory": "of the line of memory",
+    "gamma": "time per sample",
+    "delta": "time without a sample",
+    "R of time": "of the line of time",
+}
+"""Columns behind the method, and what they say; of those of `verdict.cells`."""
 
 
 def write_advice(
@@ -122,75 +78,53 @@ def _is_of(sweep: Sweep, rows: Sequence[Row]) -> bool:
 
 def _section(
     rows: Sequence[Row], kinds: Kinds, sweeps: Sequence[Sweep], styles: Mapping[str, Style], name: str
-) -> Section:
+) -> dict[str, object]:
+    """One experiment, as the template reads it."""
     there, times = rows[0].experiment, ratios(rows)
     drawn = (
-        figures.throughput(rows, styles, name),
-        figures.memory(rows, kinds, name),
-        figures.fits(rows, styles, name),
+        figures.throughput(rows, styles, name), figures.memory(rows, kinds, name), figures.fits(rows, styles, name),
         figures.scores(rows, styles, name),
-    )
-    return Section(
-        title=f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}",
-        answer=sentence(rows), limit=format_bytes(round(rows[0].limit)),
-        heads=[(head.format(seen=there.seen), told) for head, told in HEADS],
-        rows=[(row.method, _cells(row, times.get(row.method))) for row in rows],
-        warnings=[(row.method, warning) for row in rows for warning in row.warnings],
-        pictures=[picture for picture in drawn if picture is not None],
-        sweeps=[_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],
     )  # fmt: skip
+    return {
+        "title": there.about, "answer": sentence(rows), "limit": format_bytes(round(rows[0].limit)),
+        "heads": [("R" if head[:2] == "R " else there.seen if head == "seen" else head, HEADS[head]) for head in HEADS],
+        "rows": [(row.method, _cells(row, times.get(row.method))) for row in rows],
+        "warnings": [(row.method, warning) for row in rows for warning in row.warnings],
+        "pictures": [picture for picture in drawn if picture is not None],
+        "sweeps": [_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],
+    }  # fmt: skip
 
 
-def _cells(row: Row, times: float | None) -> list[Cell]:
-    ratio = None if row.score is None or not row.point else row.score / row.point
-    return [
-        Cell(text=row.verdict),
-        Cell(text="" if row.predicted is None else f"{row.predicted.size}"),
-        Cell(text="" if row.predicted is None else f"{row.predicted.throughput:.4g}"),
-        Cell(text="" if times is None else f"{times:.3f}"),
-        Cell(text=as_measured(row)),
-        Cell(text="" if row.sure is None else f"{row.sure:.0%}"),
-        Cell(text="" if ratio is None else f"{ratio:.3f}"),
-        *_laws(row),
-    ]
+def _cells(row: Row, times: float | None) -> list[dict[str, str]]:
+    """Of a table, with what a reader who points at each is told."""
+    told = dict[str, str]()
+    if row.fitted is not None:
+        memory, time = row.fitted.memory, row.fitted.law_of_time
+        intervals = (
+            ("alpha", memory.slope_interval, f"{MB:,} bytes", MB),
+            ("beta", memory.intercept_interval, f"{MB:,} bytes", MB),
+            ("gamma", time.slope_interval, "ms", 1e-3), ("delta", time.intercept_interval, "ms", 1e-3),
+        )  # fmt: skip
+        told = {
+            name: f"95 %: {ends[0] / size:.4g} to {ends[1] / size:.4g} {unit}"
+            for name, ends, unit, size in intervals if ends is not None
+        }  # fmt: skip
+    found = cells(row, times, digits=4)
+    return [{"text": found[name], "told": told.get(name, "")} for name in HEADS]
 
 
-def _laws(row: Row) -> list[Cell]:
-    if row.fitted is None:
-        return [Cell(text="")] * 6
-    memory, cost = row.fitted.memory, row.fitted.cost
-    time = row.fitted.knee if cost.knee else row.fitted.time
-    return [
-        Cell(text=f"{memory.slope / MB:.2f} MB", told=_interval(memory.slope_interval, f"{MB:,} bytes", MB)),
-        Cell(
-            text=format_bytes(round(memory.intercept)), told=_interval(memory.intercept_interval, f"{MB:,} bytes", MB)
-        ),
-        Cell(text=_r(memory.r)),
-        Cell(text=format_seconds(cost.gamma), told=_interval(time.slope_interval, "ms", 1e-3)),
-        Cell(text=format_seconds(cost.delta), told=_interval(time.intercept_interval, "ms", 1e-3)),
-        Cell(text=_r(time.r)),
-    ]
-
-
-def _interval(ends: Interval | None, unit: str, size: float) -> str:
-    return "" if ends is None else f"95 %: {ends[0] / size:.4g} to {ends[1] / size:.4g} {unit}"
-
-
-def _r(r: float | None) -> str:
-    return "" if r is None else f"{r:.4f}"
-
-
-def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> Swept:
+def _swept(sweep: Sweep, styles: Mapping[str, Style], name: str) -> dict[str, object]:
     picture = figures.gain(sweep, styles, name)
-    return Swept(
-        name=sweep.name, seen=sweep.seen, pictures=[] if picture is None else [picture],
-        sentences=[crossover_sentence(sweep, method) for method in sweep.methods],
-        heads=[sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
-        table=[(method, [_gain(point, method) for point in sweep.points]) for method in sweep.methods],
-    )  # fmt: skip
+    return {
+        "name": sweep.name, "seen": sweep.seen, "pictures": [] if picture is None else [picture],
+        "sentences": [crossover_sentence(sweep, method) for method in sweep.methods],
+        "heads": [sweep.unit, *(f"{point.value:g}" for point in sweep.points)],
+        "table": [(method, [_gains(point, method) for point in sweep.points]) for method in sweep.methods],
+    }  # fmt: skip
 
 
-def _gain(point: SweepPoint, method: str) -> str:
-    predicted, measured = point.predicted(method), point.measured(method)
-    told = ["" if gain is None else f"{gain:.3f}" for gain in (predicted, measured)]
-    return f"{told[0]} ({told[1]})" if told[1] else told[0]
+def _gains(point: SweepPoint, method: str) -> str:
+    predicted, measured = (
+        "" if one is None else f"{one:.3f}" for one in (point.predicted(method), point.measured(method))
+    )
+    return f"{predicted} ({measured})" if measured else predicted

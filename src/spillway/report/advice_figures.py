@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, final
 
 from markupsafe import Markup
 
+from spillway.advisor.gains import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.measurements import Samples
-from spillway.advisor.sweeps import Sweep, SweepPoint, best_crossover, gains
 from spillway.advisor.verdict import Fitted, Row, ratios
-from spillway.report.axis import short_seconds
-from spillway.report.chart import round_bytes, short_bytes
+from spillway.report.charts import round_bytes, short_bytes, short_seconds
 from spillway.report.drawing import (
     BLUE,
     GREEN,

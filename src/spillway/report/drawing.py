@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from spillway.errors import UsageError
+from spillway.report.figures import format_share
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -97,14 +98,10 @@ def svg_of(draw: Callable[[], Figure], colours: Iterable[Colour], *, name: str =
     import matplotlib
 
     written = StringIO()
-    with matplotlib.rc_context(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": f"spillway{name}",
-            "font.family": "sans-serif",
-            "text.parse_math": False,
-        }
-    ):
+    with matplotlib.rc_context({
+        "svg.fonttype": "none", "svg.hashsalt": f"spillway{name}", "font.family": "sans-serif",
+        "text.parse_math": False,
+    }):  # fmt: skip
         figure = draw()
         figure.patch.set_visible(False)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -130,7 +127,7 @@ def template(name: str) -> Template:
         loader=PackageLoader("spillway.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
-    environment.filters |= {"nbytes": format_bytes, "duration": format_seconds}
+    environment.filters |= {"nbytes": format_bytes, "duration": format_seconds, "share": format_share}
     return environment.get_template(name)
 
 

@@ -75,20 +75,14 @@ def line(report: StepReport, allowed: Bytes) -> str:
     parts = [f"step {report.step}"]
     if "loss" in report.logged:
         parts.append(f"loss {report.logged['loss']:.4g}")
-    parts.append(_memory(report, allowed))
+    peak = f"{'peak' if report.peak_measured else 'expected peak'} {format_bytes(report.peak_bytes)}"
+    if allowed < NO_BUDGET:  # a bar: dark up to where the step ended, light up to its peak
+        end, most = (min(-(-BAR * nbytes // allowed), BAR) for nbytes in (report.end_bytes, report.peak_bytes))
+        bar = "█" * end + "▒" * (most - end) + "░" * (BAR - max(most, end))
+        peak = f"{bar} {peak} of {format_bytes(allowed)}"
+    parts.append(peak)
     if report.bytes_out or report.bytes_in:
         parts.append(f"moved {format_bytes(report.bytes_out)} out, {format_bytes(report.bytes_in)} in")
     if report.recomputed_ops:
         parts.append(f"recomputed {format_share(recomputed_share([report]))}")
     return "  ".join(parts)
-
-
-def _memory(report: StepReport, allowed: Bytes) -> str:
-    peak = f"{'peak' if report.peak_measured else 'expected peak'} {format_bytes(report.peak_bytes)}"
-    return peak if allowed >= NO_BUDGET else f"{_bar(report, allowed)} {peak} of {format_bytes(allowed)}"
-
-
-def _bar(report: StepReport, allowed: Bytes) -> str:
-    """Resident bytes against the budget: dark up to where the step ended, light up to its peak."""
-    end, peak = (min(-(-BAR * nbytes // allowed), BAR) for nbytes in (report.end_bytes, report.peak_bytes))
-    return "█" * end + "▒" * (peak - end) + "░" * (BAR - max(peak, end))

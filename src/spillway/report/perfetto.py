@@ -11,11 +11,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from spillway.ir import Lane, Span, Timeline, Work
-from spillway.report.axis import op_starts
+from spillway.report.charts import op_starts
 from spillway.report.figures import NO_BUDGET
 from spillway.units import Seconds
 
@@ -50,16 +51,18 @@ def _events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         yield _named("thread_name", process, thread, name=f"{lane} {again + 1}" if again else lane.value)
         yield _named("thread_sort_index", process, thread, sort_index=thread)
     for span, (_, thread) in zip(timeline.spans, threads, strict=True):
+        what, of = "stall" if span.work is Work.STALL else span.lane.value, ""
+        arguments: dict[str, Any] = {"op": span.op}
+        if span.storage is not None:
+            arguments["storage"], of = span.storage, f" of storage {span.storage}"
+        if span.nbytes:
+            arguments["bytes"] = span.nbytes
+        if span.work is Work.COPY:
+            arguments |= {"hidden_us": _micro(span.seconds - span.stalled), "stalled_us": _micro(span.stalled)}
         yield {
-            "name": span.name or _title(span),
-            "cat": span.work.value,
-            "ph": "X",
-            "ts": _micro(span.began),
-            "dur": _micro(span.seconds),
-            "pid": process,
-            "tid": thread,
-            "args": _arguments(span),
-        }
+            "name": span.name or f"{what}{of}", "cat": span.work.value, "ph": "X", "ts": _micro(span.began),
+            "dur": _micro(span.seconds), "pid": process, "tid": thread, "args": arguments,
+        }  # fmt: skip
     yield from _arrows(timeline, threads, process)
     yield from _counters(timeline, process)
 
@@ -68,44 +71,22 @@ def _named(what: str, process: int, thread: int, **arguments: Any) -> dict[str, 
     return {"name": what, "ph": "M", "ts": 0, "pid": process, "tid": thread, "args": arguments}
 
 
-def _title(span: Span) -> str:
-    what = "stall" if span.work is Work.STALL else span.lane.value
-    return what if span.storage is None else f"{what} of storage {span.storage}"
-
-
-def _arguments(span: Span) -> dict[str, Any]:
-    arguments: dict[str, Any] = {"op": span.op}
-    if span.storage is not None:
-        arguments["storage"] = span.storage
-    if span.nbytes:
-        arguments["bytes"] = span.nbytes
-    if span.work is Work.COPY:
-        arguments["hidden_us"] = _micro(span.seconds - span.stalled)
-        arguments["stalled_us"] = _micro(span.stalled)
-    return arguments
-
-
 def _threads(spans: Sequence[Span]) -> list[tuple[Lane, int]]:
-    """A thread for every span: within one, spans nest or follow each other, as the format asks for."""
+    """A thread for every span: within one, spans nest or follow each other, as the format asks for; copies only
+    follow."""
     open_ends: dict[int, list[Seconds]] = {}
     numbers: dict[int, int] = {}
     for index in sorted(range(len(spans)), key=lambda i: (spans[i].began, -spans[i].ended)):
         span = spans[index]
-        number = _MOST_AT_A_TIME * (1 + list(Lane).index(span.lane))
-        while not _takes(open_ends.setdefault(number, []), span):
-            number += 1
-        numbers[index] = number
+        for number in count(_MOST_AT_A_TIME * (1 + list(Lane).index(span.lane))):
+            ends = open_ends.setdefault(number, [])
+            while ends and ends[-1] <= span.began:
+                ends.pop()
+            if not ends or (span.work is not Work.COPY and ends[-1] >= span.ended):
+                ends.append(span.ended)
+                numbers[index] = number
+                break
     return [(span.lane, numbers[index]) for index, span in enumerate(spans)]
-
-
-def _takes(open_ends: list[Seconds], span: Span) -> bool:
-    """Whether a thread has room for the span, where everything that is open encloses it; copies are not nested."""
-    while open_ends and open_ends[-1] <= span.began:
-        open_ends.pop()
-    if open_ends and (span.work is Work.COPY or open_ends[-1] < span.ended):
-        return False
-    open_ends.append(span.ended)
-    return True
 
 
 def _arrows(timeline: Timeline, threads: Sequence[tuple[Lane, int]], process: int) -> Iterator[dict[str, Any]]:

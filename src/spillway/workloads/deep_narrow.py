@@ -35,12 +35,6 @@ class Layer(nn.Module):
         return x + self.scale * F.gelu(self.linear(x))
 
 
-def _model(width: int, layers: int) -> nn.Sequential:
-    # Scaled so that the sum over all layers stays as large as what came in, however many there are.
-    stack = [Layer(width, layers**-0.5) for _ in range(layers)]
-    return nn.Sequential(*stack, nn.LayerNorm(width), nn.Linear(width, 256))
-
-
 def batches(steps: int, *, seed: int, batch: int, width: int) -> Iterator[tuple[Tensor, Tensor]]:
     """`width` neighbouring bytes, float32 [batch, width] between -1 and 1, and the byte after them, int64 [batch]."""
     return islice(_endless(stdlib_text.functions(seed=seed), random.Random(seed), batch, width), steps)
@@ -50,13 +44,9 @@ def _endless(texts: Iterator[bytes], order: random.Random, batch: int, width: in
     long_enough = (text for text in texts if len(text) > width)
     while True:
         chosen = list(islice(long_enough, -(-batch // WINDOWS)))
-        table = torch.tensor([_window(chosen[i // WINDOWS], order, width) for i in range(batch)])
+        begun = [(chosen[i // WINDOWS], order.randrange(len(chosen[i // WINDOWS]) - width)) for i in range(batch)]
+        table = torch.tensor([list(text[start : start + width + 1]) for text, start in begun])
         yield table[:, :-1].float() / 127.5 - 1, table[:, -1].clone()
-
-
-def _window(text: bytes, order: random.Random, width: int) -> list[int]:
-    start = order.randrange(len(text) - width)
-    return list(text[start : start + width + 1])
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -72,11 +62,10 @@ def build(seed: int = 0, *, width: int = 64, layers: int = 200, batch: int = 512
         batch: Windows of `width` bytes in a batch.
     """
     seed_everything(seed)
-    model = _model(width, layers)
+    # Scaled so that the sum over all layers stays as large as what came in, however many there are.
+    stack = [Layer(width, layers**-0.5) for _ in range(layers)]
+    model = nn.Sequential(*stack, nn.LayerNorm(width), nn.Linear(width, 256))
     return Workload(
-        name=NAME,
-        model=model,
-        optimizers=(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),),
-        batches=partial(batches, seed=seed, batch=batch, width=width),
-        loss=loss,
-    )
+        name=NAME, model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),),
+        batches=partial(batches, seed=seed, batch=batch, width=width), loss=loss,
+    )  # fmt: skip

@@ -17,12 +17,7 @@ from spillway.workloads import deep_narrow, published, resnet, stdlib_lm
 from spillway.workloads.base import Workload
 
 WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {
-        stdlib_lm.NAME: stdlib_lm.build,
-        resnet.NAME: resnet.build,
-        deep_narrow.NAME: deep_narrow.build,
-        **published.BUILDERS,
-    }
+    {own.NAME: own.build for own in (stdlib_lm, resnet, deep_narrow)} | dict(published.BUILDERS)
 )
 """Every workload that comes with Spillway, by its name."""
 
@@ -39,28 +34,32 @@ def get(name_or_file: str, *, seed: int = 0, **options: object) -> Workload:
     """
     if name_or_file in WORKLOADS:
         return _built(WORKLOADS[name_or_file], name_or_file, seed, options)
-    path, function = _split(name_or_file)
-    with _importable(path.parent):
-        return _built(_function(_loaded(path), function, path), name_or_file, seed, options)
-
-
-def _split(name_or_file: str) -> tuple[Path, str]:
     file, colon, function = name_or_file.rpartition(":")
+    if not colon and name_or_file.endswith(".py"):
+        raise WorkloadError(f"{name_or_file!r} names a file but no function in it; write {name_or_file}:function.")
     if not colon:
-        raise _without_colon(name_or_file)
+        names = ", ".join(sorted(WORKLOADS))
+        raise WorkloadError(
+            f"There is no workload {name_or_file!r}; choose one of {names}, or write path/to/file.py:function."
+        )
     if not file or not function.isidentifier():
         raise WorkloadError(f"{name_or_file!r} is not a workload's file and function; write path/to/file.py:function.")
     path = Path(file).expanduser()
     if not path.is_file():
         raise WorkloadError(f"There is no file {file} to load a workload from.")
-    return path, function
-
-
-def _without_colon(text: str) -> WorkloadError:
-    if text.endswith(".py"):
-        return WorkloadError(f"{text!r} names a file but no function in it; write {text}:function.")
-    names = ", ".join(sorted(WORKLOADS))
-    return WorkloadError(f"There is no workload {text!r}; choose one of {names}, or write path/to/file.py:function.")
+    entry = str(path.parent.resolve())
+    sys.path.insert(0, entry)
+    try:
+        found = getattr(_loaded(path), function, None)
+        if found is None:
+            raise WorkloadError(f"{path} has no function {function!r}.")
+        if not callable(found):
+            raise WorkloadError(f"{function!r} in {path} is not a function but {_a(found)}.")
+        return _built(found, name_or_file, seed, options)
+    finally:
+        # The file may have changed the path itself; only what was put there is taken away.
+        if entry in sys.path:
+            sys.path.remove(entry)
 
 
 def _loaded(path: Path) -> ModuleType:
@@ -80,15 +79,6 @@ def _loaded(path: Path) -> ModuleType:
     return module
 
 
-def _function(module: ModuleType, function: str, path: Path) -> Callable[..., object]:
-    found = getattr(module, function, None)
-    if found is None:
-        raise WorkloadError(f"{path} has no function {function!r}.")
-    if not callable(found):
-        raise WorkloadError(f"{function!r} in {path} is not a function but {_a(found)}.")
-    return found  # type: ignore[no-any-return]
-
-
 def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[str, object]) -> Workload:
     try:
         workload = build(seed=seed, **options)
@@ -100,18 +90,6 @@ def _built(build: Callable[..., object], name: str, seed: int, options: Mapping[
     if not isinstance(workload, Workload):
         raise WorkloadError(f"{name} returned {_a(workload)} where a spillway.workloads.Workload was expected.")
     return workload
-
-
-@contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    entry = str(folder.resolve())
-    sys.path.insert(0, entry)
-    try:
-        yield
-    finally:
-        # The file may have changed the path itself; only what was put there is taken away.
-        if entry in sys.path:
-            sys.path.remove(entry)
 
 
 @contextmanager

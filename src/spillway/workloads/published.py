@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, Final, cast
@@ -82,63 +82,43 @@ def _pairs(random: torch.Generator, batch: int, length: int, vocabulary: int) ->
     return {"input_ids": tokens[0].clone(), "labels": tokens[1].clone()}
 
 
-_ADAMW: Final = partial(AdamW, lr=5e-5, weight_decay=0.01)
-_SGD: Final = partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4)
-_LARGE: Final = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
-_SMALL: Final = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
 _HEAD: Final = 64
 """Elements of a head of attention, in all of them."""
-_WIDTH: Final = {"hidden_size": _HEAD, "num_attention_heads": 1, "intermediate_size": 4 * _HEAD}
-_GPT_WIDTH: Final = {"n_embd": _HEAD, "n_head": 1}
-_T5_WIDTH: Final = {"d_model": _HEAD, "num_heads": 1, "d_ff": 4 * _HEAD}
-_SMALL_VOCABULARY: Final = 4096
-_SMALL_LENGTH: Final = 64
-_SMALL_SIDE: Final = 64
-_SMALL_CLASSES: Final = 16
-
+_ADAMW: Final = partial(AdamW, lr=5e-5, weight_decay=0.01)
+_SMALL: Final = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+_BERT: Final = _Published(
+    config="BertConfig", model="BertForMaskedLM", settings={}, depth=("num_hidden_layers",), draw=_masked_tokens,
+    width={"hidden_size": _HEAD, "num_attention_heads": 1, "intermediate_size": 4 * _HEAD}, optimizer=_ADAMW,
+)  # fmt: skip
+_GPT: Final = _Published(
+    config="GPT2Config", model="GPT2LMHeadModel", settings={"use_cache": False}, depth=("n_layer",),
+    width={"n_embd": _HEAD, "n_head": 1}, draw=_tokens, optimizer=_ADAMW,
+)  # fmt: skip
+_RESNET: Final = _Published(
+    config="ResNetConfig", model="ResNetForImageClassification", settings={"num_labels": CLASSES}, depth=(),
+    width={}, draw=_pictures, optimizer=partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
+)  # fmt: skip
 _MODELS: Final[Mapping[str, _Published]] = {
-    "resnet50": _Published(
-        config="ResNetConfig", model="ResNetForImageClassification", settings={"num_labels": CLASSES}, depth=(),
-        width={}, draw=_pictures, optimizer=_SGD,
-    ),
-    "bert-base": _Published(
-        config="BertConfig", model="BertForMaskedLM", settings={}, depth=("num_hidden_layers",), width=_WIDTH,
-        draw=_masked_tokens, optimizer=_ADAMW,
-    ),
-    "bert-large": _Published(
-        config="BertConfig", model="BertForMaskedLM", settings=_LARGE, depth=("num_hidden_layers",), width=_WIDTH,
-        draw=_masked_tokens, optimizer=_ADAMW,
-    ),
-    "gpt2": _Published(
-        config="GPT2Config", model="GPT2LMHeadModel", settings={"use_cache": False}, depth=("n_layer",),
-        width=_GPT_WIDTH, draw=_tokens, optimizer=_ADAMW,
-    ),
-    "swin": _Published(
-        config="SwinConfig", model="SwinForImageClassification", settings={"num_labels": CLASSES}, depth=(), width={},
-        draw=_pictures, optimizer=_ADAMW,
-    ),
+    "resnet50": _RESNET,
+    "bert-base": _BERT,
+    "bert-large": replace(_BERT, settings={
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096
+    }),
+    "gpt2": _GPT,
+    "swin": replace(_RESNET, config="SwinConfig", model="SwinForImageClassification", optimizer=_ADAMW),
     "t5": _Published(
         config="T5Config", model="T5ForConditionalGeneration",
         settings={"use_cache": False, "decoder_start_token_id": 0}, depth=("num_layers", "num_decoder_layers"),
-        width=_T5_WIDTH, draw=_pairs, optimizer=_ADAMW,
+        width={"d_model": _HEAD, "num_heads": 1, "d_ff": 4 * _HEAD}, draw=_pairs, optimizer=_ADAMW,
     ),
-    "bert-small": _Published(
-        config="BertConfig", model="BertForMaskedLM", settings={**_SMALL, "vocab_size": _SMALL_VOCABULARY},
-        depth=("num_hidden_layers",), width=_WIDTH, draw=_masked_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
-    ),
-    "gpt-small": _Published(
-        config="GPT2Config", model="GPT2LMHeadModel",
-        settings={
-            "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": _SMALL_VOCABULARY, "use_cache": False,
-            "bos_token_id": 0, "eos_token_id": 0,
-        },
-        depth=("n_layer",), width=_GPT_WIDTH, draw=_tokens, optimizer=_ADAMW, length=_SMALL_LENGTH,
-    ),
-    "vit-small": _Published(
-        config="ViTConfig", model="ViTForImageClassification",
-        settings={**_SMALL, "image_size": _SMALL_SIDE, "patch_size": 8, "num_labels": _SMALL_CLASSES},
-        depth=("num_hidden_layers",), width=_WIDTH, draw=partial(_pictures, side=_SMALL_SIDE, classes=_SMALL_CLASSES),
-        optimizer=_ADAMW,
+    "bert-small": replace(_BERT, settings={**_SMALL, "vocab_size": 4096}, length=64),
+    "gpt-small": replace(_GPT, length=64, settings={
+        "n_embd": 256, "n_layer": 4, "n_head": 4, "vocab_size": 4096, "use_cache": False, "bos_token_id": 0,
+        "eos_token_id": 0,
+    }),
+    "vit-small": replace(
+        _BERT, config="ViTConfig", model="ViTForImageClassification", draw=partial(_pictures, side=64, classes=16),
+        settings={**_SMALL, "image_size": 64, "patch_size": 8, "num_labels": 16},
     ),
 }  # fmt: skip
 
@@ -191,49 +171,12 @@ def _build(
 ) -> Workload:
     published = _MODELS[name]
     seed_everything(seed)
-    shape = _shape(name, layers, width)
-    transformers = _transformers(name)
-    config = getattr(transformers, published.config)(**{**published.settings, **shape})
-    longest = getattr(config, "max_position_embeddings", length)
-    if not 0 <= length <= longest:
-        raise WorkloadError(f"The workload {name} takes up to {longest} tokens, not {length}.")
-    if batch < 1:
-        raise WorkloadError(f"The workload {name} takes one or more samples in a batch, not {batch}.")
-    model = getattr(transformers, published.model)(config).train()
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # which transformers takes then, and warns in every process
-    return Workload(
-        name=name,
-        model=model,
-        optimizers=(published.optimizer(model.parameters()),),
-        batches=partial(_batches, published.draw, seed, batch, length, getattr(config, "vocab_size", 0)),
-        loss=loss,
-        size=size,
-    )
-
-
-def _shape(name: str, layers: int | None, width: int | None) -> dict[str, int]:
-    """What the configuration has other than the published one. Raises WorkloadError."""
-    published = _MODELS[name]
     if layers is not None and not published.depth:
         raise WorkloadError(f"The layers of the workload {name} are in stages, and cannot be chosen by their number.")
     if width is not None and not published.width:
         raise WorkloadError(f"The stages of the workload {name} are of several widths, and cannot be chosen by one.")
     if width is not None and (width < _HEAD or width % _HEAD):
         raise WorkloadError(f"The workload {name} has a width that is a multiple of {_HEAD}, not {width}.")
-    wide = {} if width is None else {key: width // _HEAD * part for key, part in published.width.items()}
-    return wide if layers is None else {**wide, **dict.fromkeys(published.depth, layers)}
-
-
-def _batches(
-    draw: Callable[..., dict[str, Tensor]], seed: int, batch: int, length: int, vocabulary: int, steps: int
-) -> Iterator[dict[str, Tensor]]:
-    random = torch.Generator().manual_seed(seed)
-    for _ in repeat(None, steps):
-        yield draw(random, batch, length, vocabulary)
-
-
-def _transformers(name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about what it was built against
@@ -242,4 +185,25 @@ def _transformers(name: str) -> Any:
         raise WorkloadError(
             f"The workload {name} needs transformers, which is not installed: pip install 'torch-spillway[workloads]'."
         ) from error
-    return transformers
+    settings = dict(published.settings)
+    if width is not None:
+        settings |= {key: width // _HEAD * part for key, part in published.width.items()}
+    if layers is not None:
+        settings |= dict.fromkeys(published.depth, layers)
+    config = getattr(transformers, published.config)(**settings)
+    longest = getattr(config, "max_position_embeddings", length)
+    if not 0 <= length <= longest:
+        raise WorkloadError(f"The workload {name} takes up to {longest} tokens, not {length}.")
+    if batch < 1:
+        raise WorkloadError(f"The workload {name} takes one or more samples in a batch, not {batch}.")
+    model = getattr(transformers, published.model)(config).train()
+    if getattr(model, "loss_type", "") is None:
+        model.loss_type = "ForCausalLM"  # which transformers takes then, and warns in every process
+
+    def batches(steps: int) -> Iterator[dict[str, Tensor]]:
+        random = torch.Generator().manual_seed(seed)
+        for _ in repeat(None, steps):
+            yield published.draw(random, batch, length, getattr(config, "vocab_size", 0))
+
+    optimizers = (published.optimizer(model.parameters()),)
+    return Workload(name=name, model=model, optimizers=optimizers, batches=batches, loss=loss, size=size)

@@ -44,12 +44,9 @@ def record(
         raise TypeError(f"record() takes {', '.join(options)} only for a workload by name")
     facts = None
     if isinstance(workload, str):
-        facts = {"seed": seed, "options": {name: _plain(value) for name, value in options.items()}}
+        kept = (bool, int, float, str, type(None))  # what JSON gives back as it is
+        told = {name: value if isinstance(value, kept) else repr(value) for name, value in options.items()}
+        facts = {"seed": seed, "options": told}
         workload = partial(get, workload, seed=seed, **options)
     with streams_kept() if callable(workload) else nullcontext():
         return record_workload(workload, fake=fake, warm_up=warm_up, timed_steps=timed_steps, facts=facts)
-
-
-def _plain(value: object) -> object:
-    """What JSON gives back as it is."""
-    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

@@ -87,15 +87,13 @@ def _endless(order: random.Random, batch: int) -> Iterator[tuple[Tensor, Tensor]
     pieces = _pieces()
     while True:
         chosen = order.sample(pieces, batch)
-        pictures = torch.stack([_picture(path, start) for path, start, _ in chosen])
-        yield pictures, torch.tensor([label for _, _, label in chosen])
-
-
-def _picture(path: Path, start: int) -> Tensor:
-    with path.open("rb") as file:
-        file.seek(start)
-        pixels = torch.frombuffer(bytearray(file.read(SIDE**2)), dtype=torch.uint8)
-    return (pixels.float() / 127.5 - 1).reshape(1, SIDE, SIDE).repeat(3, 1, 1)
+        pictures = []
+        for path, start, _ in chosen:
+            with path.open("rb") as file:
+                file.seek(start)
+                pixels = torch.frombuffer(bytearray(file.read(SIDE**2)), dtype=torch.uint8)
+            pictures.append((pixels.float() / 127.5 - 1).reshape(1, SIDE, SIDE).repeat(3, 1, 1))
+        yield torch.stack(pictures), torch.tensor([label for _, _, label in chosen])
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -115,9 +113,6 @@ def build(seed: int = 0, *, width: int = 16, blocks: tuple[int, ...] = (3, 4, 6,
     seed_everything(seed)
     model = ResNet(width=width, blocks=blocks, classes=CLASSES)
     return Workload(
-        name=NAME,
-        model=model,
+        name=NAME, model=model, batches=partial(batches, seed=seed, batch=batch), loss=loss,
         optimizers=(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4),),
-        batches=partial(batches, seed=seed, batch=batch),
-        loss=loss,
-    )
+    )  # fmt: skip

@@ -111,9 +111,6 @@ def build(
     seed_everything(seed)
     model = LanguageModel(width=width, layers=layers, heads=heads, longest=longest, dropout=dropout)
     return Workload(
-        name=NAME,
-        model=model,
-        optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),),
-        batches=partial(stdlib_text.batches, seed=seed, batch=batch, longest=longest, grouped=grouped),
-        loss=loss,
-    )
+        name=NAME, model=model, optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01),),
+        batches=partial(stdlib_text.batches, seed=seed, batch=batch, longest=longest, grouped=grouped), loss=loss,
+    )  # fmt: skip

@@ -75,11 +75,10 @@ def _functions_of(path: Path) -> list[bytes]:
     except (SyntaxError, ValueError):  # templates, samples of older Pythons, zero bytes
         return []
     lines = source.splitlines(keepends=True)
-    return [_text(node, lines) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def _text(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[bytes]) -> bytes:
-    return b"".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :].rstrip()
+    return [
+        b"".join(lines[node.lineno - 1 : node.end_lineno])[node.col_offset :].rstrip()
+        for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]  # fmt: skip
 
 
 def clipped(text: bytes, length: int) -> bytes:

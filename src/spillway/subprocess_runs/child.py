@@ -1,63 +1,43 @@
-"""The process of one run: `python -m spillway.runs.child FILE_DESCRIPTOR REQUEST`, started by `launch`."""
+"""The process of one run, started by `run`."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import random
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy
 import torch
 
 from spillway.engines.tensors.system import PeakMemory
-from spillway.errors import BudgetInfeasible, SpillwayError, WorkloadError
+from spillway.errors import SpillwayError, WorkloadError
 from spillway.methods import Mimose
-from spillway.runs.records import STATIC, RunRequest, StepDone
+from spillway.processes import as_sent
 from spillway.session import Session, manage
 from spillway.session.sizes import largest_size
+from spillway.subprocess_runs.run import STATIC, RunRequest, RunResult, StepDone
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
 from spillway.workloads.finding import told
 
-Send = Callable[[dict[str, Any]], None]
 
-
-def main(arguments: list[str]) -> None:
-    """Carry out the request, and tell of it through the file descriptor."""
+def main(connection: Connection, request: RunRequest) -> None:
+    """Carry out the request, and tell of it."""
     torch.set_num_threads(1)
-    # Whoever listened may be gone; then there is nobody left to run for.
-    with contextlib.suppress(BrokenPipeError), open(int(arguments[0]), "w", encoding="utf-8", closefd=True) as channel:
-
-        def send(message: dict[str, Any]) -> None:
-            print(json.dumps(message), file=channel, flush=True)
-
-        try:
-            _run(RunRequest(**json.loads(arguments[1])), send)
-        except SpillwayError as error:
-            send({"error": {"sentence": str(error), "infeasible": _numbers(error)}})
-
-
-def _numbers(error: SpillwayError) -> dict[str, Any] | None:
-    if not isinstance(error, BudgetInfeasible):
-        return None
-    return {name: getattr(error, name) for name in BudgetInfeasible.__annotations__}
-
-
-def _run(request: RunRequest, send: Send) -> None:
-    batches = _batches(request)
-    _warm_up()
-    memory = PeakMemory()
-    workload = get(request.workload, seed=request.seed)
-    with _session(request, workload, batches) as session:
-        losses, peak = _train(workload, batches, session, memory, send)
-    result = {"peak_rss_bytes": peak, "state": _digest(workload), "losses": losses}
-    send({"result": result})
+    try:
+        batches = _batches(request)
+        _warm_up()
+        memory = PeakMemory()
+        workload = get(request.workload, seed=request.seed)
+        with _session(request, workload, batches) as session:
+            losses, peak = _train(workload, batches, session, memory, connection)
+        connection.send(RunResult(peak_rss_bytes=peak, state=_digest(workload), losses=losses))
+    except SpillwayError as error:
+        connection.send(as_sent(error))
 
 
 def _batches(request: RunRequest) -> list[Batch]:
@@ -83,38 +63,29 @@ def _session(request: RunRequest, workload: Workload, batches: list[Batch]) -> I
     if request.method is None:
         yield None
         return
+    # The static plan has to know the largest input, which only a run knows that has all of them.
+    method = Mimose.static(largest_size(batches)) if request.method == STATIC else request.method
     try:
         session = manage(
-            workload.model,
-            workload.optimizers,
-            budget=request.budget_bytes,
-            method=_method(request.method, batches),
-            spill_directory=request.spill_directory,
-            spill_io=request.spill_io,
-            return_freed=request.return_freed,
-            run_file=request.run_file,
-            timeline=request.timeline,
-        )
+            workload.model, workload.optimizers, budget=request.budget_bytes, method=method,
+            spill_directory=request.spill_directory, spill_io=request.spill_io, return_freed=request.return_freed,
+            run_file=request.run_file, timeline=request.timeline,
+        )  # fmt: skip
     except OSError as error:
         raise SpillwayError(f"The run file {request.run_file} cannot be written: {error.strerror}.") from error
     with session:
         yield session
 
 
-def _method(name: str, batches: list[Batch]) -> str | Mimose:
-    """The static plan has to know the largest input, which only a run knows that has all of them."""
-    return Mimose.static(largest_size(batches)) if name == STATIC else name
-
-
 def _train(
-    workload: Workload, batches: list[Batch], session: Session | None, memory: PeakMemory, send: Send
+    workload: Workload, batches: list[Batch], session: Session | None, memory: PeakMemory, connection: Connection
 ) -> tuple[list[str], Bytes]:
     """Train one step per batch. Returns the exact losses and the highest resident set above the start."""
     losses: list[str] = []
     peak = 0
     for batch in batches:
         began = time.perf_counter()
-        with _step(session, batch):
+        with nullcontext() if session is None else session.step(batch):
             with told(f"Step {len(losses)} of the workload {workload.name}"):
                 loss = float(workload.train_step(batch))
             if session is not None:
@@ -123,12 +94,8 @@ def _train(
         losses.append(loss.hex())
         peak = max(peak, memory.above_start())
         report = None if session is None else session.history[-1]
-        send({"step": StepDone(seconds=seconds, loss=loss, report=report).to_json()})
+        connection.send(StepDone(seconds=seconds, loss=loss, report=report))
     return losses, peak
-
-
-def _step(session: Session | None, batch: Batch) -> AbstractContextManager[object]:
-    return nullcontext() if session is None else session.step(batch)
 
 
 def _digest(workload: Workload) -> str:
@@ -157,7 +124,3 @@ def _flat(state: Any) -> Iterator[bytes]:
         yield state.tobytes()
     else:
         yield repr(state).encode()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

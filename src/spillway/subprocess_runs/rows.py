@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, later_seconds, recomputed_share, seconds_per_step
-from spillway.runs.records import RunRequest, RunResult
+from spillway.subprocess_runs.run import RunRequest, RunResult
 from spillway.units import Bytes, Seconds
 
 FINAL_STATE: Final = "final state"
@@ -97,27 +97,18 @@ def row(request: RunRequest, result: RunResult, plain: RunResult | None) -> Row:
     reports = result.reports
     seconds, later = seconds_per_step(result.seconds), later_seconds(result.seconds)
     difference = None if plain is None else first_difference(result, plain)
+    names = ("stall_seconds", "transfer_seconds", "hidden_seconds", "recomputed_ops")
     return Row(
-        budget_bytes=request.budget_bytes,
-        method=request.method,
-        steps=len(result.steps),
-        peak_bytes=highest_peak(reports) if reports else None,
-        peak_rss_bytes=result.peak_rss_bytes,
-        seconds_per_step=seconds,
-        ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
-        later_seconds=later,
-        later_ratio=None if plain is None else later / later_seconds(plain.seconds),
-        stall_seconds=sum(report.stall_seconds for report in reports),
-        transfer_seconds=sum(report.transfer_seconds for report in reports),
-        hidden_seconds=sum(report.hidden_seconds for report in reports),
+        budget_bytes=request.budget_bytes, method=request.method, steps=len(result.steps),
+        peak_bytes=highest_peak(reports) if reports else None, peak_rss_bytes=result.peak_rss_bytes,
+        seconds_per_step=seconds, ratio=None if plain is None else seconds / seconds_per_step(plain.seconds),
+        later_seconds=later, later_ratio=None if plain is None else later / later_seconds(plain.seconds),
         bytes_to_disk=sum(report.bytes_out for report in reports),
-        bytes_from_disk=sum(report.bytes_in for report in reports),
-        recomputed_ops=sum(report.recomputed_ops for report in reports),
-        recomputed_share=recomputed_share(reports),
-        identical=None if plain is None else difference is None,
-        first_difference=difference,
+        bytes_from_disk=sum(report.bytes_in for report in reports), recomputed_share=recomputed_share(reports),
+        identical=None if plain is None else difference is None, first_difference=difference,
         losses=[step.loss for step in result.steps],
-    )
+        **{name: sum(getattr(report, name) for report in reports) for name in names},
+    )  # fmt: skip
 
 
 def plain_row(request: RunRequest, plain: RunResult, account: RunResult) -> Row:
@@ -126,12 +117,8 @@ def plain_row(request: RunRequest, plain: RunResult, account: RunResult) -> Row:
     `identical` tells of that other run.
     """
     kept = row(request, account, plain)
-    return dataclasses.replace(
-        row(request, plain, plain),
-        peak_bytes=kept.peak_bytes,
-        identical=kept.identical,
-        first_difference=kept.first_difference,
-    )
+    known = {name: getattr(kept, name) for name in ("peak_bytes", "identical", "first_difference")}
+    return dataclasses.replace(row(request, plain, plain), **known)
 
 
 def refused_row(*, budget_bytes: Bytes, method: str, error: BudgetInfeasible) -> RefusedRow:

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from spillway.comparing import parse_budgets
 from spillway.errors import BudgetError
-from spillway.units import GiB, MiB
+from spillway.units import GiB, MiB, parse_budgets
 
 
 @pytest.mark.parametrize(

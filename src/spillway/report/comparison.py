@@ -7,34 +7,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from markupsafe import Markup
 
-from spillway.comparing import Comparison, Row
-from spillway.report.chart import round_bytes
-from spillway.report.drawing import (
-    BLUE,
-    GREEN,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    PAPER,
-    PINK,
-    SOFT,
-    VIOLET,
-    YELLOW,
-    Family,
-    check_drawing,
-    spread,
-    style_of,
-    svg_of,
-    template,
-)
+from spillway.report import drawing
+from spillway.report.charts import round_bytes
+from spillway.report.drawing import INK, LINE, PAPER, SOFT, Family
+from spillway.sweep import Comparison, Row, bound_sentence, missing_sentence
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -42,13 +25,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAMILIES: Final = (
-    Family(GREY, ("keep-all", "uvm", "zero-offload")),
-    Family(YELLOW, ("lru",)),
-    Family(PINK, ("delta", "delta-published")),
-    Family(BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
-    Family(GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
-    Family(ORANGE, ("swap", "swap-prefetch")),
-    Family(VIOLET, ()),
+    Family(drawing.GREY, ("keep-all", "uvm", "zero-offload")),
+    Family(drawing.YELLOW, ("lru",)),
+    Family(drawing.PINK, ("delta", "delta-published")),
+    Family(drawing.BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
+    Family(drawing.GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
+    Family(drawing.ORANGE, ("swap", "swap-prefetch")),
+    Family(drawing.VIOLET, ()),
 )
 """The last is for whatever else."""
 
@@ -60,6 +43,10 @@ FAR: Final = 0.3
 
 _TICKS: Final = (1, 1.2, 1.5, 2, 3, 5, 7)
 """Times a power of ten."""
+
+
+End = tuple[str, str, float, float]
+"""What stands beside a line, in which colour, and where the line ends."""
 
 
 def write_png(path: str | os.PathLike[str], comparison: Comparison) -> None:
@@ -77,52 +64,16 @@ def render(comparison: Comparison) -> str:
     rows = defaultdict(list)
     for row in comparison.rows:
         rows[row.method].append(row)
-    return template("compared.html.jinja").render(
+    return drawing.template("comparison.html.jinja").render(
         comparison=comparison, subject=comparison.subject, rows=rows, picture=svg(comparison),
         colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------------- sentences
-
-
-def bound_sentence(comparison: Comparison) -> str:
-    """Which lower bound is there, and what else the relaxation says."""
-    bounds = comparison.bounds
-    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
-    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
-    missing = [bound for bound in bounds if bound.why]
-    sentences = [
-        f"Lower bound: the plain step's {format_seconds(comparison.subject.plain_seconds)}"
-        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
-           relaxed else ".")
-    ]  # fmt: skip
-    if missing:
-        ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
-        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
-    if coarse:
-        sentences.append(
-            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
-            "what recomputes single ops can be faster."
-        )
-    return " ".join(sentences)
-
-
-def missing_sentence(comparison: Comparison) -> str:
-    """How much is not there; empty if everything is."""
-    if comparison.complete:
-        return ""
-    wanted = len(comparison.methods) * len(comparison.budgets)
-    return f"Incomplete: {len(comparison.rows)} of {wanted} rows were worked out."
-
-
-# ---------------------------------------------------------------------- the picture
-
-
 def draw(comparison: Comparison) -> Figure:
     """Seconds against peak, a line for every method, with the lower bound. Raises UsageError without matplotlib."""
-    check_drawing()
+    drawing.check_drawing()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.4), facecolor=PAPER)
@@ -133,7 +84,19 @@ def draw(comparison: Comparison) -> Figure:
         0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(subject.plain_seconds)} in "
         f"{format_bytes(subject.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
     )  # fmt: skip
-    ends = [_line(axes, method, rows) for method, rows in _lines(comparison).items()]
+    lines = defaultdict[str, list[Row]](list)
+    for row in comparison.rows:
+        if row.seconds is not None:
+            lines[row.method].append(row)
+    ends = list[End]()
+    for method, rows in lines.items():
+        colour, mark = drawing.style_of(method, FAMILIES)
+        peaks, seconds = [float(row.peak_bytes or 0) for row in rows], [row.seconds or 0.0 for row in rows]
+        axes.plot(
+            peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
+            markeredgewidth=0.6, zorder=3,
+        )  # fmt: skip
+        ends.append((method, colour, *min(zip(peaks, seconds, strict=True))))
     ends += _bounds(axes, comparison)
     _scales(axes, comparison)
     _label(axes, ends)
@@ -142,32 +105,7 @@ def draw(comparison: Comparison) -> Figure:
 
 def svg(comparison: Comparison) -> Markup:
     """The picture as an element of a page, its colours by the names that the page gives them."""
-    return svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
-
-
-def _lines(comparison: Comparison) -> dict[str, list[Row]]:
-    """The rows of every method that have something to draw."""
-    lines = defaultdict(list)
-    for row in comparison.rows:
-        if row.seconds is not None:
-            lines[row.method].append(row)
-    return lines
-
-
-End = tuple[str, str, float, float]
-"""What stands beside a line, in which colour, and where the line ends."""
-
-
-def _line(axes: Axes, method: str, rows: Sequence[Row]) -> End:
-    colour, mark = style_of(method, FAMILIES)
-    peaks = [float(row.peak_bytes or 0) for row in rows]
-    seconds = [row.seconds or 0.0 for row in rows]
-    axes.plot(
-        peaks, seconds, color=colour, marker=mark, linewidth=1.5, markersize=5.5, markeredgecolor=PAPER,
-        markeredgewidth=0.6, zorder=3,
-    )  # fmt: skip
-    least = min(range(len(peaks)), key=lambda index: (peaks[index], seconds[index]))
-    return method, colour, peaks[least], seconds[least]
+    return drawing.svg_of(lambda: draw(comparison), [family.colour for family in FAMILIES])
 
 
 def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
@@ -236,7 +174,7 @@ def _label(axes: Axes, ends: Sequence[End]) -> None:
     places = [axes.transAxes.inverted().transform(axes.transData.transform((x, y))) for _, _, x, y in ends]
     for far in (False, True):
         group = [(end, place) for end, place in zip(ends, places, strict=True) if bool(place[0] > FAR) is far]
-        heights = spread([float(place[1]) for _, place in group], LABELS)
+        heights = drawing.spread([float(place[1]) for _, place in group], LABELS)
         for ((text, colour, x, y), place), height in zip(group, heights, strict=True):
             axes.annotate(
                 text, xy=(x, y), xycoords="data", xytext=(place[0] - 0.03 if far else -0.02, height),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from contextlib import closing
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
-from spillway.comparing.pool import Unanswered, answers
-from spillway.errors import UsageError
+from spillway.errors import BudgetInfeasible, SpillwayError, UsageError
+from spillway.processes import Unanswered, answers, as_sent, how_it_ended, talking
 
 
 def double(number: int) -> int:
@@ -95,8 +97,47 @@ def test_ctrl_c_is_not_for_the_processes() -> None:
 
 @pytest.mark.parametrize("ask", [endless, double])
 def test_who_stops_listening_ends_every_process(ask: Callable[[int], int]) -> None:
-    before = set(multiprocessing.active_children())
+    before = children()
     with closing(answers(ask, [0, 1, 2], 2)) as coming:
         assert next(coming) in (0, 2)
-        assert set(multiprocessing.active_children()) > before
-    assert set(multiprocessing.active_children()) == before
+        assert children() > before
+    assert children() == before
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_what_a_process_prints_is_passed_on_and_its_messages_are_heard_until_it_ends() -> None:
+    printed: list[str] = []
+    with talking(f"{__name__}:echo", [1], printed.append, environment={"SAID": "here"}) as talk:
+        assert talk.hear() == [1]
+        talk.ask(2)
+        assert talk.hear() == (2, "here")
+        talk.ask(None)
+        for _ in range(2):
+            with pytest.raises(EOFError):
+                talk.hear()
+        talk.ask("nobody is there, and that is no error")
+        code = talk.process.wait()
+    assert printed == ["ends"]
+    assert str(how_it_ended("It ended", code)) == "It ended with exit code 7; what it printed stands above."
+    assert str(how_it_ended("It ended", -15)) == "It ended: it was ended by SIGTERM."
+
+
+def echo(connection: Connection, request: object) -> None:
+    connection.send(request)
+    connection.send((connection.recv(), os.environ["SAID"]))
+    if connection.recv() is None:
+        print("ends", flush=True)
+        os._exit(7)
+
+
+def test_an_error_of_a_users_own_class_is_heard_as_one_of_ours() -> None:
+    class TheirsError(UsageError):
+        pass
+
+    refused = BudgetInfeasible(needed=2, allowed=1, op="add", op_index=0, smallest_budget=2, exact=True)
+    heard = pickle.loads(pickle.dumps(as_sent(refused)))
+    assert (type(heard), str(heard), heard.smallest_budget) == (BudgetInfeasible, str(refused), 2)
+    assert (type(as_sent(TheirsError("no."))), str(as_sent(TheirsError("no.")))) == (SpillwayError, "no.")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import pickle
 import re
 
 import pytest
 
-from spillway.cli.tables import broken_promises, print_rows
+from spillway.cli.training import broken_promises, print_rows
 from spillway.errors import BudgetInfeasible
 from spillway.ir import StepReport
-from spillway.runs.comparison import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.rows import FINAL_STATE, Row, first_difference, plain_row, refused_row, row
+from spillway.subprocess_runs.run import RunRequest, RunResult, StepDone
 
 REPORT = StepReport(
     step=0,
@@ -127,7 +127,7 @@ def test_the_table_has_a_line_for_every_run(capsys: pytest.CaptureFixture[str]) 
     differs = row(REQUEST, result(losses=(4.0, 3.5, 2.0), report=REPORT), PLAIN)
     error = BudgetInfeasible(needed=300, allowed=50, op="mm", op_index=4, smallest_budget=320, exact=False)
     refused = refused_row(budget_bytes=50, method="lru", error=error)
-    print_rows("w", "lru", [plain, row(REQUEST, MANAGED, PLAIN), differs, refused])
+    print_rows("w", [plain, row(REQUEST, MANAGED, PLAIN), differs, refused], "lru")
     out = capsys.readouterr().out
     assert out.startswith("w, 3 steps, method lru, one thread")
     lines = [re.split(r" *│ *", line.strip("│ ")) for line in out.splitlines() if line[0] == "│"]
@@ -151,5 +151,5 @@ def test_every_broken_promise_is_told() -> None:
 
 def test_what_a_process_tells_is_read_as_it_was_written() -> None:
     for told in (*PLAIN.steps, *MANAGED.steps):
-        assert StepDone.from_json(json.loads(json.dumps(told.to_json()))) == told
-    assert RunRequest(**json.loads(json.dumps(REQUEST.to_json()))) == REQUEST
+        assert pickle.loads(pickle.dumps(told)) == told
+    assert pickle.loads(pickle.dumps(REQUEST)) == REQUEST

@@ -6,15 +6,16 @@ that is 1 or more. What is predicted comes from the fits, what is measured from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Final, Literal, TypeAlias, final
 
-from spillway.advisor.measurements import Experiment, Seen
+from spillway.advisor.measurements import Seen
 from spillway.advisor.model import ring_seconds
-from spillway.advisor.verdict import Best, Fitted, Row, judge, plain_name
+from spillway.advisor.verdict import Row, judge, plain_name
 from spillway.units import Bytes, Seconds
 
 FEWEST_POINTS: Final = 2
@@ -39,7 +40,7 @@ class SweepPoint:
         mine, plain = self._row(method), self._plain
         if mine is None or plain is None or mine.fitted is None or plain.fitted is None:
             return None
-        return _gain(_throughput(mine.predicted), _throughput(plain.predicted))
+        return _gain(*(0.0 if row.predicted is None else row.predicted.throughput for row in (mine, plain)))
 
     def measured(self, method: str) -> float | None:
         """The gain of the fastest steps: infinite where the plain one found no memory, 0 where the method did not;
@@ -129,18 +130,18 @@ def crossover_sentence(sweep: Sweep, method: str | None = None) -> str:
     for how, gain in (("predicted", SweepPoint.predicted), (sweep.seen, SweepPoint.measured)):
         pairs = gains(sweep, method, gain)
         if len(pairs) >= FEWEST_POINTS:
-            said.append(f"{how}: {_told(sweep, crossing(pairs), pairs)}")
+            found = crossing(pairs)
+            if found is None:
+                told = f"does not pay at {_value(sweep, pairs[-1][0])}, the most that is known"
+            elif found.below is None:
+                told = f"pays from {_value(sweep, found.first)} on, the least that is known"
+            else:
+                known = found.at is not None and sweep.over != "devices"
+                between = f" (between the two at {found.at:.4g})" if known else ""
+                told = f"pays from {_value(sweep, found.first)} on, and not at {found.below:g}{between}"
+            said.append(f"{how}: {told}")
     name = "the best method" if method is None else method
     return f"{name}: {'; '.join(said)}." if said else f"{name}: not known at {FEWEST_POINTS} values or more."
-
-
-def _told(sweep: Sweep, found: Crossover | None, pairs: Sequence[tuple[float, float]]) -> str:
-    if found is None:
-        return f"does not pay at {_value(sweep, pairs[-1][0])}, the most that is known"
-    if found.below is None:
-        return f"pays from {_value(sweep, found.first)} on, the least that is known"
-    between = "" if found.at is None or sweep.over == "devices" else f" (between the two at {found.at:.4g})"
-    return f"pays from {_value(sweep, found.first)} on, and not at {found.below:g}{between}"
 
 
 def _value(sweep: Sweep, value: float) -> str:
@@ -181,44 +182,27 @@ def sweeps_of(answers: Sequence[Sequence[Row]]) -> list[Sweep]:
         answers: The rows of each experiment.
     """
     groups: dict[tuple[str, ...], dict[float, Sequence[Row]]] = {}
-    for rows in answers:
-        if rows:
-            for key, value in _places(rows[0].experiment):
-                groups.setdefault(key, {}).setdefault(value, rows)
-    return [sweep for key, points in groups.items() if _tells(sweep := _sweep(key, points))]
-
-
-def _places(there: Experiment) -> Iterator[tuple[tuple[str, ...], float]]:
-    """The sweep over depth and the one over width that an experiment would be a point of, with its value."""
-    common = (there.hardware, there.network, there.precision, there.source)
-    kinds = (("depth", there.layers, there.hidden), ("width", there.hidden, there.layers))
-    for over, told, fixed in kinds:
-        if (value := _number(told)) is not None:
-            yield (over, *common, fixed), value
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if isfinite(value) and value > 0 else None
-
-
-def _sweep(key: tuple[str, ...], points: dict[float, Sequence[Row]]) -> Sweep:
-    over: Over = "depth" if key[0] == "depth" else "width"
-    _, hardware, network, precision, source, fixed = key
-    held = f"{fixed} layers" if over == "width" else f"hidden {fixed}"
-    about = ", ".join(filter(None, (network, held if fixed else "", precision)))
-    return Sweep(
-        over=over, unit=UNITS[over], name=f"{about} on {hardware}{f' ({source})' if source else ''}",
-        points=tuple(SweepPoint(value=value, rows=points[value]) for value in sorted(points)),
-    )  # fmt: skip
-
-
-def _tells(sweep: Sweep) -> bool:
-    both = (SweepPoint.predicted, SweepPoint.measured)
-    return any(len(gains(sweep, method, gain)) >= FEWEST_POINTS for method in sweep.methods for gain in both)
+    for rows in filter(None, answers):
+        there = rows[0].experiment
+        alike = there.hardware, there.network, there.precision, there.source
+        for kind, told, fixed in (("depth", there.layers, there.hidden), ("width", there.hidden, there.layers)):
+            with contextlib.suppress(ValueError):
+                value = float(told)
+                if isfinite(value) and value > 0:
+                    groups.setdefault((kind, fixed, *alike), {}).setdefault(value, rows)
+    sweeps = []
+    for (kind, fixed, hardware, network, precision, source), points in groups.items():
+        over: Over = "depth" if kind == "depth" else "width"
+        held = f"{fixed} layers" if over == "width" else f"hidden {fixed}"
+        about = ", ".join(filter(None, (network, held if fixed else "", precision)))
+        sweep = Sweep(
+            over=over, unit=UNITS[over], name=f"{about} on {hardware}{f' ({source})' if source else ''}",
+            points=tuple(SweepPoint(value=value, rows=points[value]) for value in sorted(points)),
+        )  # fmt: skip
+        both = (SweepPoint.predicted, SweepPoint.measured)
+        if any(len(gains(sweep, method, gain)) >= FEWEST_POINTS for method in sweep.methods for gain in both):
+            sweeps.append(sweep)
+    return sweeps
 
 
 def over_devices(
@@ -236,28 +220,12 @@ def over_devices(
     points = []
     for count in sorted(set(counts)):
         seconds = ring_seconds(nbytes_of_gradients, count, bytes_per_second=bytes_per_second, latency=latency)
-        points.append(SweepPoint(value=count, rows=_communicating(rows, count, seconds)))
-    there = rows[0].experiment if rows else None
-    name = "" if there is None else f"{there.title} on {there.hardware}{f' ({there.source})' if there.source else ''}"
+        fits = {row.method: row.fitted and row.fitted.with_communication(seconds) for row in rows}
+        judged = judge(rows[0].experiment, fits, rows[0].limit) if rows else []
+        shown = judged if count == 1 else [replace(row, measured=None) for row in judged]
+        points.append(SweepPoint(value=count, rows=tuple(shown)))
+    name = rows[0].experiment.about if rows else ""
     return Sweep(over="devices", unit=UNITS["devices"], points=tuple(points), name=name)
-
-
-def _communicating(rows: Sequence[Row], count: int, seconds: Seconds) -> Sequence[Row]:
-    if not rows:
-        return ()
-    fits = {row.method: None if row.fitted is None else _slower(row.fitted, seconds) for row in rows}
-    judged = judge(rows[0].experiment, fits, rows[0].limit)
-    return tuple(judged if count == 1 else [replace(row, measured=None) for row in judged])
-
-
-def _slower(fitted: Fitted, seconds: Seconds) -> Fitted:
-    """The same with so many seconds more in every step."""
-    time, knee = (replace(line, intercept=line.intercept + seconds) for line in (fitted.time, fitted.knee))
-    return replace(fitted, time=time, knee=knee, cost=fitted.cost.with_communication(seconds))
-
-
-def _throughput(best: Best | None) -> float:
-    return 0.0 if best is None else best.throughput
 
 
 def _fastest(row: Row) -> float | None:

@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from spillway.comparing import Bound, Comparison, Failure, Row, Subject, compare, parse_methods, subject_of
-from spillway.comparing.cells import made, searches
-from spillway.comparing.comparison import cells_of
 from spillway.costs.device import HERE, device_named
 from spillway.costs.roofline import timed
 from spillway.engines.simulated import simulate
@@ -16,6 +13,19 @@ from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded
 from spillway.methods import METHODS
 from spillway.methods.checkmate import Checkmate
+from spillway.sweep import (
+    Bound,
+    Comparison,
+    Failure,
+    Row,
+    Subject,
+    cells_of,
+    compare,
+    made,
+    parse_methods,
+    searches,
+    subject_of,
+)
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, layers
 from tests.pure.small_steps import Line, row
@@ -120,7 +130,7 @@ def test_what_raises_is_a_failure_with_its_method_and_budget(monkeypatch: pytest
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.comparing.cells.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.sweep.METHODS", {**METHODS, "lru": refused})
     found = list(compare(subject(), ["lru", "keep-all"], [14 * MiB], bound_seconds=0, processes=1))
     failure, kept = found
     assert failure == Failure(method="lru", budget_bytes=14 * MiB, why="Something is not installed.")

@@ -1,12 +1,17 @@
-"""What goes to the process of a run, and what comes back."""
+"""A run in a process of its own: what goes to it, what comes back, and who listens.
+
+The process tells a `StepDone` after every step, then a `RunResult` or the error that kept it from its end.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Any, Final, Literal, final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, Literal, final
 
+from spillway.errors import SpillwayError
 from spillway.ir import StepReport
+from spillway.processes import how_it_ended, talking
 from spillway.units import Bytes, Seconds
 
 STATIC: Final = "static"
@@ -39,10 +44,6 @@ class RunRequest:
     timeline: bool = False
     """Whether the run file gets the timeline of the step in which most bytes left and came back."""
 
-    def to_json(self) -> dict[str, Any]:
-        """The request as JSON can hold it."""
-        return dataclasses.asdict(self)
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +57,6 @@ class StepDone:
     report: StepReport | None
     """What the session measured; None in a plain run."""
 
-    def to_json(self) -> dict[str, Any]:
-        """What happened, as JSON can hold it."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepDone:
-        """Read what `to_json` gave."""
-        report = None if data["report"] is None else StepReport.from_json(data["report"])
-        return cls(seconds=data["seconds"], loss=data["loss"], report=report)
-
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +69,7 @@ class RunResult:
     """SHA-256 of parameters, buffers, gradients, optimizer state and random streams at the end."""
     losses: list[str]
     """The loss of every step, exactly, as `float.hex` writes it."""
-    steps: list[StepDone]
+    steps: tuple[StepDone, ...] = ()
     """What the process told after every step."""
 
     @property
@@ -90,3 +81,39 @@ class RunResult:
     def seconds(self) -> list[Seconds]:
         """Of every step."""
         return [step.seconds for step in self.steps]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """Who hears of a run while it runs."""
+
+    step: Callable[[StepDone], None]
+    """Called after every step."""
+    output: Callable[[str], None]
+    """Called, from another thread, with every line that the process prints."""
+
+
+def run(request: RunRequest, listener: Listener) -> RunResult:
+    """Run what is asked for in a fresh process with one thread.
+
+    Raises:
+        BudgetInfeasible: A step cannot run under the budget.
+        SpillwayError: Whatever else kept the run from its end, in one sentence.
+    """
+    steps: list[StepDone] = []
+    with talking("spillway.subprocess_runs.child:main", request, listener.output) as talk:
+        while True:
+            try:
+                message = talk.hear()
+            except EOFError:
+                told = f"The process of the run ended after {len(steps)} step{'s' * (len(steps) != 1)}"
+                raise how_it_ended(told, talk.process.wait()) from None
+            match message:
+                case StepDone():
+                    steps.append(message)
+                    listener.step(message)
+                case RunResult():
+                    return replace(message, steps=tuple(steps))
+                case SpillwayError():
+                    raise message

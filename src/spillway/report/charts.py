@@ -1,0 +1,434 @@
+"""Where things stand in the pictures of a run: the axis that they share, memory over time or input sizes, lanes.
+
+Coordinates are an SVG's: x grows to the right, y grows downwards. The axis is time where somebody looked at the clock,
+else ops. Every column of pixels shows one op or several neighbouring ones; of several, the fullest moment, so that no
+peak is lost to the width of the picture. What lanes did is drawn apart if it is told apart on the screen; neighbours
+closer than half a unit become one, so that a step of a hundred thousand ops is as small a picture as one of a hundred.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
+from math import prod
+from typing import Final, final
+
+from spillway.ir import Change, Kind, Lane, StepReport, Timeline, Transfers, Work
+from spillway.ir.lanes import Interval, merged, outside, overlap, total, within
+from spillway.report.figures import NO_BUDGET
+from spillway.units import Bytes, GiB, KiB, MiB, Seconds, TiB, format_bytes, format_seconds
+
+WIDTH: Final = 960
+"""Of every picture."""
+COLUMNS: Final = 480
+HEIGHT: Final = 300
+"""Of the areas of memory, without ticks."""
+BARS_HEIGHT: Final = 130
+"""Of the bars below them."""
+RADIUS: Final = 4
+"""Of a step among input sizes."""
+ROW: Final = 22
+"""Height of a lane."""
+PITCH: Final = 30
+"""From one lane to the next."""
+LANES_HEIGHT: Final = PITCH * len(Lane)
+NARROWEST: Final = 0.5
+"""In units of the picture's width: what is narrower is drawn as wide as this."""
+
+LEFT: Final = (Change.DROP, Change.MOVE)
+"""How bytes leave; drawn downwards."""
+CAME_BACK: Final = (Change.RECOMPUTE, Change.PAGE_IN)
+"""How they come back; drawn upwards."""
+
+NAMES: Final = {
+    "op": "ops",
+    "recompute": "ops run again",
+    "stall": "stall: compute waits for copies",
+    "hidden": "copies hidden behind compute",
+    "waited": "copies that compute waits for",
+}
+"""What the key says of every class of marks, in the order in which they are painted."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A mark on an axis."""
+
+    at: float
+    """Its coordinate."""
+    text: str
+    """What stands beside it."""
+
+
+def op_ranges(timeline: Timeline, most: int = COLUMNS) -> list[tuple[int, int]]:
+    """The ops of every column, half-open; all columns are equally wide.
+
+    By ops every op is in one column. By time a column holds the ops that ran in it, so a long op is in several.
+    """
+    if not timeline.spans:
+        moments = timeline.ops + 1
+        columns = min(moments, most)
+        edges = [column * moments // columns for column in range(columns + 1)]
+        return list(pairwise(edges))
+    starts, wide = op_starts(timeline), timeline.seconds() / most
+    firsts = [max(bisect_right(starts, column * wide) - 1, 0) for column in range(most)]
+    ends = [bisect_left(starts, (column + 1) * wide) for column in range(most - 1)]
+    return [(first, max(end, first + 1)) for first, end in zip(firsts, [*ends, len(starts)], strict=True)]
+
+
+def op_starts(timeline: Timeline) -> list[Seconds]:
+    """When every op began, and at last when the last one had ended; ascending.
+
+    An op whose begin nobody saw counts from the begin of the one before it.
+    """
+    began, end = [0.0] * timeline.ops, 0.0
+    for span in timeline.spans:
+        if span.work is Work.OP:
+            end = max(end, span.ended)
+            if span.op < timeline.ops:
+                began[span.op] = began[span.op] or span.began
+    for op in range(1, timeline.ops):
+        began[op] = max(began[op], began[op - 1])
+    return [*began, max(end, *began[-1:])]
+
+
+def ticks(timeline: Timeline) -> list[Tick]:
+    """Round numbers along the axis."""
+    if not timeline.spans:
+        # There is one moment more than ops: what came after the last one.
+        step = next(step for step in round_numbers() if timeline.ops / step <= 8)
+        numbers = range(0, timeline.ops + 1, step)
+        return [Tick(at=WIDTH * op / (timeline.ops + 1), text=f"op {op}" if not op else str(op)) for op in numbers]
+    seconds = timeline.seconds()
+    apart = 1e-9 * next(number for number in round_numbers() if seconds / (number * 1e-9) <= 8)
+    times = [mark * apart for mark in range(int(seconds / apart + 1e-9) + 1)]
+    return [Tick(at=WIDTH * at / (seconds or 1), text=short_seconds(at)) for at in times]
+
+
+def round_numbers() -> Iterator[int]:
+    """1, 2, 5, 10, 20, 50 and so on."""
+    return (factor * 10**zeros for zeros in count() for factor in (1, 2, 5))
+
+
+def short_seconds(seconds: Seconds) -> str:
+    """Round numbers need no decimals."""
+    return format_seconds(seconds).replace(".00 ", " ").replace(".0 ", " ") if seconds else "0 s"
+
+
+# ---------------------------------------------------------------------- memory
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Neighbouring ops that share a column of pixels."""
+
+    first: int
+    """The first op."""
+    last: int
+    """The last op; the number of ops stands for what came after the last one."""
+    by_kind: dict[Kind, Bytes]
+    """Bytes resident at the fullest moment."""
+    changed: dict[Change, Bytes]
+    """Bytes that left and came back, over all of the column's ops."""
+
+    @property
+    def resident(self) -> Bytes:
+        """Bytes resident at the fullest moment, of every kind."""
+        return sum(self.by_kind.values())
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Area:
+    """A coloured piece of a picture with everything that its key needs."""
+
+    name: str
+    """What it shows: a kind of storage or a change."""
+    path: str
+    """Its outline, as SVG writes one."""
+    most: Bytes
+    """Areas: the most bytes at any op. Bars: bytes of the whole step."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """Everything that the page's template draws of one timeline."""
+
+    columns: list[Column]
+    """From left to right; all are equally wide."""
+    areas: list[Area]
+    """Resident bytes by kind of storage, from the bottom upwards."""
+    bars: list[Area]
+    """What came back and what left; empty if nothing did."""
+    budget_y: float | None
+    """Height of the budget line; None if there is no budget, or if it lies far above everything."""
+    bytes_ticks: list[Tick]
+    """Of the areas."""
+    bar_ticks: list[Tick]
+    """Of the bars, above and below their middle."""
+    ticks: list[Tick]
+    """Of both, from left to right."""
+
+
+def draw(timeline: Timeline) -> Chart:
+    """Lay a timeline out."""
+    columns = columns_of(timeline)
+    peak = max(column.resident for column in columns)
+    budget_seen = timeline.allowed <= max(4 * peak, 1) and timeline.allowed < NO_BUDGET
+    top = max(peak, timeline.allowed if budget_seen else 0, 1) * 1.06
+    areas, below = list[Area](), [0] * len(columns)
+    for kind in columns[0].by_kind:
+        above = [base + column.by_kind[kind] for base, column in zip(below, columns, strict=True)]
+        outline = _outline(*([_height(level, top) for level in levels] for levels in (above, below)))
+        areas.append(Area(name=kind.value, path=outline, most=max(column.by_kind[kind] for column in columns)))
+        below = above
+    bars, bar_ticks = _bars(columns)
+    return Chart(
+        columns=columns, areas=[area for area in areas if area.most], bars=bars,
+        budget_y=_height(timeline.allowed, top) if budget_seen else None, bytes_ticks=_bytes_ticks(top),
+        bar_ticks=bar_ticks, ticks=ticks(timeline),
+    )  # fmt: skip
+
+
+def columns_of(timeline: Timeline, most: int = COLUMNS) -> list[Column]:
+    """The ops of a timeline, gathered into at most `most` columns. Of an op in several, what left and came back is in
+    its first."""
+    ranges = op_ranges(timeline, most)
+    nbytes = {line.storage: line.nbytes for line in timeline.storages}
+    changed = [dict.fromkeys((*CAME_BACK, *LEFT), 0) for _ in ranges]
+    ends = [end for _, end in ranges]
+    for event in timeline.events:
+        column = changed[bisect_right(ends, event.op)]
+        if event.change in column:
+            column[event.change] += nbytes[event.storage]
+    totals, kinds, columns = [nbytes for _, nbytes in timeline.resident()], timeline.by_kind(), []
+    for (first, end), changes in zip(ranges, changed, strict=True):
+        fullest = max(range(first, end), key=totals.__getitem__)
+        by_kind = {kind: row[fullest][1] for kind, row in kinds.items()}
+        columns.append(Column(first=first, last=end - 1, by_kind=by_kind, changed=changes))
+    return columns
+
+
+def round_bytes(top: float, ticks: int = 5) -> list[Bytes]:
+    """About `ticks` round numbers of bytes from 0 up to `top`."""
+    unit = max((unit for unit in (1, KiB, MiB, GiB, TiB) if unit <= top / 2), default=1)
+    step = next(unit * step for step in round_numbers() if top / (unit * step) <= ticks + 1)
+    return list(range(0, int(top) + 1, step))
+
+
+def _bars(columns: Sequence[Column]) -> tuple[list[Area], list[Tick]]:
+    """Bars for each of the four changes, and the ticks beside them; nothing if nothing left and nothing came back."""
+    most = max(sum(column.changed[change] for change in side) for column in columns for side in (CAME_BACK, LEFT))
+    if not most:
+        return [], []
+    middle, scale = BARS_HEIGHT / 2, (BARS_HEIGHT / 2 - 4) / most
+    areas = []
+    for side, direction in ((CAME_BACK, -scale), (LEFT, scale)):
+        start = [middle] * len(columns)
+        for change in side:
+            end = [at + direction * column.changed[change] for at, column in zip(start, columns, strict=True)]
+            total = sum(column.changed[change] for column in columns)
+            areas.append(Area(name=change.value, path=_outline(end, start), most=total))
+            start = end
+    step = round_bytes(most, ticks=2)[-1] or most
+    ticks = [Tick(at=middle + sign * step * scale, text=short_bytes(step)) for sign in (-1, 1)]
+    return [area for area in areas if area.most], [ticks[0], Tick(at=middle, text="0"), ticks[1]]
+
+
+def _outline(upper: Sequence[float], lower: Sequence[float]) -> str:
+    """The outline of an area between two staircases, one stair per column."""
+    wide = WIDTH / len(upper)
+    there = _stairs((index * wide, (index + 1) * wide, y) for index, y in enumerate(upper))
+    back = _stairs(((index + 1) * wide, index * wide, y) for index, y in reversed(list(enumerate(lower))))
+    return f"M{there}L{back}Z"
+
+
+def _stairs(stairs: Iterator[tuple[float, float, float]]) -> str:
+    """Points along a staircase; stairs of one height become one."""
+    points: list[str] = []
+    reached, height = "", None
+    for start, end, y in stairs:
+        if height is not None and y != height:
+            points.append(reached)
+        if y != height:
+            points.append(f"{start:.1f},{y:.1f}")
+        reached, height = f"{end:.1f},{y:.1f}", y
+    return " ".join([*points, reached])
+
+
+def _height(nbytes: Bytes, top: float) -> float:
+    return HEIGHT * (1 - nbytes / top)
+
+
+def short_bytes(nbytes: Bytes) -> str:
+    """Round numbers need no decimals."""
+    return format_bytes(nbytes).replace(".00", "")
+
+
+def _bytes_ticks(top: float) -> list[Tick]:
+    return [Tick(at=_height(nbytes, top), text=short_bytes(nbytes)) for nbytes in round_bytes(top)]
+
+
+# ---------------------------------------------------------------------- by input size
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One step."""
+
+    x: float
+    y: float
+    name: str
+    """"sheltered", every block recomputed; "planned"; or "expected" where the peak was not measured."""
+    told: str
+    """The step in a sentence."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeChart:
+    """Everything that the page's template draws."""
+
+    points: list[Point]
+    budget_y: float | None
+    """Height of the budget line; None if there is no budget."""
+    bytes_ticks: list[Tick]
+    ticks: list[Tick]
+    axis: str
+    """What runs along the bottom."""
+
+
+def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None) -> SizeChart | None:
+    """Lay the steps out by input size, as Fig. 14 of the Mimose paper has them; None if no step has one."""
+    sized = [(step, prod(step.input_size)) for step in steps if step.input_size]
+    if not sized:
+        return None
+    dimensions = max(len(step.input_size or ()) for step, _ in sized)
+    allowed = budget if budget is not None and budget < NO_BUDGET else None
+    top = 1.06 * max([step.peak_bytes for step, _ in sized] + [allowed or 1])
+    right = 1.02 * max(size for _, size in sized)
+    apart, points = next(number for number in round_numbers() if right / number <= 8), []
+    for step, number in sized:
+        every = step.recomputed_blocks == step.blocks > 0 and not step.projected_bytes
+        name = ("sheltered" if every else "planned") if step.peak_measured else "expected"
+        size = " x ".join(map(str, step.input_size or ()))
+        told = (
+            f"step {step.step}, size {size}: {short_bytes(step.peak_bytes)}, "
+            f"{step.recomputed_blocks} of {step.blocks} blocks recomputed"
+        )
+        points.append(Point(x=WIDTH * number / right, y=_height(step.peak_bytes, top), name=name, told=told))
+    return SizeChart(
+        points=points, budget_y=None if allowed is None else _height(allowed, top), bytes_ticks=_bytes_ticks(top),
+        ticks=[Tick(at=WIDTH * number / right, text=str(number)) for number in range(0, int(right) + 1, apart)],
+        axis="input size" if dimensions == 1 else "input size, all numbers multiplied",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- lanes
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marks:
+    """All of a lane's work of one class."""
+
+    name: str
+    """The class: one of `NAMES`."""
+    path: str
+    """Their outlines, as SVG writes them."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One lane."""
+
+    lane: Lane
+    y: float
+    """Of its upper edge."""
+    marks: list[Marks]
+    """From the lowest to the topmost."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lanes:
+    """Everything that the page's template draws of the lanes of one step."""
+
+    rows: list[Row]
+    key: list[tuple[str, Seconds]]
+    """Classes that occur, with their seconds. Of two copies at a time both count; of ops what was done for them, stalls
+    and recomputing, does not."""
+    transfers: Transfers
+    stall_seconds: Seconds
+    told: list[list[str]]
+    """For every column of the pictures above what the lanes did in it."""
+
+
+def draw_lanes(timeline: Timeline) -> Lanes | None:
+    """Lay the lanes out; None if nobody looked at the clock."""
+    seconds, spans = timeline.seconds(), timeline.spans
+    if not seconds:
+        return None
+    stalled = merged((span.began, span.ended) for span in spans if span.work is Work.STALL)
+    copies = {lane: [(s.began, s.ended) for s in spans if s.lane is lane] for lane in Lane if lane is not Lane.COMPUTE}
+    # A lane's work by class. A copy is cut into what compute waits for and the rest.
+    parts: dict[Lane, dict[str, list[Interval]]] = {
+        Lane.COMPUTE: {
+            work.value: [(s.began, s.ended) for s in spans if s.lane is Lane.COMPUTE and s.work is work]
+            for work in Work if work != "copy"
+        },
+        **{
+            lane: {
+                "hidden": [part for copy in those for part in outside(copy, stalled)],
+                "waited": [part for copy in those for part in within(copy, stalled)],
+            }
+            for lane, those in copies.items()
+        },
+    }  # fmt: skip
+    rows = []
+    for number, lane in enumerate(Lane):
+        marks = [
+            Marks(name=name, path=_boxes(parts[lane][name], number * PITCH, WIDTH / seconds))
+            for name in NAMES if parts[lane].get(name)
+        ]  # fmt: skip
+        rows.append(Row(lane=lane, y=number * PITCH, marks=marks))
+    lengths = dict.fromkeys(NAMES, 0.0)
+    for lane in (Lane.COMPUTE, Lane.COPY_OUT, Lane.COPY_IN):  # the disk is busy for these
+        for name, intervals in parts[lane].items():
+            lengths[name] += total(intervals)
+    compute = parts[Lane.COMPUTE]
+    ops = merged(compute["op"])
+    lengths["op"] -= sum(overlap(part, ops) for part in merged([*compute["recompute"], *compute["stall"]]))
+    return Lanes(
+        rows=rows, key=[(name, length) for name, length in lengths.items() if length > 0],
+        transfers=timeline.transfers(), stall_seconds=total(stalled), told=_lanes_told(parts, seconds),
+    )  # fmt: skip
+
+
+def _boxes(intervals: Iterable[Interval], y: float, scale: float) -> str:
+    boxes = []
+    for began, ended in merged(intervals, NARROWEST / scale):
+        x, wide = min(began * scale, WIDTH - NARROWEST), max((ended - began) * scale, NARROWEST)
+        boxes.append(f"M{x:.1f},{y:g}h{wide:.1f}v{ROW}h-{wide:.1f}Z")
+    return "".join(boxes)
+
+
+def _lanes_told(parts: Mapping[Lane, Mapping[str, list[Interval]]], seconds: Seconds) -> list[list[str]]:
+    """Busy time of what is no op, by column."""
+    shown = {name: merged(parts[Lane.COMPUTE][name]) for name in ("recompute", "stall")}
+    for lane in Lane:
+        if lane is not Lane.COMPUTE:
+            shown[lane.value] = merged(interval for intervals in parts[lane].values() for interval in intervals)
+    wide, told = seconds / COLUMNS, []
+    for column in range(COLUMNS):
+        interval = column * wide, (column + 1) * wide
+        busy = {name: overlap(interval, intervals) for name, intervals in shown.items()}
+        told.append([f"{name}: {format_seconds(length)}" for name, length in busy.items() if length > 1e-7])
+    return told
