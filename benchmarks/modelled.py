@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+from benchmarks.calibration import calibrate, residuals
 from benchmarks.record import (
     Benchmark,
     Check,
@@ -23,7 +24,7 @@ from benchmarks.record import (
     share_columns,
     text_columns,
 )
-from spillway.costs import Device, Shares, calibrate, residuals, step_seconds, timed
+from spillway.costs import Device, Shares, step_seconds, timed
 from spillway.costs.measured import measure
 from spillway.ir import Step
 from spillway.recording import record

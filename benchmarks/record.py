@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from spillway.units import format_bytes, format_seconds
@@ -92,6 +93,25 @@ class Benchmark:
     """The size whose figures count."""
     quick: Any
     """A size that shows within seconds whether the benchmark runs; its figures mean nothing."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Benchmarks that one command runs."""
+
+    package: str
+    """What follows `python -m`."""
+    purpose: str
+    """What they are for, in a sentence."""
+    modules: Mapping[str, str]
+    """Where each is, in the order in which they run: every module offers `BENCHMARK`."""
+    on_a_gpu: Sequence[str] = ()
+    """Those that need a CUDA device, and run when they are named."""
+
+    def results(self, name: str) -> Path:
+        """Where the figures of that benchmark are kept: beside its module."""
+        return Path(__file__).parents[1].joinpath(*self.modules[name].split(".")[:-1], "results")
 
 
 def text_columns(**heads: str) -> tuple[Column, ...]:

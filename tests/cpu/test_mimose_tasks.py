@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mimose_tasks, mimose_tasks_picture
-from benchmarks.mimose_tasks_lab import Lab
-from benchmarks.mimose_tasks_paper import Told
+from papers.mimose import tasks, tasks_picture
+from papers.mimose.tasks_lab import Lab
+from papers.mimose.tasks_paper import Told
 from spillway.costs import DEVICES
 from tests.cpu.test_benchmarks import quick
 from tests.shared import shared
@@ -19,7 +19,7 @@ def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one(tmp_pa
     result = quick("mimose_tasks")
     assert [row["task"] for row in result.rows] == ["TC-Bert", "TC-Bert"]
     for row in result.rows:
-        assert all(1 <= row[way] <= row["checkpoint"] + mimose_tasks.SHELTERED for way in mimose_tasks.WAYS)
+        assert all(1 <= row[way] <= row["checkpoint"] + tasks.SHELTERED for way in tasks.WAYS)
         assert row["mimose, peak"] <= row["budget_bytes"]
         assert row["dtr, peak"] <= row["budget_bytes"]
         assert row["checkpoint, peak"] <= row["budget_bytes"] < row["plain_bytes"]
@@ -28,7 +28,7 @@ def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one(tmp_pa
     exact = [check for check in result.checks if check.what.startswith(("numbers", "plans", "block-level", "share"))]
     assert [check.measured for check in exact] == [0, 0, 0, 0]
     pytest.importorskip("matplotlib")
-    mimose_tasks_picture.draw({"rows": result.rows}, tmp_path / "tasks.png")
+    tasks_picture.draw({"rows": result.rows}, tmp_path / "tasks.png")
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
 
 

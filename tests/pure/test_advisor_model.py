@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from papers.search import search_largest
 from spillway.advisor.fits import fit_knee, fit_line
 from spillway.advisor.model import (
     Cost,
@@ -17,7 +18,6 @@ from spillway.advisor.model import (
     point,
     ring_seconds,
     score,
-    search_largest,
     whole,
 )
 from spillway.advisor.student import below, quantile

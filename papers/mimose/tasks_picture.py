@@ -1,6 +1,6 @@
-"""The results of `mimose_tasks` as a picture like the paper's Fig. 13: `python -m benchmarks.mimose_tasks_picture`.
+"""The results of `mimose_tasks` as a picture like the paper's Fig. 13: `python -m papers.mimose.tasks_picture`.
 
-Arguments: the results (default: `benchmarks/results/mimose_tasks.json`) and the PNG (default: beside them). Needs
+Arguments: the results (default: `papers/mimose/results/mimose_tasks.json`) and the PNG (default: beside them). Needs
 matplotlib.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from benchmarks.command import RESULTS
+from papers import PAPERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,7 @@ def _panel(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Draw what the arguments name."""
-    results = Path(arguments[0]) if arguments else RESULTS / "mimose_tasks.json"
+    results = Path(arguments[0]) if arguments else PAPERS.results("mimose_tasks") / "mimose_tasks.json"
     draw(json.loads(results.read_text("utf-8")), Path(arguments[1]) if arguments[1:] else results.with_suffix(".png"))
 
 

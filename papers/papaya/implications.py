@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.papaya_paper import DATA, MEMORY, SWEEPS
-from benchmarks.papaya_paper import Sweep as Published
-from benchmarks.papaya_simulated import bench_of, experiment_of, read_published, sampled
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
+from papers.papaya.published import DATA, MEMORY, SWEEPS
+from papers.papaya.published import Sweep as Published
+from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
 from spillway.advisor import Experiment, advise, read_measurements
 from spillway.advisor.sweeps import Sweep, SweepPoint, crossing, crossover, over_devices
 from spillway.advisor.verdict import Row as Advice

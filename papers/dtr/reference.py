@@ -25,16 +25,17 @@ from benchmarks.record import (
     second_columns,
     text_columns,
 )
+from papers import SHARED
+from papers.dtr.program import Program, program_of
+from papers.dtr.runtime import Outcome, run_dtr
 from spillway.costs import device_named
-from spillway.engines.dtr_program import Program, program_of
-from spillway.engines.dtr_runtime import Outcome, run_dtr
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Step
 from spillway.ir.dtr_log import read_dtr_log, step_of_log
 from spillway.methods import METHODS
 from spillway.methods.dtr import HEURISTICS as POLICIES
 
-DATA: Final = Path(__file__).parents[1].parent / "shared" / "data" / "dtr"
+DATA: Final = SHARED / "data" / "dtr"
 """`../shared/data/dtr`, seen from the root of the project."""
 
 LOGS: Final[Mapping[str, str]] = {

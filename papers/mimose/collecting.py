@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.mimose_lab import Subject, build
+from papers.mimose.lab import Subject, build
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
 
-from benchmarks.mimose_tasks_models import dropout_of_cuda
+from papers.mimose.tasks_models import dropout_of_cuda
 from spillway.workloads import Batch, Workload, seed_everything
 
 SIDE: Final = 224

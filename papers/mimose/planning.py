@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, SHUTTLED, TRACED, WAYS, stepper
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
 from benchmarks.timing import Clock, median_ratio
+from papers.mimose.collecting import COUNTED, RECOMPUTED, SHUTTLED, TRACED, WAYS, stepper
 from spillway.methods.mimose import BlockSample, Forecast, InputSize, Mimose, Options, StepSample, simulate
 from spillway.units import Bytes, MiB, Seconds
 

@@ -1,7 +1,7 @@
 """Fig. 13 of Mimose's paper, simulated on a V100: the seconds of an epoch of its four tasks under several budgets.
 
 Liao et al., arXiv:2209.02478, section 6.2. The decision page on these runs says what is assumed and why the gaps are
-not the paper's. `python -m benchmarks.mimose_tasks_picture` draws the results.
+not the paper's. `python -m papers.mimose.tasks_picture` draws the results.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final, final
 
-from benchmarks.mimose_tasks_lab import HERITAGE, Epoch, Lab
-from benchmarks.mimose_tasks_paper import Paper
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, share_columns, text_columns
+from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab
+from papers.mimose.tasks_paper import Paper
 from spillway.costs import device_named
 from spillway.errors import PlanRejected
 from spillway.ir import verify

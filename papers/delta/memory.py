@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
-from benchmarks.delta_lab import HERITAGE, WORTH, Lab, figure, gib, mib, overheads, published
 from benchmarks.record import Row
-from benchmarks.soft_budget import Ran, run_softly
+from papers.delta.lab import HERITAGE, WORTH, Lab, figure, gib, mib, overheads, published
+from papers.delta.soft_budget import Ran, run_softly
 from spillway.methods import METHODS
 from spillway.units import Bytes
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.delta_lab import HERITAGE, Lab, figure, gib, published
 from benchmarks.record import Row
-from benchmarks.soft_budget import Ran, run_softly
+from papers.delta.lab import HERITAGE, Lab, figure, gib, published
+from papers.delta.soft_budget import Ran, run_softly
 from spillway.costs import Device
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.simulated import simulate

@@ -31,8 +31,8 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from spillway.engines.dtr_costs import AbstractCost, Classes, Neighbourhood, One, Own
-from spillway.engines.dtr_program import Event, Operator, Program, TensorId
+from papers.dtr.costs import AbstractCost, Classes, Neighbourhood, One, Own
+from papers.dtr.program import Event, Operator, Program, TensorId
 from spillway.errors import UsageError
 from spillway.units import Bytes
 

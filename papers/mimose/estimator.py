@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
-from benchmarks.mimose_lab import Taken, blocks_at, build, counted_at
-from benchmarks.mimose_regressors import OURS, OWN, PUBLISHED, Fit, Predict, Samples, of_scikit
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
+from papers.mimose.lab import Taken, blocks_at, build, counted_at
+from papers.mimose.regressors import OURS, OWN, PUBLISHED, Fit, Predict, Samples, of_scikit
 from spillway.units import Seconds, format_bytes
 
 

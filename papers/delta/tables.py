@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from benchmarks.delta_batches import Found, tables_3_and_4
-from benchmarks.delta_costs import Cells, claims, ordered, table_5
-from benchmarks.delta_lab import LINKS, TOLERANCE, Lab, Size, unexplained
-from benchmarks.delta_memory import FILTERED, figure_3, figure_7, table_2
-from benchmarks.delta_paper import Paper
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from papers.delta.batches import Found, tables_3_and_4
+from papers.delta.costs import Cells, claims, ordered, table_5
+from papers.delta.lab import LINKS, TOLERANCE, Lab, Size, unexplained
+from papers.delta.memory import FILTERED, figure_3, figure_7, table_2
+from papers.delta.paper import Paper
 from spillway.units import GiB
 
 

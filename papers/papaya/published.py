@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, share_columns, text_columns
+from papers import SHARED
 from spillway import advisor
 from spillway.advisor import (
     Experiment,
@@ -30,7 +31,7 @@ from spillway.advisor.sweeps import UNITS, Over
 from spillway.advisor.verdict import LINEAR, fit, plain_name
 from spillway.advisor.verdict import Row as Advice
 
-DATA: Final = Path(__file__).parents[1].parent / "shared" / "data" / "papaya" / "measurements_v100.csv"
+DATA: Final = SHARED / "data" / "papaya" / "measurements_v100.csv"
 """`../shared/data/papaya`, seen from the root of the project."""
 
 MEMORY: Final = 12_800_000_000

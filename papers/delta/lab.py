@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
-from benchmarks.delta_models import BUILDS
-from benchmarks.delta_paper import Paper
 from benchmarks.record import Row, Tell
-from benchmarks.soft_budget import Ran, run_softly
+from papers.delta.models import BUILDS
+from papers.delta.paper import Paper
+from papers.delta.soft_budget import Ran, run_softly
 from spillway.costs import Device, Growth, device_named, fit_growth, timed
 from spillway.ir import Step
 from spillway.methods import AbstractPolicy, Delta

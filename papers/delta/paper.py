@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Final, Self, final
 
 from benchmarks.record import Skipped
+from papers import SHARED
 
-TABLES: Final = Path(__file__).parents[1].parent / "shared" / "papers" / "tables"
+TABLES: Final = SHARED / "papers" / "tables"
 """`../shared/papers/tables`, seen from the root of the project."""
 
 METHODS: Final = ("baseline", "DTR", "DELTA")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from benchmarks.delta_batches import Found
-from benchmarks.delta_lab import Lab, figure, mib, milliseconds, overheads, published
-from benchmarks.delta_memory import COMPARED, FILTERED, FILTERS
 from benchmarks.record import Row
-from benchmarks.soft_budget import Ran, run_softly
+from papers.delta.batches import Found
+from papers.delta.lab import Lab, figure, mib, milliseconds, overheads, published
+from papers.delta.memory import COMPARED, FILTERED, FILTERS
+from papers.delta.soft_budget import Ran, run_softly
 from spillway.ir import Phase, Step
 from spillway.units import Bytes, Seconds
 

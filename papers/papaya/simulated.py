@@ -15,12 +15,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, final
 
-from benchmarks.papaya_models import BUILDS, HALF
-from benchmarks.papaya_paper import DATA, MEMORY, MODELS
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
+from papers.papaya.models import BUILDS, HALF
+from papers.papaya.published import DATA, MEMORY, MODELS
+from papers.search import search_largest
 from spillway.advisor import Experiment, Samples, advise, read_measurements
 from spillway.advisor.bench import AbstractBench, Trial
-from spillway.advisor.model import Cost, search_largest
+from spillway.advisor.model import Cost
 from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.verdict import LINEAR
 from spillway.advisor.verdict import Row as Advice

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self, final
 
-from benchmarks.delta_paper import TABLES
 from benchmarks.record import Skipped
+from papers.delta.paper import TABLES
 
 _RANGES: Final = {"SWAG": "M7", "SQuAD": "M8", "GLUE-QQP": "M9"}
 """The claims that give the lengths of a data set's batches."""

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.mimose_lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.methods.actions import Action
 from spillway.methods.mimose import BlockSample, Forecast, Options, StepSample, simulate

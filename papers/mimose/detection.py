@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, text_columns
+from papers import SHARED
 from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
 from spillway.methods.mimose.planning import SimulatedPlanning
 from spillway.units import Bytes, GiB, MiB, format_bytes
 
-DATA: Final = Path(__file__).parents[1].parent / "shared" / "data" / "mimose" / "detection_r101_run1.csv"
+DATA: Final = SHARED / "data" / "mimose" / "detection_r101_run1.csv"
 """`../shared/data/mimose`, seen from the root of the project."""
 
 BUDGET: Final[Bytes] = 7 * GiB

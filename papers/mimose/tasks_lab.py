@@ -15,9 +15,9 @@ from random import Random
 from statistics import NormalDist
 from typing import Any, Final, final
 
-from benchmarks.mimose_tasks_models import BUILDS, dropout_of_cuda
-from benchmarks.mimose_tasks_paper import Told
 from benchmarks.record import Tell
+from papers.mimose.tasks_models import BUILDS, dropout_of_cuda
+from papers.mimose.tasks_paper import Told
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Plan, Step
