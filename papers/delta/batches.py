@@ -110,7 +110,7 @@ def _rows(lab: Lab, table: str, model: str, method: str, ours: Sequence[Found], 
 
 
 _WHY: Final = {"baseline": ("e", "e"), "DTR": ("e", "f"), "DELTA": ("e", "f")}
-"""Explanations in docs/decisions/0022-deltas-tables.md: of the batch, and of the memory."""
+"""Explanations in papers/delta/README.md: of the batch, and of the memory."""
 
 
 def _plain(lab: Lab, model: str) -> Found:

@@ -51,7 +51,7 @@ def figure_3(lab: Lab) -> list[Row]:
 
 _NAMES: Final = ("baseline", "DTR", "DELTA")
 _WHY: Final = {"baseline": "b", "DTR": "d", "DELTA": "c", "DELTA under DTR's": "c"}
-"""Explanations in docs/decisions/0022-deltas-tables.md."""
+"""Explanations in papers/delta/README.md."""
 
 
 def _methods(

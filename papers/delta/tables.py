@@ -1,7 +1,7 @@
 """The tables of DELTA, simulated on an A100 with both readings of its link, beside what the paper says.
 
-Tang et al., arXiv:2203.15980: Tables II to V, Figures 3 and 7, and what its text claims. The decision page on DELTA's
-tables explains every row that is further from the paper than a tenth, by the letter in the column "why".
+Tang et al., arXiv:2203.15980: Tables II to V, Figures 3 and 7, and what its text claims. The README beside
+this explains every row that is further from the paper than a tenth, by the letter in the column "why".
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ COLUMNS: Final = (
 NOTES: Final = (
     "Links: " + "; ".join(f"{device.name} {device.out_per_second / 1e9:g} GB/s a direction" for device in LINKS) + ". "
     "The deviation is that of the run with the paper's link. "
-    f"Beyond {TOLERANCE:.0%} the letter stands for a paragraph of docs/decisions/0022-deltas-tables.md.",
+    f"Beyond {TOLERANCE:.0%} the letter stands for a paragraph of papers/delta/README.md.",
     "Assumed, because the paper does not tell: batch 128 in Table II (BERT: 32, told), fp32 without TF32, pictures of "
     "224 x 224, questions of 384 tokens, GELU as one op, EfficientNet-B0, Adam, units of 2^20 and 2^30 bytes, budgets.",
     "DELTA and DTR run here as their papers' runs did: under a budget that the policy knows and nobody enforces, DELTA "

@@ -1,7 +1,7 @@
 """Fig. 13 of Mimose's paper, simulated on a V100: the seconds of an epoch of its four tasks under several budgets.
 
-Liao et al., arXiv:2209.02478, section 6.2. The decision page on these runs says what is assumed and why the gaps are
-not the paper's. `python -m papers.mimose.tasks_picture` draws the results.
+Liao et al., arXiv:2209.02478, section 6.2. The README beside this says what is assumed and why the gaps are not the
+paper's. `python -m papers.mimose.tasks_picture` draws the results.
 """
 
 from __future__ import annotations

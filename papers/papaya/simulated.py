@@ -1,8 +1,8 @@
 """PAPAYA's Fig. 4 on a simulated V100: the highest throughput of each method on its five models.
 
 Each method's batch is the largest whose simulated peak is within 80 % of 16 GB, as in the published scripts. What the
-paper measured stands beside it where the published measurements are there; the decision page on these runs says why
-they differ.
+paper measured stands beside it where the published measurements are there; the README beside this says why they
+differ.
 """
 
 from __future__ import annotations
