@@ -16,15 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from benchmarks.block_models import ARCHITECTURES
+from benchmarks import columns
 from benchmarks.exactness import different
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action
 from spillway.units import Bytes, format_bytes
+from tests.cpu.architectures import ARCHITECTURES
 from tests.cpu.families import FAMILIES
 from tests.cpu.family import Build, Built
 from tests.cpu.test_exactness import Trained, train
@@ -140,7 +141,7 @@ def run(size: Size, tell: Tell) -> Result:
     architectures = [row for row in found if row["model"] in size.architectures]
     return Result(
         title=f"{len(builds)} models x {len(WAYS)} ways, {STEPS} steps each",
-        columns=text_columns(model="model", told="blocks", calls="calls a step", **{way: way for way in WAYS}),
+        columns=columns.text(model="model", told="blocks", calls="calls a step", **{way: way for way in WAYS}),
         rows=rows,
         checks=[
             Check(what=f"runs of {len(outcomes)} that are not exact", measured=_count_wrong(outcomes), at_most=0),

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.errors import BudgetInfeasible, NoBlocksError, RecomputeError
 from tests.cpu.block_judge import METHODS, judge, plainly, tried
 
@@ -47,8 +48,8 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{size.programs} random programs of blocks, {len(ran)} runs",
         columns=(
-            *text_columns(method="method", runs="runs", identical="identical", refused="refused", wrong="wrong"),
-            *share_columns(share="identical, of all"),
+            *columns.text(method="method", runs="runs", identical="identical", refused="refused", wrong="wrong"),
+            *columns.shares(share="identical, of all"),
         ),
         rows=[_row(method, [row for row in ran if row["method"] == method]) for method in METHODS],
         checks=[Check(what="runs that are wrong", measured=len(wrong), at_most=0)],

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spillway
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
-from benchmarks.refusal_cases import asked_for
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
+from tests.cpu.refusal_cases import asked_for
 
 METHODS: Final = ("checkpoint", "mimose", "mimose-published")
 STEPS: Final = 3
@@ -202,9 +203,9 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{len(rows)} refusals of the block engine, of {len(seeds)} trainings",
         columns=(
-            *text_columns(method="method", refusals="refusals", works="what is named works"),
-            *text_columns(more="is more than a tenth too much"),
-            *share_columns(least="named, of the smallest: least", most="most"),
+            *columns.text(method="method", refusals="refusals", works="what is named works"),
+            *columns.text(more="is more than a tenth too much"),
+            *columns.shares(least="named, of the smallest: least", most="most"),
         ),
         rows=[_summary(method, [row for row in rows if row["method"] == method]) for method in METHODS],
         checks=[

@@ -10,19 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks import workloads
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns, workloads
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import account, longest_batch
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share
@@ -68,14 +57,14 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(method="method", budget="budget"),
-    *byte_columns(budget_bytes="bytes", peak_bytes="peak"),
-    *text_columns(steps="steps", over="over budget"),
-    *byte_columns(peak_rss_bytes="RSS"),
-    *ratio_columns(rss_ratio="RSS/budget", ratio="time x plain"),
-    *byte_columns(bytes_out="out", bytes_in="in"),
-    *share_columns(recomputed_share="recomputed"),
-    *text_columns(verdict="beside plain"),
+    *columns.text(method="method", budget="budget"),
+    *columns.nbytes(budget_bytes="bytes", peak_bytes="peak"),
+    *columns.text(steps="steps", over="over budget"),
+    *columns.nbytes(peak_rss_bytes="RSS"),
+    *columns.ratios(rss_ratio="RSS/budget", ratio="time x plain"),
+    *columns.nbytes(bytes_out="out", bytes_in="in"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.text(verdict="beside plain"),
 )
 
 NOTES: Final = (

@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.ir import write_step
 from spillway.units import Seconds, format_bytes, format_seconds
 from spillway.workloads.recorded import record
@@ -57,7 +58,7 @@ def run(size: Size, tell: Tell) -> Result:
     ended = ", ".join(f"{statuses[status]} {status}" for status in ("ok", "oom", "thrash"))
     return Result(
         title=f"{len(size.methods)} methods under {size.budgets} budgets on one step, from the command line",
-        columns=[*text_columns(method="method"), *(_column(budget) for budget in _budgets(rows))],
+        columns=[*columns.text(method="method"), *(_column(budget) for budget in _budgets(rows))],
         rows=[_row(method, rows) for method in size.methods],
         checks=[
             Check(what="seconds of `spillway compare`", measured=round(seconds, 1), at_most=LIMIT),

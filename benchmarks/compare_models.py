@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import models
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks import columns, models
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.comparing import Failure, compare, subject_of
 from spillway.comparing import Row as Cell
 from spillway.costs.device import DEVICES, Device
@@ -150,8 +150,8 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{wanted} rows of {len(size.methods)} methods on {len(rows)} models, {len(DEVICES_ASKED)} devices",
         columns=[
-            *text_columns(model="model", ops="ops"), Column(key="peak", head="plain peak", show=format_bytes),
-            *text_columns(ok="ok", oom="oom", thrash="thrash"),
+            *columns.text(model="model", ops="ops"), Column(key="peak", head="plain peak", show=format_bytes),
+            *columns.text(ok="ok", oom="oom", thrash="thrash"),
         ],
         rows=rows,
         checks=[

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spillway
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from benchmarks.training import METHODS
-from benchmarks.varying_models import VARYING, batch_of
 from spillway.units import Bytes
 from tests.cpu.families import difference, state_of
+from tests.cpu.varying_models import VARYING, batch_of
 
 
 @final
@@ -187,13 +188,13 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{size.steps} steps of each network",
         columns=(
-            *text_columns(network="network", method="method"),
-            *byte_columns(usual_bytes="usual peak", most_bytes="highest, of 100", budget_bytes="budget"),
-            *byte_columns(peak_bytes="highest under it"),
-            *ratio_columns(times="needed, x budget"),
-            *text_columns(steps="steps", over="over budget", known="known to fit", pressed="something left"),
-            *text_columns(counted="peaks counted", unlike="unlike", looked="looked at", more="saw more"),
-            *text_columns(verdict="beside plain"),
+            *columns.text(network="network", method="method"),
+            *columns.nbytes(usual_bytes="usual peak", most_bytes="highest, of 100", budget_bytes="budget"),
+            *columns.nbytes(peak_bytes="highest under it"),
+            *columns.ratios(times="needed, x budget"),
+            *columns.text(steps="steps", over="over budget", known="known to fit", pressed="something left"),
+            *columns.text(counted="peaks counted", unlike="unlike", looked="looked at", more="saw more"),
+            *columns.text(verdict="beside plain"),
         ),
         rows=rows,
         checks=[

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
 from tests.cpu.families import FAMILIES, difference
@@ -70,7 +71,7 @@ NOTES: Final = (
 
 def _columns(cells: Sequence[tuple[int, str]]) -> Sequence[Column]:
     heads = {f"{percent} {order}": f"{percent} %, {order}" for percent, order in cells}
-    return (*text_columns(family="family"), *byte_columns(peak_bytes="plain peak"), *text_columns(**heads))
+    return (*columns.text(family="family"), *columns.nbytes(peak_bytes="plain peak"), *columns.text(**heads))
 
 
 def _outcomes(name: str, cells: Sequence[tuple[int, str]], tell: Tell) -> list[Outcome]:

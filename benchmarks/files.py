@@ -29,8 +29,8 @@ from zipfile import ZIP_DEFLATED, ZipFile
 from typer.main import get_command
 
 import spillway
-from benchmarks.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway import cli
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.remembered import cache_file
@@ -45,6 +45,7 @@ from spillway.ir.plan_files import read_plan, write_plan
 from spillway.planning import plan
 from spillway.report import html
 from spillway.simulation import report_of, simulate
+from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
 from tests.pure.training_steps import training_step
 
 PATIENCE: Final = 60
@@ -111,7 +112,7 @@ def run(size: Size, tell: Tell) -> Result:
     wrong = ("traceback", "not_a_sentence", "script", "endless")
     return Result(
         title=f"{sum(row['files'] for row in rows)} files changed and read by the command line",
-        columns=text_columns(
+        columns=columns.text(
             kind="kind", files="files", read="read all the same", refused="refused in one sentence",
             traceback="tracebacks", not_a_sentence="not one sentence", script="script in a page", endless="endless",
         ),

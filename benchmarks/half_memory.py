@@ -7,19 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.workers import Job, Worker, all_started, started
 from spillway.units import Bytes
@@ -80,13 +69,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload", competitor="competitor"),
-    *byte_columns(peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="time", cpu_seconds="CPU", system_seconds="system"),
+    *columns.text(workload="workload", competitor="competitor"),
+    *columns.nbytes(peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU", system_seconds="system"),
     Column(key="page_faults", head="faults", show="{:.0f}".format),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
-    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
-    *share_columns(recomputed_share="recomputed"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.nbytes(bytes_out="out/step", bytes_in="in/step"),
+    *columns.shares(recomputed_share="recomputed"),
     Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
 )
 

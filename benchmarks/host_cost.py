@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from benchmarks.training import METHODS
 from benchmarks.workers import Job, all_started
@@ -192,9 +193,9 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(competitor="competitor", shape="layers x width", ops="ops"),
-    *second_columns(seconds="time", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.text(competitor="competitor", shape="layers x width", ops="ops"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
     Column(key="us_per_op", head="us/op", show="{:.2f}".format),
     Column(key="cpu_us_per_op", head="CPU us/op", show="{:.2f}".format),
     Column(key="times_nothing", head="x nothing", show="{:.2f}".format),

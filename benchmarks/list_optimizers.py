@@ -5,39 +5,19 @@ The same training with the single-tensor form, which needs one parameter's tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
 import spillway
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
-
-OPTIMIZERS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = MappingProxyType(
-    {
-        "AdamW": (torch.optim.AdamW, {}),
-        "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
-        "Adam": (torch.optim.Adam, {"weight_decay": 0.01}),
-        "SGD": (torch.optim.SGD, {"lr": 0.01}),
-        "SGD, momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-        "Adagrad": (torch.optim.Adagrad, {}),
-        "NAdam": (torch.optim.NAdam, {}),
-        "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-        "Adadelta": (torch.optim.Adadelta, {}),
-        "Adamax": (torch.optim.Adamax, {}),
-        "RAdam": (torch.optim.RAdam, {}),
-        "ASGD": (torch.optim.ASGD, {}),
-        "Rprop": (torch.optim.Rprop, {}),
-        "Adafactor": (torch.optim.Adafactor, {}),
-    }
-)
-FUSED: Final = frozenset({"AdamW", "AdamW, amsgrad", "Adam", "SGD", "SGD, momentum", "Adagrad"})
-"""Those that torch has a fused form of."""
+from tests.cpu.refusal_cases import FUSED, OPTIMIZERS
 
 ALLOWED: Final = 1.10
 """The floor of a form, as a multiple of that of the single-tensor form."""
@@ -70,10 +50,10 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{LAYERS} layers of width {size.width}, {size.steps} steps",
         columns=(
-            *text_columns(optimizer="optimizer", form="form"),
-            *byte_columns(peak_bytes="plain peak", smallest_bytes="floor"),
-            *ratio_columns(ratio="of the single-tensor form's"),
-            *text_columns(verdict="at its floor + 10 %, beside plain"),
+            *columns.text(optimizer="optimizer", form="form"),
+            *columns.nbytes(peak_bytes="plain peak", smallest_bytes="floor"),
+            *columns.ratios(ratio="of the single-tensor form's"),
+            *columns.text(verdict="at its floor + 10 %, beside plain"),
         ),
         rows=rows,
         checks=[

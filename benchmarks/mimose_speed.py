@@ -12,20 +12,8 @@ from itertools import cycle
 from typing import Any, Final, final
 
 import spillway
-from benchmarks import workloads
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns, workloads
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock
 from benchmarks.training import warm_up
 from benchmarks.workers import Job, all_started, started
@@ -129,12 +117,12 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(competitor="competitor"),
-    *byte_columns(peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="mean step", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", to_checkpoint="x checkpoint", to_static="x static"),
-    *share_columns(recomputed_share="blocks recomputed"),
-    *second_columns(planning_seconds="planning, median"),
+    *columns.text(competitor="competitor"),
+    *columns.nbytes(peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="mean step", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", to_checkpoint="x checkpoint", to_static="x static"),
+    *columns.shares(recomputed_share="blocks recomputed"),
+    *columns.seconds(planning_seconds="planning, median"),
     Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
 )
 NOTES: Final = (

@@ -10,19 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, take_turns
 from benchmarks.workers import Job
@@ -88,12 +77,12 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", spill_io="copies", competitor="competitor"),
-    *byte_columns(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
-    *second_columns(seconds="time", stall_seconds="stalls"),
-    *share_columns(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
-    *ratio_columns(plain_ratio="x plain", ratio="x no overlap"),
-    *text_columns(losses="losses"),
+    *columns.text(model="model", spill_io="copies", competitor="competitor"),
+    *columns.nbytes(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
+    *columns.seconds(seconds="time", stall_seconds="stalls"),
+    *columns.shares(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
+    *columns.ratios(plain_ratio="x plain", ratio="x no overlap"),
+    *columns.text(losses="losses"),
 )
 
 NOTES: Final = (

@@ -7,20 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from benchmarks import columns
 from benchmarks.half_memory import moved_per_step
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, take_turns
 from benchmarks.workers import Job, started
@@ -76,13 +65,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", competitor="competitor"),
-    *byte_columns(budget_bytes="budget", peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="time", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
-    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
-    *share_columns(recomputed_share="recomputed"),
-    *text_columns(losses="losses"),
+    *columns.text(model="model", competitor="competitor"),
+    *columns.nbytes(budget_bytes="budget", peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.nbytes(bytes_out="out/step", bytes_in="in/step"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.text(losses="losses"),
 )
 
 NOTES: Final = (

@@ -11,17 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spillway
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import METHODS, account, longest_batch, managed_step
 from spillway.units import Bytes
 from spillway.workloads import Workload, get
@@ -144,14 +135,14 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload", method="method"),
-    *byte_columns(peak_bytes="plain peak", smallest_bytes="smallest"),
-    *share_columns(smallest_share="share", target_share="target"),
-    *text_columns(largest_op="largest op"),
-    *byte_columns(largest_op_bytes="bytes"),
-    *share_columns(largest_op_share="share"),
-    *text_columns(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
-    *share_columns(told_share="told share"),
+    *columns.text(workload="workload", method="method"),
+    *columns.nbytes(peak_bytes="plain peak", smallest_bytes="smallest"),
+    *columns.shares(smallest_share="share", target_share="target"),
+    *columns.text(largest_op="largest op"),
+    *columns.nbytes(largest_op_bytes="bytes"),
+    *columns.shares(largest_op_share="share"),
+    *columns.text(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
+    *columns.shares(told_share="told share"),
     Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
 )
 

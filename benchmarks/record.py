@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from spillway.units import format_bytes, format_seconds
-
 Row: TypeAlias = Mapping[str, Any]
 """Raw figures by name: numbers, texts, booleans, or None where there is nothing to say."""
 
@@ -112,28 +110,3 @@ class Collection:
     def results(self, name: str) -> Path:
         """Where the figures of that benchmark are kept: beside its module."""
         return Path(__file__).parents[1].joinpath(*self.modules[name].split(".")[:-1], "results")
-
-
-def text_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns whose figures are shown as they are."""
-    return tuple(Column(key=key, head=head) for key, head in heads.items())
-
-
-def byte_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of bytes."""
-    return tuple(Column(key=key, head=head, show=format_bytes) for key, head in heads.items())
-
-
-def second_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of seconds."""
-    return tuple(Column(key=key, head=head, show=format_seconds) for key, head in heads.items())
-
-
-def ratio_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of multiples, with three digits after the point."""
-    return tuple(Column(key=key, head=head, show="{:.3f}".format) for key, head in heads.items())
-
-
-def share_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of shares, in percent."""
-    return tuple(Column(key=key, head=head, show="{:.1%}".format) for key, head in heads.items())

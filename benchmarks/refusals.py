@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 import spillway
+from benchmarks import columns
 from benchmarks.list_optimizers import smallest_that_works
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
-from benchmarks.refusal_cases import Case, asked_for, cases
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.units import Bytes
+from tests.cpu.refusal_cases import Case, asked_for, cases
 
 STEPS: Final = 2
 """The second updates with the state that the first has made."""
@@ -54,9 +55,9 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{len(rows)} refusals of {len(numbers)} trainings",
         columns=(
-            *text_columns(engine="engine", network="network", refusals="refusals", exact="exact"),
-            *text_columns(works="what is named works", more="is more than a tenth too much"),
-            *share_columns(least="named, of the smallest: least", most="most"),
+            *columns.text(engine="engine", network="network", refusals="refusals", exact="exact"),
+            *columns.text(works="what is named works", more="is more than a tenth too much"),
+            *columns.shares(least="named, of the smallest: least", most="most"),
         ),
         rows=[_summary(engine, network, rows) for engine, network in dict.fromkeys(_kind(row) for row in rows)],
         checks=[

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from benchmarks import workloads
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
+from benchmarks import columns, workloads
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import account, longest_batch
 from spillway.report.figures import highest_peak
 from spillway.runs import launch
@@ -52,13 +52,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(step="step"),
+    *columns.text(step="step"),
     *(
         Column(key=name, head=head, show="{:.6f}".format)
         for name, head in (("plain", "plain loss"), *((method, method) for method in METHODS))
     ),
-    *text_columns(equal="bit for bit so far"),
-    *ratio_columns(ratio="delta's time so far x plain"),
+    *columns.text(equal="bit for bit so far"),
+    *columns.ratios(ratio="delta's time so far x plain"),
 )
 
 NOTES: Final = (

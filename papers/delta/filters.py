@@ -7,18 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.turns import account, take_turns
 from benchmarks.workers import Job
@@ -62,12 +52,12 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", budget="budget", filter="filter"),
-    *byte_columns(budget_bytes="bytes", peak_bytes="peak"),
-    *second_columns(seconds="time", stall_seconds="stalls"),
-    *ratio_columns(ratio="x plain"),
-    *text_columns(offloads="offloads", evictions="evictions", recomputes="recomputed", recalls="instead of reload"),
-    *text_columns(reloads="reloads", recomputed_ops="ops again", losses="losses"),
+    *columns.text(model="model", budget="budget", filter="filter"),
+    *columns.nbytes(budget_bytes="bytes", peak_bytes="peak"),
+    *columns.seconds(seconds="time", stall_seconds="stalls"),
+    *columns.ratios(ratio="x plain"),
+    *columns.text(offloads="offloads", evictions="evictions", recomputes="recomputed", recalls="instead of reload"),
+    *columns.text(reloads="reloads", recomputed_ops="ops again", losses="losses"),
 )
 
 NOTES: Final = (

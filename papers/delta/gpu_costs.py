@@ -14,17 +14,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.engines.tensors.driver import CudaDriver
 from spillway.engines.tiers.host import HostPool
 from spillway.units import Seconds
@@ -64,10 +55,10 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title="swapping and recomputing the same tensor",
         columns=(
-            *text_columns(tensor="tensor", batch="batch"),
-            *byte_columns(nbytes="bytes"),
-            *second_columns(out="copy out", back="copy in", recompute="recompute", launch="launch alone"),
-            *ratio_columns(paper="F as published", ratio="F synchronised"),
+            *columns.text(tensor="tensor", batch="batch"),
+            *columns.nbytes(nbytes="bytes"),
+            *columns.seconds(out="copy out", back="copy in", recompute="recompute", launch="launch alone"),
+            *columns.ratios(paper="F as published", ratio="F synchronised"),
         ),
         rows=rows,
         checks=[

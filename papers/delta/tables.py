@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.delta.batches import Found, tables_3_and_4
 from papers.delta.costs import Cells, claims, ordered, table_5
 from papers.delta.lab import LINKS, TOLERANCE, Lab, Size, unexplained
@@ -62,12 +63,12 @@ def _shown(value: Any) -> str:
 
 
 COLUMNS: Final = (
-    *text_columns(table="table", what="what", unit="unit"),
+    *columns.text(table="table", what="what", unit="unit"),
     Column(key="paper", head="paper", show=_shown),
     Column(key="ours", head="ours (paper's link)", show=_shown),
     Column(key="physical", head="ours (physical link)", show=_shown),
     Column(key="deviation", head="deviation", show="{:+.1%}".format),
-    *text_columns(why="why", note="note"),
+    *columns.text(why="why", note="note"),
 )
 
 NOTES: Final = (

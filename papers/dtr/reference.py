@@ -14,17 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Skipped,
-    Tell,
-    second_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
 from papers import SHARED
 from papers.dtr.program import Program, program_of
 from papers.dtr.runtime import Outcome, run_dtr
@@ -214,11 +205,11 @@ def _checks(ran: Sequence[Ran]) -> list[Check]:
 
 def _columns(ratios: Sequence[float]) -> tuple[Column, ...]:
     return (
-        *text_columns(model="model", heuristic="heuristic", runs="runs", same_status="status", near="within 2 %"),
-        *text_columns(identical="identical"),
+        *columns.text(model="model", heuristic="heuristic", runs="runs", same_status="status", near="within 2 %"),
+        *columns.text(identical="identical"),
         Column(key="worst", head="worst", show="{:.2%}".format),
-        *second_columns(seconds="CPU"),
-        *text_columns(**{f"at_{ratio}": f"{ratio}" for ratio in ratios if ratio in SHOWN}),
+        *columns.seconds(seconds="CPU"),
+        *columns.text(**{f"at_{ratio}": f"{ratio}" for ratio in ratios if ratio in SHOWN}),
     )
 
 

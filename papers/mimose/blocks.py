@@ -11,8 +11,9 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.profiler import record_function
 
+from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.methods.actions import Action
@@ -275,7 +276,7 @@ def _list_of(show: Callable[[Any], str]) -> Callable[[Sequence[Any]], str]:
 TITLE: Final = "what blocks hold by input size, and the peak with one of them recomputed (Mimose's Figures 10 and 11)"
 
 COLUMNS: Final = (
-    *text_columns(figure="Fig.", what="what"),
+    *columns.text(figure="Fig.", what="what"),
     Column(key="sizes", head="sizes", show=_list_of(str)),
     *(
         Column(key=key, head=head, show=_list_of(format_bytes))

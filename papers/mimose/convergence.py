@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks import workloads
+from benchmarks import columns, workloads
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, share_columns, text_columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.report.figures import highest_peak
 from spillway.runs import launch
 from spillway.runs.comparison import first_difference
@@ -51,15 +51,15 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(method="method", steps="steps"),
-    *byte_columns(peak_bytes="highest peak"),
-    *share_columns(recomputed_share="blocks recomputed"),
-    *text_columns(revoked="revoked"),
+    *columns.text(method="method", steps="steps"),
+    *columns.nbytes(peak_bytes="highest peak"),
+    *columns.shares(recomputed_share="blocks recomputed"),
+    *columns.text(revoked="revoked"),
     *(
         Column(key=key, head=head, show="{:.6f}".format)
         for key, head in (("first", "first loss"), ("last", "last loss"))
     ),
-    *text_columns(differing="losses that differ"),
+    *columns.text(differing="losses that differ"),
 )
 NOTES: Final = (
     "The model learns the standard library's source text, a function a sample, with dropout on embeddings, attention "

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
 from papers import SHARED
 from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
 from spillway.methods.mimose.planning import SimulatedPlanning
@@ -173,13 +174,13 @@ def _between(show: Callable[[Any], str]) -> Callable[[Sequence[Any]], str]:
 TITLE: Final = "a published run of Mimose that passed its budget of 7 GiB, and what the default would have done"
 
 COLUMNS: Final = (
-    *text_columns(kind="steps", steps="", over="over budget"),
+    *columns.text(kind="steps", steps="", over="over budget"),
     *(
         Column(key=key, head=head, show=_between(format_bytes))
         for key, head in (("over_by", "by"), ("peaks", "peaks"), ("floors", "expected if all recomputed"))
     ),
     Column(key="apart", head="of the peak", show=_between("{:+.1%}".format)),
-    *text_columns(told="no plan holds, it says", passed="it passes the budget"),
+    *columns.text(told="no plan holds, it says", passed="it passes the budget"),
 )
 
 NOTES: Final = (

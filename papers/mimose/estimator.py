@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.mimose.lab import Taken, blocks_at, build, counted_at
 from papers.mimose.regressors import OURS, OWN, PUBLISHED, Fit, Predict, Samples, of_scikit
 from spillway.units import Seconds, format_bytes
@@ -187,13 +188,13 @@ def _checks(task: Task, rows: Sequence[Row]) -> list[Check]:
 TITLE: Final = "bytes of blocks at sizes that were not measured, from sizes that were (Mimose's Tables 3 and 4)"
 
 COLUMNS: Final = (
-    *text_columns(task="task", regressor="regressor", samples="samples", blocks="blocks", inexact="inexact"),
+    *columns.text(task="task", regressor="regressor", samples="samples", blocks="blocks", inexact="inexact"),
     *(
         Column(key=key, head=head, show="{:.2%}".format)
         for key, head in (("error", "error"), ("worst", "at worst"), ("paper_error", "paper"))
     ),
     Column(key="allocator", head="from allocator", show="{:.2%}".format),
-    *second_columns(fit="fit", paper_fit="paper", predict="predict", paper_predict="paper"),
+    *columns.seconds(fit="fit", paper_fit="paper", predict="predict", paper_predict="paper"),
 )
 
 NOTES: Final = (

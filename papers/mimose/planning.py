@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from papers.mimose.collecting import COUNTED, RECOMPUTED, SHUTTLED, TRACED, WAYS, stepper
 from spillway.methods.mimose import BlockSample, Forecast, InputSize, Mimose, Options, StepSample, simulate
@@ -246,10 +247,10 @@ def _checks(planned: Sequence[Row], collected: Sequence[Row]) -> list[Check]:
 TITLE: Final = "what planning and collecting cost, and how many plans there are (Mimose's Table 2)"
 
 COLUMNS: Final = (
-    *text_columns(what="what"),
-    *second_columns(seconds="seconds", worst="worst round", paper_seconds="paper"),
+    *columns.text(what="what"),
+    *columns.seconds(seconds="seconds", worst="worst round", paper_seconds="paper"),
     Column(key="ratio", head="x recomputed", show="{:.3f}".format),
-    *text_columns(plans="plans", paper_plans="paper", detail=""),
+    *columns.text(plans="plans", paper_plans="paper", detail=""),
 )
 
 NOTES: Final = (

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, share_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab
 from papers.mimose.tasks_paper import Paper
 from spillway.costs import device_named
@@ -110,10 +111,10 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(task="task"),
+    *columns.text(task="task"),
     Column(key="budget_bytes", head="budget, GB", show=lambda nbytes: f"{nbytes / GB:.2f}"),
-    *ratio_columns(**{way: way for way in WAYS}),
-    *share_columns(
+    *columns.ratios(**{way: way for way in WAYS}),
+    *columns.shares(
         to_static="published to static", to_dtr="published to DTR", to_dtr_as_run="published to DTR as run",
         over_published="published over budget", over_static="static over budget", given_up="default gives up in",
     ),

@@ -16,18 +16,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.choice import recommended
@@ -278,20 +268,20 @@ def _row(name: str, tried: Tried) -> Row:
 TITLE: Final = "PAPAYA's model here: four small networks under an emulated memory limit, one thread"
 
 COLUMNS: Final = (
-    *text_columns(network="network", method="method"),
-    *byte_columns(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
-    *share_columns(intercept_off="beta off that"),
+    *columns.text(network="network", method="method"),
+    *columns.nbytes(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
+    *columns.shares(intercept_off="beta off that"),
     Column(key="r_memory", head="R memory", show="{:.6f}".format),
-    *text_columns(left_out="sizes left out of it"),
-    *second_columns(gamma="gamma", delta="delta"),
+    *columns.text(left_out="sizes left out of it"),
+    *columns.seconds(gamma="gamma", delta="delta"),
     Column(key="r_time", head="R time", show="{:.4f}".format),
-    *text_columns(batch="largest batch"),
+    *columns.text(batch="largest batch"),
     *(Column(key=key, head=head, show="{:.4g}".format) for key, head in (
         ("predicted", "samples/s, predicted"), ("measured", "measured"),
         ("fastest", "fastest trial"),
     )),
-    *share_columns(off="off"),
-    *text_columns(verdict="verdict"),
+    *columns.shares(off="off"),
+    *columns.text(verdict="verdict"),
 )  # fmt: skip
 
 NOTES: Final = (

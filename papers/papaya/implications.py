@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.papaya.published import DATA, MEMORY, SWEEPS
 from papers.papaya.published import Sweep as Published
 from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
@@ -192,13 +193,13 @@ def _from(one: Any) -> str:
 TITLE: Final = "PAPAYA's implications, simulated on V100s with 16 GB: BERT by layers, hidden size and devices"
 
 COLUMNS: Final = (
-    *text_columns(sweep="over"),
+    *columns.text(sweep="over"),
     Column(key="value", head="value", show="{:g}".format),
-    *text_columns(method="method", plain_batch="plain batch", batch="batch"),
-    *ratio_columns(
+    *columns.text(method="method", plain_batch="plain batch", batch="batch"),
+    *columns.ratios(
         score_to_point="score/point", gain="x plain", slow_gain="with published fixed time", paper="published x plain"
     ),
-    *text_columns(only="plain does not fit", verdict="verdict"),
+    *columns.text(only="plain does not fit", verdict="verdict"),
 )
 
 NOTES: Final = (

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, share_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
 from papers import SHARED
 from spillway import advisor
 from spillway.advisor import (
@@ -359,7 +360,7 @@ def _odd(answers: Sequence[Sequence[Advice]], foretold: Mapping[tuple[str, str, 
 TITLE: Final = "PAPAYA's figures from its published measurements, one V100 with 16 GB"
 
 COLUMNS: Final = (
-    *text_columns(what="figure, or network and method", source="from", paper="paper", here="here"),
+    *columns.text(what="figure, or network and method", source="from", paper="paper", here="here"),
     *(
         Column(key=key, head=head, show=f"{{:.{digits}f}}".format)
         for key, head, digits in (
@@ -367,8 +368,8 @@ COLUMNS: Final = (
             ("ratio", "score/point", 3), ("measured", "measured x plain", 3),
         )
     ),
-    *share_columns(sure="sure", error="foretold, off by"),
-    *text_columns(verdict="verdict"),
+    *columns.shares(sure="sure", error="foretold, off by"),
+    *columns.text(verdict="verdict"),
 )  # fmt: skip
 
 NOTES: Final = (

@@ -15,7 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from papers.papaya.models import BUILDS, HALF
 from papers.papaya.published import DATA, MEMORY, MODELS
 from papers.search import search_largest
@@ -309,16 +310,16 @@ def _notes(name: str, rows: Sequence[Row], answers: Sequence[Advice], explained:
 TITLE: Final = "PAPAYA's Fig. 4, simulated on a V100 with 16 GB: highest throughput of each method"
 
 COLUMNS: Final = (
-    *text_columns(model="model", method="method", rank="rank", batch="batch"),
+    *columns.text(model="model", method="method", rank="rank", batch="batch"),
     Column(key="throughput", head="samples/s", show="{:.1f}".format),
-    *ratio_columns(ratio="x plain"),
-    *text_columns(paper_batch="published batch"),
+    *columns.ratios(ratio="x plain"),
+    *columns.text(paper_batch="published batch"),
     Column(key="paper_throughput", head="published samples/s", show="{:.1f}".format),
-    *ratio_columns(
+    *columns.ratios(
         paper_ratio="published x plain", fixed_ratio="with published fixed time", explained_ratio="all explained",
         score_to_point="score/point",
     ),
-    *text_columns(verdict="verdict"),
+    *columns.text(verdict="verdict"),
 )  # fmt: skip
 
 NOTES: Final = (

@@ -16,6 +16,7 @@ import torch
 
 from benchmarks import (
     bottlenecks,
+    columns,
     command,
     exactness,
     growth,
@@ -34,7 +35,7 @@ from benchmarks.half_memory import CHECKPOINT, DEFAULT, LIMITED, MOVES, NEARLY_A
 from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
 from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
-from benchmarks.record import Benchmark, Check, Column, Result, text_columns
+from benchmarks.record import Benchmark, Check, Column, Result
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
 from papers import PAPERS
@@ -335,7 +336,7 @@ def fake(measured: float) -> Benchmark:
     def run(size: int, tell: Any) -> Result:
         check = Check(what="a figure", measured=measured, at_most=1.0)
         rows = [{"name": "one", "size": size}]
-        return Result(title="nothing", columns=text_columns(name="name", size="size"), rows=rows, checks=[check])
+        return Result(title="nothing", columns=columns.text(name="name", size="size"), rows=rows, checks=[check])
 
     return Benchmark(name="reach", run=run, full=2, quick=1)
 

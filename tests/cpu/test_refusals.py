@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import spillway
 from benchmarks import block_refusals, refusals
-from benchmarks.refusal_cases import Case, cases
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
 from spillway.session.tensors import TensorSession
 from spillway.units import Bytes
+from tests.cpu.refusal_cases import Case, cases
 
 NETWORKS = ("autoencoder", "bridged", "language", "recurrent", "tree")
 CASES = {case.network: case for case in cases(40) if case.network in NETWORKS}

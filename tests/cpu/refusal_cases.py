@@ -13,7 +13,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.list_optimizers import FUSED, OPTIMIZERS
+OPTIMIZERS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = MappingProxyType(
+    {
+        "AdamW": (torch.optim.AdamW, {}),
+        "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+        "Adam": (torch.optim.Adam, {"weight_decay": 0.01}),
+        "SGD": (torch.optim.SGD, {"lr": 0.01}),
+        "SGD, momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
+        "Adagrad": (torch.optim.Adagrad, {}),
+        "NAdam": (torch.optim.NAdam, {}),
+        "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
+        "Adadelta": (torch.optim.Adadelta, {}),
+        "Adamax": (torch.optim.Adamax, {}),
+        "RAdam": (torch.optim.RAdam, {}),
+        "ASGD": (torch.optim.ASGD, {}),
+        "Rprop": (torch.optim.Rprop, {}),
+        "Adafactor": (torch.optim.Adafactor, {}),
+    }
+)
+FUSED: Final = frozenset({"AdamW", "AdamW, amsgrad", "Adam", "SGD", "SGD, momentum", "Adagrad"})
+"""Those that torch has a fused form of."""
+
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
