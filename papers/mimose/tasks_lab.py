@@ -6,18 +6,20 @@ distribution of lengths gives them. The sheltered steps of Mimose are drawn from
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from random import Random
 from statistics import NormalDist
-from typing import Any, Final, final
+from typing import Any, Final, Self, final
 
-from benchmarks.record import Tell
+from benchmarks.record import Skipped, Tell
+from papers.delta.lab import TABLES
 from papers.mimose.tasks_models import BUILDS, dropout_of_cuda
-from papers.mimose.tasks_paper import Told
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Plan, Step
@@ -29,6 +31,62 @@ from spillway.methods.mimose import Mimose, Options, Phase
 from spillway.methods.mimose.recorded import Measured, gaps_of, measured, revoked
 from spillway.recording import record
 from spillway.units import Bytes, Seconds
+
+# ---------------------------------------------------------------------- what the paper says
+
+
+_RANGES: Final = {"SWAG": "M7", "SQuAD": "M8", "GLUE-QQP": "M9"}
+"""The claims that give the lengths of a data set's batches."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """A row of Table 1, and the lengths of Fig. 3."""
+
+    dataset: str
+    batch: int
+    shortest: int
+    """Of the batches of an epoch, in tokens."""
+    longest: int
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """What the paper says."""
+
+    tasks: dict[str, Told]
+    """By the names of Table 2, in the order of Table 1."""
+    claims: dict[str, float]
+    """What stands in the text and is one number, by its own numbering."""
+
+    @classmethod
+    def read(cls, folder: Path = TABLES) -> Self:
+        """Read all of it. Raises Skipped where it is not."""
+        if not folder.is_dir():
+            raise Skipped(f"the paper's numbers are not there: {folder}")
+        claims = {row["id"]: row["value"] for row in _rows(folder, "text_claims")}
+        tasks = {}
+        for row in _rows(folder, "table1_tasks"):
+            shortest, longest = map(int, claims[_RANGES[row["dataset"]]].split("-"))
+            tasks[row["task"].partition("(")[2].rstrip(")")] = Told(
+                dataset=row["dataset"], batch=int(row["batch_size"]), shortest=shortest, longest=longest
+            )
+        return cls(tasks=tasks, claims={name: float(value) for name, value in claims.items() if _is_number(value)})
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+def _rows(folder: Path, name: str) -> list[dict[str, str]]:
+    with (folder / f"mimose_{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------------- a task
+
 
 EXAMPLES: Final[Mapping[str, int]] = {"SWAG": 73_546, "SQuAD": 87_599, "GLUE-QQP": 363_846}
 """Of the data sets' training parts, as their authors count them."""

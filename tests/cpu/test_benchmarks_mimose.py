@@ -13,9 +13,9 @@ from torch.profiler import record_function
 from benchmarks import drawing, machine, show
 from benchmarks.record import Result, Skipped
 from papers.mimose import detection, estimator, planning
-from papers.mimose.collecting import COUNTED, RECOMPUTED, WAYS, nothing_counted
+from papers.mimose.estimator import OURS, PUBLISHED, of_scikit
 from papers.mimose.lab import MARK, Trace, blocks_at, build, tracing
-from papers.mimose.regressors import OURS, PUBLISHED, of_scikit
+from papers.mimose.planning import COUNTED, RECOMPUTED, WAYS, nothing_counted
 from spillway.methods.actions import Action
 from tests.cpu.benchmarks_quick import named, quick
 from tests.shared import shared

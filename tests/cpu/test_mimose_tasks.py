@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from papers.mimose import tasks, tasks_picture
-from papers.mimose.tasks_lab import Lab
-from papers.mimose.tasks_paper import Told
+from papers.mimose.tasks_lab import Lab, Told
 from spillway.costs import DEVICES
 from tests.cpu.test_benchmarks import quick
 from tests.shared import shared
