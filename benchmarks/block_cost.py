@@ -174,9 +174,9 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.seconds(seconds="time", cpu_seconds="CPU"),
     *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain", ratio_checkpoint="x checkpoint"),
     *columns.ratios(cpu_ratio_checkpoint="CPU x checkpoint"),
-    Column(key="us_per_call", head="us a block", show="{:.0f}".format),
+    *columns.shown("{:.0f}".format, us_per_call="us a block"),
     *columns.text(added="Python calls added"),
-    Column(key="added_per_call", head="a block", show="{:.1f}".format),
+    *columns.shown("{:.1f}".format, added_per_call="a block"),
 )
 
 NOTES: Final = (

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks import columns, workloads
+from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import account, longest_batch
+from benchmarks.trainings import differing, path_of, trained
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share
-from spillway.runs import launch
 from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.runs.records import RunResult
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 
@@ -42,9 +40,10 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Train plainly, then under every budget."""
     tell("peak of the longest batch")
-    peak = _plain_peak(size)
+    workload = get(path_of(size.workload))
+    peak = account(workload, longest_batch(workload, size.steps), 2).peak
     tell(f"plain, {size.steps} steps")
-    plain = _train(_request(size.workload, steps=size.steps, method=None), tell)
+    plain = trained(size.workload, size.steps, None, None, tell)
     cells = [(method, percent) for method in size.methods for percent in size.percents]
     rows = [_under(size, peak, method, percent, plain, tell) for method, percent in cells]
     return Result(
@@ -76,30 +75,6 @@ NOTES: Final = (
 )
 
 
-def _path(workload: str) -> str:
-    return f"{Path(workloads.__file__)}:{workload}"
-
-
-def _plain_peak(size: Size) -> Bytes:
-    workload = get(_path(size.workload))
-    return account(workload, longest_batch(workload, size.steps), 2).peak
-
-
-def _request(workload: str, *, steps: int, method: str | None, budget: Bytes | None = None) -> RunRequest:
-    return RunRequest(workload=_path(workload), seed=0, steps=steps, method=method, budget_bytes=budget)
-
-
-def _train(request: RunRequest, tell: Tell) -> RunResult:
-    done: list[StepDone] = []
-
-    def hear(step: StepDone) -> None:
-        done.append(step)
-        if len(done) % 20 == 0:
-            tell(f"step {len(done)} of {request.steps}")
-
-    return launch.run(request, Listener(step=hear, output=tell))
-
-
 def _plain_row(peak: Bytes, plain: RunResult) -> Row:
     figures = {"peak_bytes": peak, "steps": len(plain.steps), "peak_rss_bytes": plain.peak_rss_bytes}
     return {"method": "plain", "budget": "none", **figures}
@@ -110,7 +85,7 @@ def _under(size: Size, peak: Bytes, method: str, percent: int, plain: RunResult,
     cell = {"method": method, "budget": f"{percent} %", "budget_bytes": budget}
     tell(f"{method}, {percent} %, {size.steps} steps")
     try:
-        found = _train(_request(size.workload, steps=size.steps, method=method, budget=budget), tell)
+        found = trained(size.workload, size.steps, method, budget, tell)
     except BudgetInfeasible as refusal:
         return {**cell, "verdict": f"refused: {refusal}"}
     return {**cell, **_figures(budget, found, plain)}
@@ -128,7 +103,7 @@ def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any
         "bytes_out": sum(report.bytes_out for report in reports),
         "bytes_in": sum(report.bytes_in for report in reports),
         "recomputed_share": recomputed_share(reports),
-        "differing_losses": sum(one != other for one, other in zip(found.losses, plain.losses, strict=True)),
+        "differing_losses": differing(found, plain),
         "first_difference": difference,
         "verdict": "identical" if difference is None else f"differs: {difference}",
     }

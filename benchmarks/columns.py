@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from benchmarks.record import Column
 from spillway.units import format_bytes, format_seconds
 
 
+def shown(show: Callable[[Any], str], /, **heads: str) -> tuple[Column, ...]:
+    """Columns whose figures are shown in that way."""
+    return tuple(Column(key=key, head=head, show=show) for key, head in heads.items())
+
+
 def text(**heads: str) -> tuple[Column, ...]:
-    """Columns whose figures are shown as they are."""
-    return tuple(Column(key=key, head=head) for key, head in heads.items())
+    """Figures as they are."""
+    return shown(str, **heads)
 
 
 def nbytes(**heads: str) -> tuple[Column, ...]:
-    """Columns of bytes."""
-    return tuple(Column(key=key, head=head, show=format_bytes) for key, head in heads.items())
+    """Bytes."""
+    return shown(format_bytes, **heads)
 
 
 def seconds(**heads: str) -> tuple[Column, ...]:
-    """Columns of seconds."""
-    return tuple(Column(key=key, head=head, show=format_seconds) for key, head in heads.items())
+    """Seconds."""
+    return shown(format_seconds, **heads)
 
 
 def ratios(**heads: str) -> tuple[Column, ...]:
-    """Columns of multiples, with three digits after the point."""
-    return tuple(Column(key=key, head=head, show="{:.3f}".format) for key, head in heads.items())
+    """Multiples, with three digits after the point."""
+    return shown("{:.3f}".format, **heads)
 
 
 def shares(**heads: str) -> tuple[Column, ...]:
-    """Columns of shares, in percent."""
-    return tuple(Column(key=key, head=head, show="{:.1%}".format) for key, head in heads.items())
+    """Shares, in percent."""
+    return shown("{:.1%}".format, **heads)

@@ -81,10 +81,10 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.text(what="what", subject="of", bits="bits"),
     *columns.nbytes(before="bytes", after="in fewer"),
     *columns.ratios(ratio="share"),
-    Column(key="noise", head="noise of one draw", show="{:.2%}".format),
+    *columns.shown("{:.2%}".format, noise="noise of one draw"),
     *columns.ratios(bias="bias x its noise"),
-    Column(key="loss", head="final loss", show="{:.4f}".format),
-    Column(key="beyond", head="beyond the plain one", show="{:+.2%}".format),
+    *columns.shown("{:.4f}".format, loss="final loss"),
+    *columns.shown("{:+.2%}".format, beyond="beyond the plain one"),
 )
 
 NOTES: Final = (

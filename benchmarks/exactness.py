@@ -10,9 +10,9 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
-from tests.cpu.families import FAMILIES, difference
+from tests.cpu.families import FAMILIES
 from tests.cpu.pressure import ORDERS
-from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
+from tests.cpu.test_exactness import SHARES, Trained, different, managed, plain, plain_peak
 
 FEWEST_FAMILIES: Final = 12
 
@@ -102,17 +102,6 @@ def _wrong(expected: Trained, found: Trained, budget: Bytes) -> str | None:
         return wrong
     over = [report.step for report in found.reports if report.peak_bytes > budget]
     return f"OVER BUDGET in step {over[0]}" if over else None
-
-
-def different(expected: Trained, found: Trained) -> str | None:
-    """The first thing in which two runs of a family are not identical; None if all is."""
-    if found.losses != expected.losses:
-        return "LOSSES DIFFER"
-    if len(found.states) != len(expected.states):
-        return f"{len(found.states)} STATES INSTEAD OF {len(expected.states)}"
-    texts = map(difference, expected.states, found.states)
-    text = next((text for text in texts if text is not None), None)
-    return None if text is None else f"DIFFERS: {text}"
 
 
 def _row(name: str, cells: Sequence[tuple[int, str]], outcomes: Sequence[Outcome]) -> Row:

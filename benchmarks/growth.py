@@ -54,8 +54,8 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.text(model="model", size="size", recorded="recorded at", ops="ops", storages="storages"),
     *columns.text(exact="exact to the byte", doubtful="known to be doubtful", flops_exact="ops with exact flops"),
     *columns.nbytes(peak_bytes="plain peak", foretold_bytes="foretold"),
-    Column(key="wrong_share", head="bytes wrong", show="{:.4%}".format),
-    Column(key="worst_share", head="worst storage", show="{:.2%}".format),
+    *columns.shown("{:.4%}".format, wrong_share="bytes wrong"),
+    *columns.shown("{:.2%}".format, worst_share="worst storage"),
 )
 
 NOTES: Final = (

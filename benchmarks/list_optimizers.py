@@ -5,7 +5,7 @@ The same training with the single-tensor form, which needs one parameter's tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -17,7 +17,7 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
-from tests.cpu.refusal_cases import FUSED, OPTIMIZERS
+from tests.cpu.refusal_cases import FUSED, OPTIMIZERS, smallest_that_works
 
 ALLOWED: Final = 1.10
 """The floor of a form, as a multiple of that of the single-tensor form."""
@@ -128,15 +128,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tens
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def smallest_that_works(works: Callable[[Bytes], bool], most: Bytes, among: int) -> Bytes:
-    """By bisection to one part in `among` of it; `most` is known to work."""
-    low, high = 0, most
-    while high - low > high // among:
-        middle = (low + high) // 2
-        low, high = (low, middle) if works(middle) else (middle, high)
-    return high
 
 
 def _row(training: Training, size: Size, single: Bytes | None) -> Row:

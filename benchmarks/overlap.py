@@ -13,10 +13,9 @@ from typing import Any, Final, final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, take_turns
+from benchmarks.turns import Answers, account, answered
 from benchmarks.workers import Job
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes, Seconds, format_bytes
 
 PLAIN: Final = "plain"
@@ -102,12 +101,7 @@ def _rows(model: str, options: Mapping[str, Any], io: SpillIO, size: Size, tell:
 
     budget = account(job("keep-all"), 2) * size.percent // 100
     jobs = {PLAIN: job(), WITHOUT: job(WITHOUT, budget), WITH: job(WITH, budget)}
-    answers = take_turns(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
-    steps: dict[str, Answers] = {}
-    for name, found in answers.items():
-        if isinstance(found, BudgetInfeasible):
-            raise found
-        steps[name] = found
+    steps = answered(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
     return [{"spill_io": io, **_row(model, name, budget, steps, size)} for name in jobs]
 
 

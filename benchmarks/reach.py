@@ -143,7 +143,7 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.shares(largest_op_share="share"),
     *columns.text(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
     *columns.shares(told_share="told share"),
-    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
 )
 
 NOTES: Final = (

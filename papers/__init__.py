@@ -7,13 +7,16 @@ needs them is skipped.
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Final
 
-from benchmarks.record import Collection
+from benchmarks.record import Collection, Skipped
 
 SHARED: Final = Path(__file__).parents[2] / "shared"
 """Beside the project: what papers published."""
+TABLES: Final = SHARED / "papers" / "tables"
+"""What their tables and texts say."""
 
 # In the order in which they run: times first, while nothing has warmed the machine.
 PAPERS: Final = Collection(
@@ -38,3 +41,11 @@ PAPERS: Final = Collection(
     },
     on_a_gpu=("gpu_costs",),
 )
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file that stands beside the project. Raises Skipped where it does not."""
+    if not path.is_file():
+        raise Skipped(f"there is no {path}")
+    with path.open(encoding="utf-8", newline="") as lines:
+        return list(csv.DictReader(lines))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, final
 
-from benchmarks import columns, workloads
+from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import account, longest_batch
+from benchmarks.trainings import kept, path_of, trained
 from spillway.report.figures import highest_peak
-from spillway.runs import launch
-from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.runs.records import RunResult
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 
@@ -37,11 +34,11 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """Train plainly, then under DELTA."""
-    workload = get(_path(size.workload))
+    workload = get(path_of(size.workload))
     peak = account(workload, longest_batch(workload, size.steps), 2).peak
     budget = peak * size.percent // 100
-    plain = _train(size, None, None, tell)
-    runs = {method: _train(size, method, budget, tell) for method in METHODS}
+    plain = trained(size.workload, size.steps, None, None, tell)
+    runs = {method: trained(size.workload, size.steps, method, budget, tell) for method in METHODS}
     return Result(
         title=f"{size.steps} steps of {size.workload} under {format_bytes(budget)}, {size.percent} % of the plain peak",
         columns=COLUMNS,
@@ -68,22 +65,6 @@ NOTES: Final = (
 )
 
 
-def _path(workload: str) -> str:
-    return f"{Path(workloads.__file__)}:{workload}"
-
-
-def _train(size: Size, method: str | None, budget: Bytes | None, tell: Tell) -> RunResult:
-    done: list[StepDone] = []
-
-    def hear(step: StepDone) -> None:
-        done.append(step)
-        if len(done) % 50 == 0:
-            tell(f"{method or 'plain'}: step {len(done)} of {size.steps}")
-
-    request = RunRequest(workload=_path(size.workload), seed=0, steps=size.steps, method=method, budget_bytes=budget)
-    return launch.run(request, Listener(step=hear, output=tell))
-
-
 def _rows(size: Size, plain: RunResult, runs: dict[str, RunResult]) -> list[Row]:
     marks = [size.steps * mark // size.marks - 1 for mark in range(1, size.marks + 1)]
     delta = runs[METHODS[0]]
@@ -100,16 +81,9 @@ def _rows(size: Size, plain: RunResult, runs: dict[str, RunResult]) -> list[Row]
 
 
 def _checks(method: str, found: RunResult, plain: RunResult, budget: Bytes) -> list[Check]:
-    different = sum(one != other for one, other in zip(found.losses, plain.losses, strict=True))
-    difference = first_difference(found, plain)
-    over = sum(report.peak_bytes > budget for report in found.reports)
     moved = highest_peak(found.reports) > 0 and any(report.moves + report.drops for report in found.reports)
-    return [
-        Check(what=f"{method}: losses that differ from plain, of {len(plain.losses)}", measured=different, at_most=0),
-        Check(what=f"{method}: {difference or 'differences at the end'}", measured=difference is not None, at_most=0),
-        Check(what=f"{method}: steps over budget", measured=over, at_most=0),
-        Check(what=f"{method}: runs in which nothing had to leave", measured=not moved, at_most=0),
-    ]
+    nothing = Check(what=f"{method}: runs in which nothing had to leave", measured=not moved, at_most=0)
+    return [*kept(method, found, plain, budget), nothing]
 
 
 BENCHMARK: Final = Benchmark(

@@ -5,14 +5,13 @@ The paper's numbers are read where they stand beside the project; none is kept i
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, final
 
-from benchmarks.record import Row, Skipped, Tell
-from papers import SHARED
+from benchmarks.record import Row, Tell
+from papers import TABLES, table
 from papers.delta.models import BUILDS
 from papers.delta.soft_budget import Ran, run_softly
 from spillway.costs import Device, Growth, device_named, fit_growth, timed
@@ -23,9 +22,6 @@ from spillway.units import Bytes, GiB, MiB, Seconds
 
 # ---------------------------------------------------------------------- what the paper says
 
-
-TABLES: Final = SHARED / "papers" / "tables"
-"""`../shared/papers/tables`, seen from the root of the project."""
 
 METHODS: Final = ("baseline", "DTR", "DELTA")
 """As the paper's tables name them."""
@@ -70,8 +66,6 @@ class Paper:
     @classmethod
     def read(cls, folder: Path = TABLES) -> Self:
         """Read all of it. Raises Skipped where it is not."""
-        if not folder.is_dir():
-            raise Skipped(f"the paper's numbers are not there: {folder}")
         table2, figure3 = _rows(folder, "table2_memory_MB"), _rows(folder, "fig3_resnet50_memory_GB")
         return cls(
             memory_mib={
@@ -105,8 +99,7 @@ class Paper:
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / f"delta_{name}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    return table(folder / f"delta_{name}.csv")
 
 
 # ---------------------------------------------------------------------- the steps

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.delta.lab import (
     HERITAGE,
     LINKS,
@@ -549,10 +549,8 @@ def _shown(value: Any) -> str:
 
 COLUMNS: Final = (
     *columns.text(table="table", what="what", unit="unit"),
-    Column(key="paper", head="paper", show=_shown),
-    Column(key="ours", head="ours (paper's link)", show=_shown),
-    Column(key="physical", head="ours (physical link)", show=_shown),
-    Column(key="deviation", head="deviation", show="{:+.1%}".format),
+    *columns.shown(_shown, paper="paper", ours="ours (paper's link)", physical="ours (physical link)"),
+    *columns.shown("{:+.1%}".format, deviation="deviation"),
     *columns.text(why="why", note="note"),
 )
 

@@ -6,7 +6,6 @@ model and heuristic one run for each share of the plain peak, down to the first 
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple, final
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
-from papers import SHARED
+from papers import SHARED, table
 from papers.dtr.program import Program, program_of
 from papers.dtr.runtime import Outcome, run_dtr
 from spillway.costs import device_named
@@ -131,16 +130,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 def _references(data: Path) -> Iterable[Reference]:
-    path = data / "reference_runs.csv"
-    if not path.is_file() or not (data / "logs.zip").is_file():
-        raise Skipped(f"there is no {path}, or no logs.zip beside it")
-    with path.open(newline="") as lines:
-        for row in csv.DictReader(lines):
-            yield Reference(
-                row["model"], NAMES[row["heuristic"]], float(row["ratio"]), int(row["budget_bytes"]), row["status"],
-                float(row["overhead"]), int(row["remat_ns"]), int(row["max_memory_bytes"]),
-                int(row["heuristic_evals"]),
-            )  # fmt: skip
+    if not (data / "logs.zip").is_file():
+        raise Skipped(f"there is no {data / 'logs.zip'}")
+    for row in table(data / "reference_runs.csv"):
+        yield Reference(
+            row["model"], NAMES[row["heuristic"]], float(row["ratio"]), int(row["budget_bytes"]), row["status"],
+            float(row["overhead"]), int(row["remat_ns"]), int(row["max_memory_bytes"]), int(row["heuristic_evals"]),
+        )  # fmt: skip
 
 
 def _ran(program: Program, reference: Reference) -> Ran:
@@ -207,7 +203,7 @@ def _columns(ratios: Sequence[float]) -> tuple[Column, ...]:
     return (
         *columns.text(model="model", heuristic="heuristic", runs="runs", same_status="status", near="within 2 %"),
         *columns.text(identical="identical"),
-        Column(key="worst", head="worst", show="{:.2%}".format),
+        *columns.shown("{:.2%}".format, worst="worst"),
         *columns.seconds(seconds="CPU"),
         *columns.text(**{f"at_{ratio}": f"{ratio}" for ratio in ratios if ratio in SHOWN}),
     )

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.methods.actions import Action
@@ -277,12 +277,9 @@ TITLE: Final = "what blocks hold by input size, and the peak with one of them re
 
 COLUMNS: Final = (
     *columns.text(figure="Fig.", what="what"),
-    Column(key="sizes", head="sizes", show=_list_of(str)),
-    *(
-        Column(key=key, head=head, show=_list_of(format_bytes))
-        for key, head in (("measured", "measured"), ("allocator", "from the allocator"), ("foretold", "foretold"))
-    ),
-    Column(key="apart", head="foretold, at worst", show="{:+.2%}".format),
+    *columns.shown(_list_of(str), sizes="sizes"),
+    *columns.shown(_list_of(format_bytes), measured="measured", allocator="from the allocator", foretold="foretold"),
+    *columns.shown("{:+.2%}".format, apart="foretold, at worst"),
 )
 
 NOTES: Final = (

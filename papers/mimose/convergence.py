@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks import columns, workloads
+from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.trainings import differing, kept, trained
 from spillway.report.figures import highest_peak
-from spillway.runs import launch
-from spillway.runs.comparison import first_difference
-from spillway.runs.launch import Listener
-from spillway.runs.records import RunRequest, RunResult, StepDone
+from spillway.runs.records import RunResult
 from spillway.units import Bytes, format_bytes
 
 CHECKPOINT: Final = "checkpoint"
@@ -35,11 +33,14 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """Train plainly and under every method, with the same seed."""
-    floor = highest_peak(_train(size, CHECKPOINT, None, tell).reports)
-    most = highest_peak(_train(size, MIMOSE, None, tell).reports)
+
+    def train(method: str | None, budget: Bytes | None = None) -> RunResult:
+        return trained(size.workload, size.steps, method, budget, tell)
+
+    floor, most = (highest_peak(train(method).reports) for method in (CHECKPOINT, MIMOSE))
     budget = (floor + most) // 2
-    plain = _train(size, None, None, tell)
-    runs = {method: _train(size, method, budget, tell) for method in size.methods}
+    plain = train(None)
+    runs = {method: train(method, budget) for method in size.methods}
     return Result(
         title=f"{size.steps} steps of {size.workload} with dropout under {format_bytes(budget)} (Mimose's Fig. 15)",
         columns=COLUMNS,
@@ -55,10 +56,7 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.nbytes(peak_bytes="highest peak"),
     *columns.shares(recomputed_share="blocks recomputed"),
     *columns.text(revoked="revoked"),
-    *(
-        Column(key=key, head=head, show="{:.6f}".format)
-        for key, head in (("first", "first loss"), ("last", "last loss"))
-    ),
+    *columns.shown("{:.6f}".format, first="first loss", last="last loss"),
     *columns.text(differing="losses that differ"),
 )
 NOTES: Final = (
@@ -68,19 +66,6 @@ NOTES: Final = (
     "compared, and what the runs say of parameters, optimizer and random streams at the end.",
     "The published planner leaves half a gigabyte free, which is more than there is here, and so recomputes all.",
 )
-
-
-def _train(size: Size, method: str | None, budget: Bytes | None, tell: Tell) -> RunResult:
-    done: list[StepDone] = []
-
-    def hear(step: StepDone) -> None:
-        done.append(step)
-        if len(done) % 50 == 0:
-            tell(f"{method or 'plain'}: step {len(done)} of {size.steps}")
-
-    path = f"{workloads.__file__}:{size.workload}"
-    request = RunRequest(workload=path, seed=0, steps=size.steps, method=method, budget_bytes=budget)
-    return launch.run(request, Listener(step=hear, output=tell))
 
 
 def _row(method: str, found: RunResult, plain: RunResult) -> Row:
@@ -93,28 +78,14 @@ def _row(method: str, found: RunResult, plain: RunResult) -> Row:
         "revoked": sum(report.revoked_blocks for report in reports),
         "first": float.fromhex(found.losses[0]),
         "last": float.fromhex(found.losses[-1]),
-        "differing": _differing(found, plain),
+        "differing": differing(found, plain),
     }
 
 
-def _differing(found: RunResult, plain: RunResult) -> int:
-    return sum(one != other for one, other in zip(found.losses, plain.losses, strict=True))
-
-
 def _checks(method: str, found: RunResult, plain: RunResult, budget: Bytes) -> list[Check]:
-    later = found.reports[COLLECTED:]
-    difference = first_difference(found, plain)
-    planned = any(0 < report.recomputed_blocks < report.blocks for report in later)
-    checks = [
-        Check(what=f"{method}: losses that differ from plain", measured=_differing(found, plain), at_most=0),
-        Check(what=f"{method}: {difference or 'differences at the end'}", measured=difference is not None, at_most=0),
-        Check(
-            what=f"{method}: steps over budget", measured=sum(r.peak_bytes > budget for r in found.reports), at_most=0
-        ),
-    ]
-    if method == MIMOSE:
-        checks.append(Check(what="runs in which no plan chose among blocks", measured=not planned, at_most=0))
-    return checks
+    planned = any(0 < report.recomputed_blocks < report.blocks for report in found.reports[COLLECTED:])
+    chose = Check(what="runs in which no plan chose among blocks", measured=not planned, at_most=0)
+    return [*kept(method, found, plain, budget), *([chose] if method == MIMOSE else [])]
 
 
 def _drawn(plain: RunResult, runs: Mapping[str, RunResult]) -> Panel:

@@ -7,15 +7,14 @@ What blocks save is not in the trace; what the step needs with every block recom
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
-from papers import SHARED
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from papers import SHARED, table
 from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
 from spillway.methods.mimose.planning import SimulatedPlanning
 from spillway.units import Bytes, GiB, MiB, format_bytes
@@ -81,11 +80,8 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 def _trace(size: Size) -> list[tuple[InputSize, Bytes]]:
-    if not size.data.is_file():
-        raise Skipped(f"there is no {size.data}")
-    with size.data.open(newline="") as lines:
-        rows = [(int(row["H"]) * int(row["W"]), float(row["peak_MiB"])) for row in csv.DictReader(lines)]
-    return [((pixels,), round(peak * MiB)) for pixels, peak in rows][: size.steps]
+    rows = table(size.data)[: size.steps]
+    return [((int(row["H"]) * int(row["W"]),), round(float(row["peak_MiB"]) * MiB)) for row in rows]
 
 
 def learned(trace: Sequence[tuple[InputSize, Bytes]]) -> SimulatedPlanning:
@@ -175,11 +171,8 @@ TITLE: Final = "a published run of Mimose that passed its budget of 7 GiB, and w
 
 COLUMNS: Final = (
     *columns.text(kind="steps", steps="", over="over budget"),
-    *(
-        Column(key=key, head=head, show=_between(format_bytes))
-        for key, head in (("over_by", "by"), ("peaks", "peaks"), ("floors", "expected if all recomputed"))
-    ),
-    Column(key="apart", head="of the peak", show=_between("{:+.1%}".format)),
+    *columns.shown(_between(format_bytes), over_by="by", peaks="peaks", floors="expected if all recomputed"),
+    *columns.shown(_between("{:+.1%}".format), apart="of the peak"),
     *columns.text(told="no plan holds, it says", passed="it passes the budget"),
 )
 

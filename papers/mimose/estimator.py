@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.mimose.lab import Taken, blocks_at, build, counted_at
 from spillway.methods.mimose import BlockSample, Options, StepSample
 from spillway.methods.mimose.planning import AbstractPlanning, PublishedPlanning, SimulatedPlanning
@@ -269,11 +269,7 @@ TITLE: Final = "bytes of blocks at sizes that were not measured, from sizes that
 
 COLUMNS: Final = (
     *columns.text(task="task", regressor="regressor", samples="samples", blocks="blocks", inexact="inexact"),
-    *(
-        Column(key=key, head=head, show="{:.2%}".format)
-        for key, head in (("error", "error"), ("worst", "at worst"), ("paper_error", "paper"))
-    ),
-    Column(key="allocator", head="from allocator", show="{:.2%}".format),
+    *columns.shown("{:.2%}".format, error="error", worst="at worst", paper_error="paper", allocator="from allocator"),
     *columns.seconds(fit="fit", paper_fit="paper", predict="predict", paper_predict="paper"),
 )
 

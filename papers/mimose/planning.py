@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from papers.mimose.lab import Subject, build
 from spillway.engines.blocks.frame import Frame
@@ -346,7 +346,7 @@ TITLE: Final = "what planning and collecting cost, and how many plans there are 
 COLUMNS: Final = (
     *columns.text(what="what"),
     *columns.seconds(seconds="seconds", worst="worst round", paper_seconds="paper"),
-    Column(key="ratio", head="x recomputed", show="{:.3f}".format),
+    *columns.shown("{:.3f}".format, ratio="x recomputed"),
     *columns.text(plans="plans", paper_plans="paper", detail=""),
 )
 

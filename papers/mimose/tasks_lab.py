@@ -6,7 +6,6 @@ distribution of lengths gives them. The sheltered steps of Mimose are drawn from
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ from random import Random
 from statistics import NormalDist
 from typing import Any, Final, Self, final
 
-from benchmarks.record import Skipped, Tell
-from papers.delta.lab import TABLES
+from benchmarks.record import Tell
+from papers import TABLES, table
 from papers.mimose.tasks_models import BUILDS, dropout_of_cuda
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
 from spillway.engines.simulated import Simulation, simulate
@@ -64,25 +63,17 @@ class Paper:
     @classmethod
     def read(cls, folder: Path = TABLES) -> Self:
         """Read all of it. Raises Skipped where it is not."""
-        if not folder.is_dir():
-            raise Skipped(f"the paper's numbers are not there: {folder}")
-        claims = {row["id"]: row["value"] for row in _rows(folder, "text_claims")}
+        claims = {row["id"]: row["value"] for row in table(folder / "mimose_text_claims.csv")}
         tasks = {}
-        for row in _rows(folder, "table1_tasks"):
+        for row in table(folder / "mimose_table1_tasks.csv"):
             shortest, longest = map(int, claims[_RANGES[row["dataset"]]].split("-"))
             tasks[row["task"].partition("(")[2].rstrip(")")] = Told(
                 dataset=row["dataset"], batch=int(row["batch_size"]), shortest=shortest, longest=longest
             )
-        return cls(tasks=tasks, claims={name: float(value) for name, value in claims.items() if _is_number(value)})
-
-
-def _is_number(text: str) -> bool:
-    return text.replace(".", "", 1).isdecimal()
-
-
-def _rows(folder: Path, name: str) -> list[dict[str, str]]:
-    with (folder / f"mimose_{name}.csv").open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+        return cls(
+            tasks=tasks,
+            claims={name: float(value) for name, value in claims.items() if value.replace(".", "", 1).isdecimal()},
+        )
 
 
 # ---------------------------------------------------------------------- a task

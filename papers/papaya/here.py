@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.choice import recommended
@@ -271,15 +271,12 @@ COLUMNS: Final = (
     *columns.text(network="network", method="method"),
     *columns.nbytes(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
     *columns.shares(intercept_off="beta off that"),
-    Column(key="r_memory", head="R memory", show="{:.6f}".format),
+    *columns.shown("{:.6f}".format, r_memory="R memory"),
     *columns.text(left_out="sizes left out of it"),
     *columns.seconds(gamma="gamma", delta="delta"),
-    Column(key="r_time", head="R time", show="{:.4f}".format),
+    *columns.shown("{:.4f}".format, r_time="R time"),
     *columns.text(batch="largest batch"),
-    *(Column(key=key, head=head, show="{:.4g}".format) for key, head in (
-        ("predicted", "samples/s, predicted"), ("measured", "measured"),
-        ("fastest", "fastest trial"),
-    )),
+    *columns.shown("{:.4g}".format, predicted="samples/s, predicted", measured="measured", fastest="fastest trial"),
     *columns.shares(off="off"),
     *columns.text(verdict="verdict"),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.papaya.published import DATA, MEMORY, SWEEPS
 from papers.papaya.published import Sweep as Published
 from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
@@ -194,7 +194,7 @@ TITLE: Final = "PAPAYA's implications, simulated on V100s with 16 GB: BERT by la
 
 COLUMNS: Final = (
     *columns.text(sweep="over"),
-    Column(key="value", head="value", show="{:g}".format),
+    *columns.shown("{:g}".format, value="value"),
     *columns.text(method="method", plain_batch="plain batch", batch="batch"),
     *columns.ratios(
         score_to_point="score/point", gain="x plain", slow_gain="with published fixed time", paper="published x plain"

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.papaya.models import BUILDS, HALF
 from papers.papaya.published import DATA, MEMORY, MODELS
 from papers.search import search_largest
@@ -311,10 +311,10 @@ TITLE: Final = "PAPAYA's Fig. 4, simulated on a V100 with 16 GB: highest through
 
 COLUMNS: Final = (
     *columns.text(model="model", method="method", rank="rank", batch="batch"),
-    Column(key="throughput", head="samples/s", show="{:.1f}".format),
+    *columns.shown("{:.1f}".format, throughput="samples/s"),
     *columns.ratios(ratio="x plain"),
     *columns.text(paper_batch="published batch"),
-    Column(key="paper_throughput", head="published samples/s", show="{:.1f}".format),
+    *columns.shown("{:.1f}".format, paper_throughput="published samples/s"),
     *columns.ratios(
         paper_ratio="published x plain", fixed_ratio="with published fixed time", explained_ratio="all explained",
         score_to_point="score/point",

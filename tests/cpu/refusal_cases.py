@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import spillway
+from spillway.units import Bytes
+
 OPTIMIZERS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = MappingProxyType(
     {
         "AdamW": (torch.optim.AdamW, {}),
@@ -243,3 +246,39 @@ NETWORKS: Final[Mapping[str, Callable[[random.Random], Any]]] = MappingProxyType
         "attention": _attention,
     }
 )
+
+
+STEPS: Final = 2
+"""The second updates with the state that the first has made."""
+
+
+TOO_MUCH: Final = 1.10
+"""What a refusal may name, as a multiple of the smallest that works."""
+
+
+def trained(case: Case, method: str, budget: Bytes | None) -> Bytes | spillway.BudgetInfeasible:
+    """The highest peak of its steps, or why one was refused."""
+    model, optimizer, batch, loss = case.build()
+    with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
+        try:
+            for _ in range(STEPS):
+                with memory.step(batch):
+                    loss(model, batch).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        except spillway.BudgetInfeasible as refusal:
+            return refusal
+        return max(report.peak_bytes for report in memory.history)
+
+
+def works(case: Case, method: str, budget: Bytes) -> bool:
+    return not isinstance(trained(case, method, budget), spillway.BudgetInfeasible)
+
+
+def smallest_that_works(works: Callable[[Bytes], bool], most: Bytes, among: int) -> Bytes:
+    """By bisection to one part in `among` of it; `most` is known to work."""
+    low, high = 0, most
+    while high - low > high // among:
+        middle = (low + high) // 2
+        low, high = (low, middle) if works(middle) else (middle, high)
+    return high
