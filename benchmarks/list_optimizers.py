@@ -80,12 +80,7 @@ class Training:
 
     def under(self, budget: Bytes | None, method: str = "lru") -> tuple[State, Bytes]:
         """What it ends in, and the highest peak."""
-        torch.manual_seed(0)
-        width = self._size.width
-        layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
-        model = nn.Sequential(*(module for layer in layers for module in layer))
-        optimizer = self._made(model)
-        batches = [torch.randn(8, width) for _ in range(self._size.steps)]
+        model, optimizer, batches = self._made()
         with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
             for batch in batches:
                 with memory.step(batch):
@@ -95,20 +90,20 @@ class Training:
 
     def plainly(self) -> State:
         """The same without a session."""
+        model, optimizer, batches = self._made()
+        for batch in batches:
+            _train(model, optimizer, batch)
+        return state_of(model, optimizer)
+
+    def _made(self) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
         torch.manual_seed(0)
         width = self._size.width
         layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
         model = nn.Sequential(*(module for layer in layers for module in layer))
-        optimizer = self._made(model)
-        for batch in [torch.randn(8, width) for _ in range(self._size.steps)]:
-            _train(model, optimizer, batch)
-        return state_of(model, optimizer)
-
-    def _made(self, model: nn.Module) -> torch.optim.Optimizer:
         kind, options = OPTIMIZERS[self.optimizer]
         flags: dict[str, Any] = {"fused": True} if self.form == "fused" else {"foreach": self.form == "foreach"}
-        made: torch.optim.Optimizer = kind(model.parameters(), **options, **flags)
-        return made
+        optimizer = kind(model.parameters(), **options, **flags)
+        return model, optimizer, [torch.randn(8, width) for _ in range(self._size.steps)]
 
     def smallest(self, peak: Bytes, among: int) -> Bytes:
         """The smallest budget that works, by bisection; the peak is known to work."""

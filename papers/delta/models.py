@@ -6,10 +6,9 @@ Adam over lists of parameters as PyTorch has it on CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,10 @@ from transformers import (
     ResNetConfig,
     ResNetForImageClassification,
 )
-from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
 
-from spillway.workloads import Batch, Workload, seed_everything
+from benchmarks.models import pictures_of, repeated
+from papers.networks import widen
+from spillway.workloads import Workload
 
 SIDE: Final = 224
 """Pixels along a side of a picture."""
@@ -44,21 +44,8 @@ def resnet(name: str, batch: int, *, blocks: tuple[int, ...] | None = None, side
     config = ResNetConfig(depths=list(depths), hidden_sizes=list(WIDTHS[: len(depths)]), num_labels=CLASSES)
     model = ResNetForImageClassification(config)
     if name == "ResNeXt-50":
-        for block in [module for module in model.modules() if isinstance(module, ResNetBottleNeckLayer)]:
-            _group(block)
+        widen(model, groups=GROUPS)
     return _of_pictures(name, model, batch, side)
-
-
-def _group(block: nn.Module) -> None:
-    """Twice the channels within the block, its convolution of 3 x 3 in groups."""
-    first, middle, last = (cast(Any, layer).convolution for layer in cast(Any, block).layer)
-    inner = 2 * middle.in_channels
-    grouped = ResNetConvLayer(inner, inner, stride=middle.stride[0])
-    grouped.convolution = nn.Conv2d(inner, inner, 3, middle.stride, padding=1, groups=GROUPS, bias=False)
-    cast(Any, block).layer = nn.Sequential(
-        ResNetConvLayer(first.in_channels, inner, kernel_size=1), grouped,
-        ResNetConvLayer(inner, last.out_channels, kernel_size=1, activation=None),
-    )  # fmt: skip
 
 
 def efficientnet(name: str, batch: int, *, side: int = SIDE) -> Workload:
@@ -88,21 +75,8 @@ BUILDS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
 
 
 def _of_pictures(name: str, model: nn.Module, batch: int, side: int) -> Workload:
-    pictures, labels = torch.ones(batch, 3, side, side), torch.ones(batch, dtype=torch.int64)
-    return _workload(name, model, batch, {"pixel_values": pictures, "labels": labels})
+    return _workload(name, model, batch, pictures_of(batch, side))
 
 
 def _workload(name: str, model: nn.Module, size: int, batch: Mapping[str, Tensor]) -> Workload:
-    seed_everything(0)
-
-    def batches(steps: int) -> Iterator[Batch]:
-        return repeat(batch, steps)
-
-    return Workload(
-        name=name, model=model.train(), optimizers=(torch.optim.Adam(model.parameters(), foreach=True),),
-        batches=batches, loss=_loss, size=size,
-    )  # fmt: skip
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return cast(Tensor, cast(Any, model)(**cast(Mapping[str, Tensor], batch)).loss)
+    return repeated(name, model, batch, torch.optim.Adam(model.parameters(), foreach=True), size=size)

@@ -18,7 +18,8 @@ from typing import Any, Final, Self, final
 
 from benchmarks.record import Tell
 from papers import TABLES, table
-from papers.mimose.tasks_models import BUILDS, dropout_of_cuda
+from papers.mimose.tasks_models import BUILDS
+from papers.networks import dropout_of_cuda
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
 from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Plan, Step

@@ -8,7 +8,6 @@ zero and stay. Dropout is CUDA's single op with a mask of a byte per number (`dr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from types import MappingProxyType
@@ -27,6 +26,7 @@ from transformers import (
     XLNetForQuestionAnsweringSimple,
 )
 
+from papers.networks import words_of
 from spillway.workloads import Batch, seed_everything
 
 CHOICES: Final = 4
@@ -54,21 +54,6 @@ class Task:
         return loss.detach()
 
 
-@contextmanager
-def dropout_of_cuda() -> Iterator[None]:
-    """Within, dropout is the op that it is on CUDA, wherever the tensors are."""
-    usual = nn.functional.dropout
-
-    def fused(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-    nn.functional.dropout = fused  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nn.functional.dropout = usual
-
-
 def multiple_choice(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
     """MC-Roberta: RoBERTa-base chooses one of four endings."""
     config = RobertaConfig(
@@ -76,8 +61,7 @@ def multiple_choice(length: int, *, batch: int, layers: int = 12, width: int = 7
         vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
         attn_implementation="eager",
     )  # fmt: skip
-    words = torch.full((batch, CHOICES, length), 7)
-    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": torch.zeros(batch).long()}
+    inputs = words_of(batch, CHOICES, length) | {"labels": torch.zeros(batch).long()}
     return _task("MC-Roberta", RobertaForMultipleChoice(config), inputs, length)
 
 
@@ -97,9 +81,8 @@ def bert_answers(length: int, *, batch: int, layers: int = 12, width: int = 768)
 
 def classification(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
     """TC-Bert: BERT-base says whether two questions are the same."""
-    words = torch.full((batch, length), 7)
-    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "token_type_ids": torch.zeros_like(words),
-              "labels": torch.zeros(batch).long()}  # fmt: skip
+    words = words_of(batch, length)
+    inputs = words | {"token_type_ids": torch.zeros_like(words["input_ids"]), "labels": torch.zeros(batch).long()}
     return _task("TC-Bert", BertForSequenceClassification(_bert(layers, width)), inputs, length)
 
 
@@ -122,11 +105,9 @@ def _bert(layers: int, width: int) -> BertConfig:
 
 
 def _question(batch: int, length: int) -> dict[str, Tensor]:
-    words, place = torch.full((batch, length), 7), torch.zeros(batch).long()
-    return {
-        "input_ids": words, "attention_mask": torch.ones_like(words), "token_type_ids": torch.zeros_like(words),
-        "start_positions": place, "end_positions": place + 1,
-    }  # fmt: skip
+    words, place = words_of(batch, length), torch.zeros(batch).long()
+    types = {"token_type_ids": torch.zeros_like(words["input_ids"])}
+    return words | types | {"start_positions": place, "end_positions": place + 1}
 
 
 def _task(name: str, model: nn.Module, batch: Mapping[str, Tensor], length: int) -> Task:

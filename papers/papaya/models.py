@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, Final, cast
 
@@ -28,10 +27,10 @@ from transformers import (
     SwinConfig,
     SwinForImageClassification,
 )
-from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
 
-from papers.mimose.tasks_models import dropout_of_cuda
-from spillway.workloads import Batch, Workload, seed_everything
+from benchmarks.models import pictures_of, repeated
+from papers.networks import dropout_of_cuda, widen, words_of
+from spillway.workloads import Workload
 
 SIDE: Final = 224
 CLASSES: Final = 1000
@@ -46,8 +45,7 @@ def resnet(batch: int, *, side: int = SIDE, depths: tuple[int, ...] = (3, 4, 6, 
     config = ResNetConfig(depths=list(depths), hidden_sizes=[256, 512, 1024, 2048][: len(depths)], num_labels=CLASSES)
     model = ResNetForImageClassification(config)
     if wide:
-        for block in [module for module in model.modules() if isinstance(module, ResNetBottleNeckLayer)]:
-            _widen(block)
+        widen(model)
     return _pictures(model, batch, side, half=False)
 
 
@@ -74,9 +72,8 @@ def bert(batch: int, *, layers: int = 24, hidden: int = 1024, length: int = LENG
         vocab_size=28996, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=max(hidden // 64, 1),
         intermediate_size=4 * hidden, attn_implementation="eager",
     )  # fmt: skip
-    words = torch.full((batch, length), 7)
-    inputs = {"input_ids": words, "attention_mask": torch.ones_like(words), "token_type_ids": torch.zeros_like(words),
-              "labels": torch.zeros(batch).long()}  # fmt: skip
+    words = words_of(batch, length)
+    inputs = words | {"token_type_ids": torch.zeros_like(words["input_ids"]), "labels": torch.zeros(batch).long()}
     return _workload("bert", BertForSequenceClassification(config), inputs, batch, half=True)
 
 
@@ -121,34 +118,18 @@ def as_on_cuda() -> Iterator[None]:
         functional.softmax, functional.layer_norm = usual
 
 
-def _widen(block: nn.Module) -> None:
-    """Twice the channels within the block."""
-    first, middle, last = (cast(Any, layer).convolution for layer in cast(Any, block).layer)
-    inner = 2 * middle.in_channels
-    cast(Any, block).layer = nn.Sequential(
-        ResNetConvLayer(first.in_channels, inner, kernel_size=1),
-        ResNetConvLayer(inner, inner, stride=middle.stride[0]),
-        ResNetConvLayer(inner, last.out_channels, kernel_size=1, activation=None),
-    )
-
-
 def _pictures(model: nn.Module, batch: int, side: int, *, half: bool) -> Workload:
-    inputs = {"pixel_values": torch.ones(batch, 3, side, side), "labels": torch.ones(batch, dtype=torch.int64)}
-    return _workload("pictures", model, inputs, batch, half=half)
+    return _workload("pictures", model, pictures_of(batch, side), batch, half=half)
 
 
 def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor], size: int, *, half: bool) -> Workload:
-    seed_everything(0)
-
-    def batches(steps: int) -> Iterator[Batch]:
-        return repeat(batch, steps)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
+    @contextmanager
+    def around() -> Iterator[None]:
         with dropout_of_cuda(), as_on_cuda() if half else nullcontext():
-            return cast(Tensor, cast(Any, model)(**cast(Mapping[str, Tensor], batch)).loss)
+            yield
 
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=True)
     if half:
         optimizer = torch.optim.AdamW(parameters, lr=5e-5, fused=True)
-    return Workload(name=name, model=model.train(), optimizers=(optimizer,), batches=batches, loss=loss, size=size)
+    return repeated(name, model, batch, optimizer, size=size, around=around)

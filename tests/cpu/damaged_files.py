@@ -24,7 +24,6 @@ from zipfile import ZIP_DEFLATED, ZipFile
 from typer.main import get_command
 
 import spillway
-from benchmarks.record import Row
 from spillway import cli
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.remembered import cache_file
@@ -82,7 +81,7 @@ class Kind:
     """How many of these there are beside those of other kinds."""
 
 
-def ends_of(kind: Kind, folder: Path, files: int, odd: list[str], *, bomb: bool) -> Row:
+def ends_of(kind: Kind, folder: Path, files: int, odd: list[str], *, bomb: bool) -> dict[str, Any]:
     ends: Counter[str] = Counter()
     first = _ending(kind, folder, kind.whole, Random(0))[0]
     if first != "read":
