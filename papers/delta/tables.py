@@ -30,6 +30,7 @@ from papers.delta.lab import (
     unexplained,
 )
 from papers.delta.soft_budget import Ran, run_softly
+from papers.search import search_largest
 from spillway.costs import Device
 from spillway.engines.controller import UNLIMITED
 from spillway.engines.simulated import simulate
@@ -231,7 +232,7 @@ def _with_the_budget_kept(lab: Lab, table: str, model: str) -> Row:
 def _of_the_memory_told(lab: Lab, table: str, model: str) -> Row:
     """The batch at which a plain step takes what the paper's took."""
     told = lab.paper.largest[model, "baseline"]
-    batch = _bisect(lambda batch: gib(lab.growth(model).step_at(batch).plain_peak()) <= told.memory_gib)
+    batch = search_largest(lambda batch: gib(lab.growth(model).step_at(batch).plain_peak()) <= told.memory_gib)
     what = f"{model}: batch of a plain step in the paper's {told.memory_gib} GiB, baseline"
     return figure(table, what, told.batch, (batch,), "pictures")
 
@@ -264,17 +265,8 @@ def _plain(lab: Lab, model: str) -> Found:
         )  # fmt: skip
         return simulation.status == "ok"
 
-    batch = _bisect(fits)
+    batch = search_largest(fits)
     return Found(batch=batch, ran=None, gib=gib(lab.step(model, batch).plain_peak()))
-
-
-def _bisect(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, if all smaller ones do."""
-    low, high = 1, 1 << 14
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
 
 
 def _largest(lab: Lab, model: str, method: str, plain: int, shares: Sequence[float]) -> list[Found]:
