@@ -36,6 +36,8 @@ def run(size: Size, tell: Tell) -> Result:
         ran = {way: outcome_of(subject, WAYS[way]) for way in WAYS}
         outcomes += [(subject, way, outcome) for way, outcome in ran.items()]
         rows.append(_row(subject, ran))
+    wrong = sum(bool(outcome.wrong) for *_, outcome in outcomes)
+    idle = sum(outcome.is_idle(WAYS[way]) for _, way, outcome in outcomes)
     found = [row for row in rows if row["found"]]
     architectures = [row for row in found if row["model"] in size.architectures]
     return Result(
@@ -43,8 +45,16 @@ def run(size: Size, tell: Tell) -> Result:
         columns=columns.text(model="model", told="blocks", calls="calls a step", **{way: way for way in WAYS}),
         rows=rows,
         checks=[
-            Check(what=f"runs of {len(outcomes)} that are not exact", measured=_count_wrong(outcomes), at_most=0),
-            Check(what="runs that gave up nothing of what they held", measured=_count_idle(outcomes), at_most=0),
+            Check(
+                what=f"runs of {len(outcomes)} that are not exact",
+                measured=wrong,
+                at_most=0,
+            ),
+            Check(
+                what="runs that gave up nothing of what they held",
+                measured=idle,
+                at_most=0,
+            ),
             Check(
                 what="architectures with blocks short of twenty",
                 measured=max(0, FEWEST_ARCHITECTURES - len(architectures)),
@@ -66,14 +76,6 @@ NOTES: Final = (
 
 
 Outcomes: TypeAlias = Sequence[tuple[Subject, str, Outcome]]
-
-
-def _count_wrong(outcomes: Outcomes) -> int:
-    return sum(bool(outcome.wrong) for _, _, outcome in outcomes)
-
-
-def _count_idle(outcomes: Outcomes) -> int:
-    return sum(outcome.is_idle(WAYS[way]) for _, way, outcome in outcomes)
 
 
 def _row(subject: Subject, ran: Mapping[str, Outcome]) -> Row:

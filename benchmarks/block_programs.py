@@ -40,7 +40,9 @@ def run(size: Size, tell: Tell) -> Result:
                 verdicts += tried(seed, method, verdicts[-1], expected)
             for verdict in verdicts:
                 refused = verdict.refused is not None
-                wrong = verdict.wrong or (str(verdict.refused) if not _rightly(verdict.refused) else "")
+                wrong = verdict.wrong or (
+                    str(verdict.refused) if refused and not isinstance(verdict.refused, RIGHTLY) else ""
+                )
                 ran.append({"seed": seed, "method": method, "refused": refused, "wrong": wrong})
         if seed % 50 == 49:
             tell(f"{seed + 1} of {size.programs} programs")
@@ -55,10 +57,6 @@ def run(size: Size, tell: Tell) -> Result:
         checks=[Check(what="runs that are wrong", measured=len(wrong), at_most=0)],
         notes=tuple(f"Program {row['seed']}, {row['method']}: {row['wrong'][:200]}" for row in wrong[:8]),
     )
-
-
-def _rightly(refused: object) -> bool:
-    return refused is None or isinstance(refused, RIGHTLY)
 
 
 def _row(method: str, ran: Sequence[dict[str, Any]]) -> Row:

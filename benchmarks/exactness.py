@@ -46,7 +46,10 @@ class Outcome:
 def run(size: Size, tell: Tell) -> Result:
     """Train every family plainly, then under every budget and every policy."""
     cells = [(percent, order) for percent in size.percents for order in WAYS]
-    outcomes = {name: _outcomes(name, cells, tell) for name in size.families}
+    outcomes: dict[str, list[Outcome]] = {}
+    for name in size.families:
+        tell(name)
+        outcomes[name] = [_outcome(name, plain_peak(name) * percent // 100, order) for percent, order in cells]
     wrong = [(name, o.text) for name, found in outcomes.items() for o in found if not o.exact]
     refused = sum(o.refused for found in outcomes.values() for o in found)
     return Result(
@@ -72,11 +75,6 @@ NOTES: Final = (
 def _columns(cells: Sequence[tuple[int, str]]) -> Sequence[Column]:
     heads = {f"{percent} {order}": f"{percent} %, {order}" for percent, order in cells}
     return (*columns.text(family="family"), *columns.nbytes(peak_bytes="plain peak"), *columns.text(**heads))
-
-
-def _outcomes(name: str, cells: Sequence[tuple[int, str]], tell: Tell) -> list[Outcome]:
-    tell(name)
-    return [_outcome(name, plain_peak(name) * percent // 100, order) for percent, order in cells]
 
 
 def _outcome(name: str, budget: Bytes, order: str) -> Outcome:

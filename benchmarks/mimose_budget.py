@@ -183,10 +183,11 @@ def _drawn(
 ) -> Panel:
     """The peak of every step against how long its input was, the budgets as lines across."""
     lines: list[Line] = []
+    lengths = [_length(report) for report in most]
     for colour, (budget, reports) in enumerate(runs.items()):
         shown = f"budget {budget / MiB:.1f} MiB"
         lines.append(_points(reports, shown, colour))
-        lines.append(Line(label="", x=_ends(most), y=[budget / MiB] * 2, colour=colour, style="--"))
+        lines.append(Line(label="", x=[min(lengths), max(lengths)], y=[budget / MiB] * 2, colour=colour, style="--"))
     for label, reports in (("none recomputed", most), ("all recomputed", floor)):
         lines.append(_points(reports, label, len(lines) - len(runs)))
     across = "length of both inputs together" if subject.two else "length of the input"
@@ -196,11 +197,6 @@ def _drawn(
 def _points(reports: Sequence[spillway.StepReport], label: str, colour: int) -> Line:
     y = [report.peak_bytes / MiB for report in reports]
     return Line(label=label, x=[_length(report) for report in reports], y=y, colour=colour, style=".")
-
-
-def _ends(reports: Sequence[spillway.StepReport]) -> list[int]:
-    lengths = [_length(report) for report in reports]
-    return [min(lengths), max(lengths)]
 
 
 def _length(report: spillway.StepReport) -> int:

@@ -61,7 +61,7 @@ def run(size: Size, tell: Tell) -> Result:
     most = max(alone["copy_share"] for alone, _ in pairs)
     checks.append(Check(what="percentage points short of 30 % copying", measured=max(0, 30 - 100 * most), at_most=0))
     tell("two threads that copy, against one")
-    alone, together = _bus(size.bus_bytes)
+    alone, together = (statistics.median(_copies(n, size.bus_bytes) for _ in range(7)) for n in (1, 2))
     return Result(
         title=f"copies beside the ops, budget {size.percent} % of the plain peak",
         columns=COLUMNS,
@@ -145,12 +145,6 @@ def _figures(answers: Answers) -> dict[str, Any]:
         "copy_share": stalls / seconds,
         "early_share": early / max(out + back, 1),
     }
-
-
-def _bus(nbytes: Bytes) -> tuple[Seconds, Seconds]:
-    """Seconds for a thread to copy so much, alone and beside another that does the same; medians of seven."""
-    alone = statistics.median(_copies(1, nbytes) for _ in range(7))
-    return alone, statistics.median(_copies(2, nbytes) for _ in range(7))
 
 
 def _copies(threads: int, nbytes: Bytes) -> Seconds:

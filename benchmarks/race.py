@@ -95,10 +95,13 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
 
     tell("peaks")
     steps = size.batches + 1  # the optimizer's state is there from the second on
+    profiled = Job(function="benchmarks.training:profiled", options=job(still=True, activation_budget=0.5).options)
+    with started(profiled) as worker:
+        seen = [worker.ask()["peak"] for _ in range(steps)][1:]
     peaks = {
         PLAIN: account(job("keep-all"), steps),
         CHECKPOINT: account(job("keep-all", checkpoints=True), steps),
-        TORCH_BUDGET: _profiled(job(still=True, activation_budget=0.5), steps),
+        TORCH_BUDGET: max(seen),
     }
     jobs = {PLAIN: job(), CHECKPOINT: job(checkpoints=True)}
     if contest.without_dropout:
@@ -112,13 +115,6 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
             jobs |= kept
     answers = take_turns(jobs, size.rounds, tell)
     return [_row(contest, name, jobs[name], peaks.get(name), answers, size) for name in jobs]
-
-
-def _profiled(job: Job, steps: int) -> Bytes:
-    """The peak of the last of so many steps, as the profiler sees it."""
-    profiled = Job(function="benchmarks.training:profiled", options=job.options)
-    with started(profiled) as worker:
-        return max([worker.ask()["peak"] for _ in range(steps)][1:])
 
 
 def _row(

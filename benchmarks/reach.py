@@ -161,7 +161,8 @@ def _row(task: Task, method: str, size: Size, tell: Tell) -> Row:
     smallest = search.smallest(size.parts)
     refused = [tried for tried in list(search.tried.values()) if tried.refused is not None]
     exact = {tried.refused.smallest_budget for tried in refused if tried.refused is not None and tried.refused.exact}
-    told = _told(search, refused)
+    named = {tried.refused.smallest_budget for tried in refused if tried.refused is not None}
+    told = [search.try_budget(budget) for budget in sorted(named)]
     peak = search.peak
     return {
         "workload": task.workload,
@@ -181,12 +182,6 @@ def _row(task: Task, method: str, size: Size, tell: Tell) -> Row:
         "told_share": max((tried.budget / peak for tried in told), default=None),
         "identical": all(t.losses == search.losses for t in search.tried.values() if t.refused is None),
     }
-
-
-def _told(search: Search, refused: Sequence[Tried]) -> list[Tried]:
-    """What becomes of the budgets that refused tries name."""
-    budgets = {tried.refused.smallest_budget for tried in refused if tried.refused is not None}
-    return [search.try_budget(budget) for budget in sorted(budgets)]
 
 
 def _checks(row: Row) -> list[Check]:

@@ -136,7 +136,9 @@ def figure_7(lab: Lab) -> tuple[list[Row], dict[tuple[str, float], dict[str, tup
             what = f"{model}, batch {batch}, budget {share:.0%} = {budget:.2f} GiB: "
             names = " / ".join(FILTERS)
             rows.append(figure("Fig. 7", f"{what}memory, {names}", None, _of_links(cell, _peak), "GiB"))
-            rows.append(figure("Fig. 8", f"{what}offloads, {names}", None, _of_links(cell, _offloads)))
+            rows.append(
+                figure("Fig. 8", f"{what}offloads, {names}", None, _of_links(cell, lambda ran: str(ran.offloads)))
+            )
     return rows, cells
 
 
@@ -146,10 +148,6 @@ def _of_links(cell: Mapping[str, tuple[Ran, Ran]], of: Callable[[Ran], str]) -> 
 
 def _peak(ran: Ran) -> str:
     return f"{gib(ran.simulation.peak_bytes):.2f}" if ran.ok else ran.simulation.status
-
-
-def _offloads(ran: Ran) -> str:
-    return str(ran.offloads)
 
 
 # ---------------------------------------------------------------------- largest batches: Tables III and IV

@@ -164,19 +164,16 @@ def _under_the_controller(step: Step, runs: Sequence[Ran], ratios: Sequence[floa
     found: dict[str, Any] = {}
     for ratio in ratios:
         own = theirs.get(ratio)
-        ours = _simulated(step, heuristic, ratio) if heuristic in POLICIES else None
-        if ours is not None:
+        ours: Simulation | None = None
+        if heuristic in POLICIES:
+            allowed = int(step.plain_peak() * ratio)
+            ours = simulate(step, allowed=allowed, method=METHODS[heuristic](), device=device_named(DEVICE), steps=1)
             found |= {
                 f"status_{ratio}": ours.status, f"overhead_{ratio}": ours.overhead, f"moves_{ratio}": ours.moves,
                 f"peak_bytes_{ratio}": ours.peak_bytes,
             }  # fmt: skip
         found[f"at_{ratio}"] = f"{_told(own)}/{_told(ours)}"
     return found
-
-
-def _simulated(step: Step, heuristic: str, ratio: float) -> Simulation:
-    allowed = int(step.plain_peak() * ratio)
-    return simulate(step, allowed=allowed, method=METHODS[heuristic](), device=device_named(DEVICE), steps=1)
 
 
 def _told(outcome: Outcome | Simulation | None) -> str:

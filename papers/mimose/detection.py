@@ -58,7 +58,8 @@ class Group:
 
 def run(size: Size, tell: Tell) -> Result:
     """Split the trace into kinds of steps, and have the default plan each of them."""
-    trace = _trace(size)
+    read = table(size.data)[: size.steps]
+    trace = [((int(row["H"]) * int(row["W"]),), round(float(row["peak_MiB"]) * MiB)) for row in read]
     tell(f"{len(trace)} steps")
     planning = learned(trace)
     planned = trace[SHELTERED:]
@@ -77,11 +78,6 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=TITLE, columns=COLUMNS, rows=rows, checks=_checks(groups), notes=(*NOTES, *_again(kept.peaks)),
     )  # fmt: skip
-
-
-def _trace(size: Size) -> list[tuple[InputSize, Bytes]]:
-    rows = table(size.data)[: size.steps]
-    return [((int(row["H"]) * int(row["W"]),), round(float(row["peak_MiB"]) * MiB)) for row in rows]
 
 
 def learned(trace: Sequence[tuple[InputSize, Bytes]]) -> SimulatedPlanning:

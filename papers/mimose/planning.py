@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
-from papers.mimose.lab import Subject, build
+from papers.mimose.lab import build
 from spillway.engines.blocks.frame import Frame
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action
@@ -45,7 +45,9 @@ def stepper(*, way: str, layers: int, width: int, batch: int, length: int) -> Ca
         subject.engine(length, actions=lambda block, call: Action.RECOMPUTE)
         around = {RECOMPUTED: nothing_counted, TRACED: traced}.get(way, nullcontext)
     elif way != PLAIN:
-        _wrap_every_layer(subject, _shuttled if way == SHUTTLED else _checkpointed)
+        layers: Any = subject.model.get_submodule("bert.encoder.layer")
+        for layer in layers:
+            _wrap(layer, _shuttled if way == SHUTTLED else _checkpointed)
 
     def step() -> Seconds:
         began = time.process_time()
@@ -85,12 +87,6 @@ def nothing_counted() -> Iterator[None]:
 
 
 Wrap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _wrap_every_layer(subject: Subject, wrap: Wrap) -> None:
-    layers: Any = subject.model.get_submodule("bert.encoder.layer")
-    for layer in layers:
-        _wrap(layer, wrap)
 
 
 def _wrap(layer: nn.Module, wrap: Wrap) -> None:

@@ -59,7 +59,9 @@ def run(size: Size, tell: Tell) -> Result:
         points[one] = _answers(one, size)
     depth = _sweep("depth", "layers", {one: points[one, hidden] for one in size.layers})
     width = _sweep("width", "hidden size", {one: points[layers, one] for one in size.hidden})
-    devices = over_devices(points[size.base], COUNTS, _gradients(size), RING)
+    _, steps = bench_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
+    gradients = sum(storage.nbytes for storage in steps.at(2).storages if storage.kind is Kind.PARAMETER)
+    devices = over_devices(points[size.base], COUNTS, gradients, RING)
     published = read_measurements(size.data) if size.data.is_file() else []
     times = _fixed_times(points[size.base], size)
     rows = [
@@ -81,12 +83,6 @@ def _answers(shape: tuple[int, int], size: Size) -> Sequence[Advice]:
     methods = sampled(bench, METHODS, size.limit)
     there = experiment_of(MODEL, methods, layers=str(layers), hidden=str(hidden))
     return advise(there, size.limit)
-
-
-def _gradients(size: Size) -> Bytes:
-    layers, hidden = size.base
-    _, steps = bench_of(MODEL, {"layers": layers, "hidden": hidden, "length": size.length})
-    return sum(storage.nbytes for storage in steps.at(2).storages if storage.kind is Kind.PARAMETER)
 
 
 def _sweep(over: Any, unit: str, points: Mapping[int, Sequence[Advice]]) -> Sweep:
