@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/installed
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu check bench bench-gpu clean
+.PHONY: demo test test-gpu check bench bench-gpu papers clean
 
 demo: $(INSTALLED)
 	$(RUN)/spillway demo
@@ -30,11 +30,15 @@ check: $(INSTALLED)
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks
 
+papers: $(INSTALLED)
+	$(RUN)/python -m papers
+
 test-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py tests/cpu/test_cuda_engine.py tests/cpu/test_cuda_lanes.py tests/cpu/test_block_host.py -p no:cacheprovider -W default --durations=10
 
 bench-gpu:
-	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu_costs gpu
+	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu
+	PYTHONPATH=src:. $(GPU_PYTHON) -m papers gpu_costs
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

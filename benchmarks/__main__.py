@@ -12,9 +12,9 @@ def main() -> int:
     """Limit torch to one thread, then run what was asked for."""
     os.environ.update(ONE_THREAD)
     # Only now, because torch reads the limit as it is loaded.
-    from benchmarks.command import run
+    from benchmarks.command import BENCHMARKS, run
 
-    return run(sys.argv[1:])
+    return run(sys.argv[1:], BENCHMARKS)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ from typing import Any, Final, TypeAlias, final
 
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks import columns
 from benchmarks.growth_models import BUILDS
 from benchmarks.host_cost import CountsOps
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.engine import BlockEngine
@@ -169,13 +170,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", competitor="competitor", blocks="blocks", ops="ops"),
-    *second_columns(seconds="time", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain", ratio_checkpoint="x checkpoint"),
-    *ratio_columns(cpu_ratio_checkpoint="CPU x checkpoint"),
-    Column(key="us_per_call", head="us a block", show="{:.0f}".format),
-    *text_columns(added="Python calls added"),
-    Column(key="added_per_call", head="a block", show="{:.1f}".format),
+    *columns.text(model="model", competitor="competitor", blocks="blocks", ops="ops"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain", ratio_checkpoint="x checkpoint"),
+    *columns.ratios(cpu_ratio_checkpoint="CPU x checkpoint"),
+    *columns.shown("{:.0f}".format, us_per_call="us a block"),
+    *columns.text(added="Python calls added"),
+    *columns.shown("{:.1f}".format, added_per_call="a block"),
 )
 
 NOTES: Final = (

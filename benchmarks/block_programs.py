@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.errors import BudgetInfeasible, NoBlocksError, RecomputeError
 from tests.cpu.block_judge import METHODS, judge, plainly, tried
 
@@ -39,7 +40,9 @@ def run(size: Size, tell: Tell) -> Result:
                 verdicts += tried(seed, method, verdicts[-1], expected)
             for verdict in verdicts:
                 refused = verdict.refused is not None
-                wrong = verdict.wrong or (str(verdict.refused) if not _rightly(verdict.refused) else "")
+                wrong = verdict.wrong or (
+                    str(verdict.refused) if refused and not isinstance(verdict.refused, RIGHTLY) else ""
+                )
                 ran.append({"seed": seed, "method": method, "refused": refused, "wrong": wrong})
         if seed % 50 == 49:
             tell(f"{seed + 1} of {size.programs} programs")
@@ -47,17 +50,13 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{size.programs} random programs of blocks, {len(ran)} runs",
         columns=(
-            *text_columns(method="method", runs="runs", identical="identical", refused="refused", wrong="wrong"),
-            *share_columns(share="identical, of all"),
+            *columns.text(method="method", runs="runs", identical="identical", refused="refused", wrong="wrong"),
+            *columns.shares(share="identical, of all"),
         ),
         rows=[_row(method, [row for row in ran if row["method"] == method]) for method in METHODS],
         checks=[Check(what="runs that are wrong", measured=len(wrong), at_most=0)],
         notes=tuple(f"Program {row['seed']}, {row['method']}: {row['wrong'][:200]}" for row in wrong[:8]),
     )
-
-
-def _rightly(refused: object) -> bool:
-    return refused is None or isinstance(refused, RIGHTLY)
 
 
 def _row(method: str, ran: Sequence[dict[str, Any]]) -> Row:

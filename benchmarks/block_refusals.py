@@ -7,25 +7,15 @@ under which all steps run, found by bisection. `SPILLWAY_TRAININGS=3,1004` tries
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, final
+from typing import Final, final
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import spillway
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
-from benchmarks.refusal_cases import asked_for
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.errors import BudgetInfeasible
-from spillway.units import Bytes
-
-METHODS: Final = ("checkpoint", "mimose", "mimose-published")
-STEPS: Final = 3
-TOO_MUCH: Final = 1.10
-"""What a refusal may name, as a multiple of the smallest that works."""
+from tests.cpu.block_refusal_cases import LARGE, METHODS, TOO_MUCH, smallest_of, trained
+from tests.cpu.refusal_cases import asked_for
 
 
 @final
@@ -41,146 +31,6 @@ class Size:
     """The smallest budget is found to one part in so many."""
 
 
-class _Residual(nn.Module):
-    def __init__(self, width: int, hidden: int, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-        return out
-
-
-class Training(NamedTuple):
-    """One training, as a seed makes it."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    batch: Tensor
-    loss: Callable[[Tensor], Tensor]
-
-
-OPTIMIZERS: Final[Sequence[Callable[[Any], torch.optim.Optimizer]]] = (
-    lambda trained: torch.optim.SGD(trained, lr=0.01),
-    lambda trained: torch.optim.SGD(trained, lr=0.01, momentum=0.9),
-    lambda trained: torch.optim.AdamW(trained, lr=0.01),
-    lambda trained: torch.optim.Adam(trained, lr=0.01, foreach=True),
-    lambda trained: torch.optim.AdamW(trained, lr=0.01, fused=True),
-    lambda trained: torch.optim.RMSprop(trained, lr=0.01),
-    lambda trained: torch.optim.Adagrad(trained, lr=0.01),
-)
-
-
-@final
-class Masked(nn.Module):
-    """Blocks that all read something large, which lies in one of `PLACES`."""
-
-    def __init__(self, place: str, width: int, blocks: int) -> None:
-        super().__init__()
-        self.place = place
-        self.blocks = nn.ModuleList(_Masked(width) for _ in range(blocks))
-        self.register_buffer("mask", torch.rand(64, 2048))
-        for block in self.blocks if PLACES[place] is None else ():
-            held = torch.rand(64, 2048)
-            block.register_buffer("mask", held) if place == "a buffer" else setattr(block, "mask", [held])
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = PLACES[self.place]
-        for block in self.blocks:
-            x = block(x, given(self.mask) if given is not None else None)
-        return x
-
-
-class _Masked(nn.Module):
-    mask: Any
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.line = nn.Linear(width, width)
-
-    def forward(self, x: Tensor, given: Any) -> Tensor:
-        given = self.mask if given is None else given
-        mask = given[0] if isinstance(given, list) else given
-        return x + torch.tanh(self.line(x)) * mask[:, : x.shape[1]]
-
-
-PLACES: Final[Mapping[str, Callable[[Tensor], Any] | None]] = MappingProxyType(
-    {
-        "an argument": lambda mask: mask,
-        "an argument of its own": lambda mask: mask.clone(),
-        "a view of an argument": lambda mask: mask[:, :64],
-        "a list": lambda mask: [mask],
-        "a buffer": None,
-        "an attribute": None,
-    }
-)
-"""Where blocks find something large, and what they are called with where that is an argument."""
-
-LARGE: Final = 1000
-"""The seeds of such trainings begin here."""
-
-
-def _masked_of(seed: int) -> Training:
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    model = Masked([*PLACES][(seed - LARGE) % len(PLACES)], width := draw.choice([32, 64]), draw.randint(2, 5))
-    optimizer = draw.choice(OPTIMIZERS)(model.parameters())
-    return Training(model, optimizer, torch.randn(64, width), lambda out: out.square().mean())
-
-
-def training_of(seed: int) -> Training:
-    """The training of a seed."""
-    if seed >= LARGE:
-        return _masked_of(seed)
-    draw = random.Random(seed)
-    torch.manual_seed(seed)
-    width, classes = draw.choice([32, 64, 128]), draw.choice([10, 256])
-    rows = draw.choice([64, 128, 512])
-    dropout = draw.choice([0.0, 0.1])
-    if draw.random() < 0.3:
-        blocks: list[nn.Module] = [
-            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout, batch_first=True)
-            for _ in range(draw.randint(2, 5))
-        ]
-        batch = torch.randn(8, rows // 8, width)
-    else:
-        blocks = [_Residual(width, draw.choice([1, 4]) * width, dropout) for _ in range(draw.randint(2, 6))]
-        batch = torch.randn(rows, width)
-    model = nn.Sequential(nn.Linear(width, width), *blocks, nn.Linear(width, classes))
-    target = torch.zeros(batch.shape[:-1], dtype=torch.long).flatten()
-    losses: list[Callable[[Tensor], Tensor]] = [
-        lambda out: out.square().mean(), lambda out: F.cross_entropy(out.flatten(0, -2), target),
-    ]  # fmt: skip
-    return Training(model, draw.choice(OPTIMIZERS)(model.parameters()), batch, draw.choice(losses))
-
-
-def trained(seed: int, method: str, budget: Bytes) -> Bytes | BudgetInfeasible:
-    """The highest peak of its steps, or why one was refused."""
-    model, optimizer, batch, loss = training_of(seed)
-    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
-        try:
-            for _ in range(STEPS):
-                with memory.step(batch):
-                    loss(model(batch)).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        except BudgetInfeasible as refusal:
-            return refusal
-        return max(report.peak_bytes for report in memory.history)
-
-
-def _smallest(seed: int, method: str, among: int) -> Bytes:
-    low, high = 0, trained(seed, "checkpoint", 1 << 30)
-    assert isinstance(high, int)
-    while isinstance(trained(seed, method, high), BudgetInfeasible):
-        low, high = high, high * 5 // 4
-    while high - low > high // among:
-        middle = (low + high) // 2
-        low, high = (middle, high) if isinstance(trained(seed, method, middle), BudgetInfeasible) else (low, middle)
-    return high
-
-
 def run(size: Size, tell: Tell) -> Result:
     """Refuse every training twice under every method."""
     rows: list[Row] = []
@@ -188,7 +38,7 @@ def run(size: Size, tell: Tell) -> Result:
     for number, seed in enumerate(seeds):
         draw = random.Random(f"budgets of {seed}")
         for method in METHODS:
-            smallest = _smallest(seed, method, size.among)
+            smallest = smallest_of(seed, method, size.among)
             for share in (draw.uniform(0.2, 0.7), draw.uniform(0.7, 0.97)):
                 refusal = trained(seed, method, int(share * smallest))
                 if isinstance(refusal, BudgetInfeasible):
@@ -202,9 +52,9 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{len(rows)} refusals of the block engine, of {len(seeds)} trainings",
         columns=(
-            *text_columns(method="method", refusals="refusals", works="what is named works"),
-            *text_columns(more="is more than a tenth too much"),
-            *share_columns(least="named, of the smallest: least", most="most"),
+            *columns.text(method="method", refusals="refusals", works="what is named works"),
+            *columns.text(more="is more than a tenth too much"),
+            *columns.shares(least="named, of the smallest: least", most="most"),
         ),
         rows=[_summary(method, [row for row in rows if row["method"] == method]) for method in METHODS],
         checks=[

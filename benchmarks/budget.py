@@ -7,28 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks import workloads
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import account, longest_batch
+from benchmarks.trainings import differing, path_of, trained
 from spillway.errors import BudgetInfeasible
 from spillway.report.figures import highest_peak, recomputed_share
-from spillway.subprocess_runs import run as launch
 from spillway.subprocess_runs.rows import first_difference
-from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
+from spillway.subprocess_runs.run import RunResult
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 
@@ -52,9 +40,10 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """Train plainly, then under every budget."""
     tell("peak of the longest batch")
-    peak = _plain_peak(size)
+    workload = get(path_of(size.workload))
+    peak = account(workload, longest_batch(workload, size.steps), 2).peak
     tell(f"plain, {size.steps} steps")
-    plain = _train(_request(size.workload, steps=size.steps, method=None), tell)
+    plain = trained(size.workload, size.steps, None, None, tell)
     cells = [(method, percent) for method in size.methods for percent in size.percents]
     rows = [_under(size, peak, method, percent, plain, tell) for method, percent in cells]
     return Result(
@@ -67,14 +56,14 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(method="method", budget="budget"),
-    *byte_columns(budget_bytes="bytes", peak_bytes="peak"),
-    *text_columns(steps="steps", over="over budget"),
-    *byte_columns(peak_rss_bytes="RSS"),
-    *ratio_columns(rss_ratio="RSS/budget", ratio="time x plain"),
-    *byte_columns(bytes_out="out", bytes_in="in"),
-    *share_columns(recomputed_share="recomputed"),
-    *text_columns(verdict="beside plain"),
+    *columns.text(method="method", budget="budget"),
+    *columns.nbytes(budget_bytes="bytes", peak_bytes="peak"),
+    *columns.text(steps="steps", over="over budget"),
+    *columns.nbytes(peak_rss_bytes="RSS"),
+    *columns.ratios(rss_ratio="RSS/budget", ratio="time x plain"),
+    *columns.nbytes(bytes_out="out", bytes_in="in"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.text(verdict="beside plain"),
 )
 
 NOTES: Final = (
@@ -84,30 +73,6 @@ NOTES: Final = (
     "Peak: by our account, of the worst step. RSS: the process's highest resident set above that before it built the "
     "model, without pages of files.",
 )
-
-
-def _path(workload: str) -> str:
-    return f"{Path(workloads.__file__)}:{workload}"
-
-
-def _plain_peak(size: Size) -> Bytes:
-    workload = get(_path(size.workload))
-    return account(workload, longest_batch(workload, size.steps), 2).peak
-
-
-def _request(workload: str, *, steps: int, method: str | None, budget: Bytes | None = None) -> RunRequest:
-    return RunRequest(workload=_path(workload), seed=0, steps=steps, method=method, budget_bytes=budget)
-
-
-def _train(request: RunRequest, tell: Tell) -> RunResult:
-    done: list[StepDone] = []
-
-    def hear(step: StepDone) -> None:
-        done.append(step)
-        if len(done) % 20 == 0:
-            tell(f"step {len(done)} of {request.steps}")
-
-    return launch.run(request, Listener(step=hear, output=tell))
 
 
 def _plain_row(peak: Bytes, plain: RunResult) -> Row:
@@ -120,7 +85,7 @@ def _under(size: Size, peak: Bytes, method: str, percent: int, plain: RunResult,
     cell = {"method": method, "budget": f"{percent} %", "budget_bytes": budget}
     tell(f"{method}, {percent} %, {size.steps} steps")
     try:
-        found = _train(_request(size.workload, steps=size.steps, method=method, budget=budget), tell)
+        found = trained(size.workload, size.steps, method, budget, tell)
     except BudgetInfeasible as refusal:
         return {**cell, "verdict": f"refused: {refusal}"}
     return {**cell, **_figures(budget, found, plain)}
@@ -138,7 +103,7 @@ def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any
         "bytes_out": sum(report.bytes_out for report in reports),
         "bytes_in": sum(report.bytes_in for report in reports),
         "recomputed_share": recomputed_share(reports),
-        "differing_losses": sum(one != other for one, other in zip(found.losses, plain.losses, strict=True)),
+        "differing_losses": differing(found, plain),
         "first_difference": difference,
         "verdict": "identical" if difference is None else f"differs: {difference}",
     }

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.methods import BLOCK_METHODS, METHODS
 from spillway.methods.base import AbstractPolicy
 from tests.cpu.process_judge import group, judged, plainly
@@ -58,7 +59,7 @@ def run(size: Size, tell: Tell) -> Result:
     worlds = " and ".join(f"{len(programs)} programs of {world}" for world, programs in size.programs.items())
     return Result(
         title=f"{worlds} processes, {len(ran)} runs",
-        columns=text_columns(
+        columns=columns.text(
             method="method", runs="runs", identical="identical", wrong="wrong", refused="refused first", moves="moves",
             drops="drops",
         ),

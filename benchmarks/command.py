@@ -1,4 +1,4 @@
-"""The command line of the benchmarks."""
+"""The command line of the benchmarks, and of the papers'."""
 
 from __future__ import annotations
 
@@ -8,63 +8,63 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from benchmarks import machine, show
-from benchmarks.record import Benchmark, Skipped
+from benchmarks.record import Benchmark, Collection, Skipped
 
-NAMES = (
-    "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "mimose_planning", "overlap", "heuristics",
-    "budget", "mimose_budget", "convergence", "mimose_convergence", "reach", "exactness", "block_exactness",
-    "block_programs", "block_refusals", "random_programs", "list_optimizers", "data_dependent", "refusals",
-    "collectives", "op_audit",
-    "recording", "dtr_reference", "optimal", "delta_tables", "modelled", "growth", "simulated", "compare",
-    "mimose_tasks", "mimose_estimator", "mimose_blocks", "mimose_detection", "papaya_paper", "papaya_here",
-    "papaya_simulated", "papaya_implications", "compression", "packing", "files", "compare_models",
+# In the order in which they run: times first, while nothing has warmed the machine.
+NAMES: Final = (
+    "host_cost", "block_cost", "half_memory", "race", "mimose_speed", "overlap", "budget", "mimose_budget", "reach",
+    "exactness", "block_exactness", "block_programs", "block_refusals", "random_programs", "list_optimizers",
+    "data_dependent", "refusals", "collectives", "op_audit", "recording", "optimal", "modelled", "growth", "simulated",
+    "compare", "compression", "packing", "files", "compare_models", "gpu",
 )  # fmt: skip
-"""In the order in which they run: times first, while nothing has warmed the machine."""
-
-ON_A_GPU = ("gpu_costs", "gpu")
-"""They need a CUDA device, and run when they are named."""
-
-RESULTS = Path(__file__).parent / "results"
+BENCHMARKS: Final = Collection(
+    package="benchmarks", purpose="Measure what Spillway promises.", on_a_gpu=("gpu",),
+    modules={name: f"benchmarks.{name}" for name in NAMES},
+)  # fmt: skip
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], offered: Collection) -> int:
     """Run the benchmarks asked for; 1 if a target was missed."""
-    asked = _asked(arguments)
+    asked = _asked(arguments, offered)
     torch.set_num_threads(1)
-    # Figures of the quick size mean nothing: they miss nothing, and replace nothing unless a folder was named for them.
-    folder = asked.results or (None if asked.quick else RESULTS)
-    return max([_run(load(name), folder, quick=asked.quick) for name in asked.name or NAMES], default=0)
+    missed = 0
+    for name in asked.name or [name for name in offered.modules if name not in offered.on_a_gpu]:
+        # Figures of the quick size mean nothing: they miss nothing, and replace nothing unless a folder was named.
+        folder = asked.results or (None if asked.quick else offered.results(name))
+        missed |= _run(load(name, offered), folder, offered, quick=asked.quick)
+    return missed
 
 
-def load(name: str) -> Benchmark:
-    """The benchmark of that name: every module of one offers `BENCHMARK`."""
-    benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+def load(name: str, offered: Collection) -> Benchmark:
+    """The benchmark of that name."""
+    benchmark = importlib.import_module(offered.modules[name]).BENCHMARK
     if not isinstance(benchmark, Benchmark):
-        raise TypeError(f"benchmarks.{name}.BENCHMARK is a {type(benchmark).__name__}.")
+        raise TypeError(f"{offered.modules[name]}.BENCHMARK is a {type(benchmark).__name__}.")
     return benchmark
 
 
-def _asked(arguments: Sequence[str]) -> argparse.Namespace:
-    names = ", ".join((*NAMES, *ON_A_GPU))
-    parser = argparse.ArgumentParser("python -m benchmarks", description="Measure what Spillway promises.")
+def _asked(arguments: Sequence[str], offered: Collection) -> argparse.Namespace:
+    names = ", ".join(offered.modules)
+    parser = argparse.ArgumentParser(f"python -m {offered.package}", description=offered.purpose)
     parser.add_argument(
         "name", nargs="*", metavar="NAME", help=f"one of {names}; all that need no GPU if none is named"
     )
     parser.add_argument("--quick", action="store_true", help="a small size that only shows whether everything runs")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results go (default: benchmarks/results)")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where results go (default: beside the module)")
     asked = parser.parse_args(arguments)
     # Not by `choices`, which an empty list of names would have to be one of.
-    unknown = [name for name in asked.name if name not in (*NAMES, *ON_A_GPU)]
+    unknown = [name for name in asked.name if name not in offered.modules]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; choose from {names}")
     return asked
 
 
-def _run(benchmark: Benchmark, folder: Path | None, *, quick: bool) -> int:
+def _run(benchmark: Benchmark, folder: Path | None, offered: Collection, *, quick: bool) -> int:
     described, loads, began = machine.describe(), [machine.load()], time.perf_counter()
     try:
         result = benchmark.run(benchmark.quick if quick else benchmark.full, lambda text: _tell(benchmark.name, text))
@@ -75,7 +75,7 @@ def _run(benchmark: Benchmark, folder: Path | None, *, quick: bool) -> int:
     data = show.document(benchmark.name, result, described, loads, time.perf_counter() - began)
     show.print_document(data)
     if folder is not None:
-        show.write(folder, data, result.pictures)
+        show.write(folder, data, result.pictures, offered.package)
     return 0 if quick or all(check.met for check in result.checks) else 1
 
 

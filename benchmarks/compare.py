@@ -15,7 +15,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.ir import write_step
 from spillway.units import Seconds, format_bytes, format_seconds
 from spillway.workloads.recorded import record
@@ -51,13 +52,14 @@ def run(size: Size, tell: Tell) -> Result:
         began, used = time.perf_counter(), _cpu_seconds()
         rows = _compared(Path(folder), size)
         seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - used
+    budgets = {str(budget): format_bytes(budget) for budget in sorted({row["budget_bytes"] for row in rows})}
     wanted = len(size.methods) * size.budgets
     statuses = Counter(row["status"] for row in rows)
     ops, peak = len(recorded.step.ops), format_bytes(recorded.step.plain_peak())
     ended = ", ".join(f"{statuses[status]} {status}" for status in ("ok", "oom", "thrash"))
     return Result(
         title=f"{len(size.methods)} methods under {size.budgets} budgets on one step, from the command line",
-        columns=[*text_columns(method="method"), *(_column(budget) for budget in _budgets(rows))],
+        columns=[*columns.text(method="method"), *columns.text(**budgets)],
         rows=[_row(method, rows) for method in size.methods],
         checks=[
             Check(what="seconds of `spillway compare`", measured=round(seconds, 1), at_most=LIMIT),
@@ -92,14 +94,6 @@ def _cpu_seconds() -> Seconds:
     """Of all children that have ended, and theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def _budgets(rows: Sequence[dict[str, Any]]) -> list[int]:
-    return sorted({row["budget_bytes"] for row in rows})
-
-
-def _column(budget: int) -> Column:
-    return Column(key=str(budget), head=format_bytes(budget))
 
 
 def _row(method: str, rows: Sequence[dict[str, Any]]) -> Row:

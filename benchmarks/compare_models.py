@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import models
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, text_columns
+from benchmarks import columns, models
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.costs.device import DEVICES, Device
 from spillway.methods import METHODS
 from spillway.recording import record
@@ -146,18 +146,19 @@ def run(size: Size, tell: Tell) -> Result:
                     odd += [f"{name} on {device}: {fault}" for fault in _faults(found)]
             tell(f"{name} on {device}: {dict(ends)}")
         rows.append({"model": name, "ops": len(recorded.step.ops), "peak": peak, **ends})
+    ended = sum(row.get(status, 0) for row in rows for status in ("ok", "oom", "thrash"))
     wanted = len(rows) * len(DEVICES_ASKED) * len(size.methods) * len(size.shares)
     return Result(
         title=f"{wanted} rows of {len(size.methods)} methods on {len(rows)} models, {len(DEVICES_ASKED)} devices",
         columns=[
-            *text_columns(model="model", ops="ops"), Column(key="peak", head="plain peak", show=format_bytes),
-            *text_columns(ok="ok", oom="oom", thrash="thrash"),
+            *columns.text(model="model", ops="ops"), Column(key="peak", head="plain peak", show=format_bytes),
+            *columns.text(ok="ok", oom="oom", thrash="thrash"),
         ],
         rows=rows,
         checks=[
             Check(what="rows that ended in an exception of ours", measured=len(failures), at_most=0),
             Check(what="rows that say what cannot be", measured=len(odd) - len(failures), at_most=0),
-            Check(what="rows that are missing", measured=wanted - sum(map(_counted, rows)) - len(failures), at_most=0),
+            Check(what="rows that are missing", measured=wanted - ended - len(failures), at_most=0),
         ],
         notes=(
             f"Steps recorded on fake tensors with their optimizer; budgets of {', '.join(map(str, size.shares))} of "
@@ -168,10 +169,6 @@ def run(size: Size, tell: Tell) -> Result:
             *odd[:20],
         ),
     )  # fmt: skip
-
-
-def _counted(row: Row) -> int:
-    return sum(row.get(status, 0) for status in ("ok", "oom", "thrash"))
 
 
 def _device(name: str) -> Device:

@@ -16,18 +16,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks import workloads
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    text_columns,
-)
+from benchmarks import columns, workloads
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.engines.blocks.compress import CompressedHome, Compressor
 from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.meter import meter_for
@@ -88,13 +78,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(what="what", subject="of", bits="bits"),
-    *byte_columns(before="bytes", after="in fewer"),
-    *ratio_columns(ratio="share"),
-    Column(key="noise", head="noise of one draw", show="{:.2%}".format),
-    *ratio_columns(bias="bias x its noise"),
-    Column(key="loss", head="final loss", show="{:.4f}".format),
-    Column(key="beyond", head="beyond the plain one", show="{:+.2%}".format),
+    *columns.text(what="what", subject="of", bits="bits"),
+    *columns.nbytes(before="bytes", after="in fewer"),
+    *columns.ratios(ratio="share"),
+    *columns.shown("{:.2%}".format, noise="noise of one draw"),
+    *columns.ratios(bias="bias x its noise"),
+    *columns.shown("{:.4f}".format, loss="final loss"),
+    *columns.shown("{:+.2%}".format, beyond="beyond the plain one"),
 )
 
 NOTES: Final = (

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
-from tests.cpu.families import FAMILIES, difference
+from tests.cpu.families import FAMILIES
 from tests.cpu.pressure import ORDERS
-from tests.cpu.test_exactness import SHARES, Trained, managed, plain, plain_peak
+from tests.cpu.test_exactness import SHARES, Trained, different, managed, plain, plain_peak
 
 FEWEST_FAMILIES: Final = 12
 
@@ -45,7 +46,10 @@ class Outcome:
 def run(size: Size, tell: Tell) -> Result:
     """Train every family plainly, then under every budget and every policy."""
     cells = [(percent, order) for percent in size.percents for order in WAYS]
-    outcomes = {name: _outcomes(name, cells, tell) for name in size.families}
+    outcomes: dict[str, list[Outcome]] = {}
+    for name in size.families:
+        tell(name)
+        outcomes[name] = [_outcome(name, plain_peak(name) * percent // 100, order) for percent, order in cells]
     wrong = [(name, o.text) for name, found in outcomes.items() for o in found if not o.exact]
     refused = sum(o.refused for found in outcomes.values() for o in found)
     return Result(
@@ -70,12 +74,7 @@ NOTES: Final = (
 
 def _columns(cells: Sequence[tuple[int, str]]) -> Sequence[Column]:
     heads = {f"{percent} {order}": f"{percent} %, {order}" for percent, order in cells}
-    return (*text_columns(family="family"), *byte_columns(peak_bytes="plain peak"), *text_columns(**heads))
-
-
-def _outcomes(name: str, cells: Sequence[tuple[int, str]], tell: Tell) -> list[Outcome]:
-    tell(name)
-    return [_outcome(name, plain_peak(name) * percent // 100, order) for percent, order in cells]
+    return (*columns.text(family="family"), *columns.nbytes(peak_bytes="plain peak"), *columns.text(**heads))
 
 
 def _outcome(name: str, budget: Bytes, order: str) -> Outcome:
@@ -101,17 +100,6 @@ def _wrong(expected: Trained, found: Trained, budget: Bytes) -> str | None:
         return wrong
     over = [report.step for report in found.reports if report.peak_bytes > budget]
     return f"OVER BUDGET in step {over[0]}" if over else None
-
-
-def different(expected: Trained, found: Trained) -> str | None:
-    """The first thing in which two runs of a family are not identical; None if all is."""
-    if found.losses != expected.losses:
-        return "LOSSES DIFFER"
-    if len(found.states) != len(expected.states):
-        return f"{len(found.states)} STATES INSTEAD OF {len(expected.states)}"
-    texts = map(difference, expected.states, found.states)
-    text = next((text for text in texts if text is not None), None)
-    return None if text is None else f"DIFFERS: {text}"
 
 
 def _row(name: str, cells: Sequence[tuple[int, str]], outcomes: Sequence[Outcome]) -> Row:

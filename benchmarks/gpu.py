@@ -18,19 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from benchmarks import bottlenecks
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import bottlenecks, columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.errors import SpillwayError
 from spillway.methods import LRU, AbstractPolicy, Delta
 from spillway.units import Bytes, Seconds
@@ -282,13 +271,13 @@ def _clean_up() -> None:
 
 
 COLUMNS: Final = (
-    *text_columns(model="model", batch="batch", method="method"),
-    *byte_columns(budget="budget", peak="peak, allocator", told="peak, session", reserved="set aside"),
-    *ratio_columns(over="peak / budget", first_over="of the first step", times="times plain"),
-    *second_columns(seconds="step", copying="copies", stall="stall"),
-    *share_columns(hidden="copies hidden", recomputed="recomputed"),
-    *byte_columns(bytes_out="out", bytes_in="in"),
-    *text_columns(outcome="compared with plain"),
+    *columns.text(model="model", batch="batch", method="method"),
+    *columns.nbytes(budget="budget", peak="peak, allocator", told="peak, session", reserved="set aside"),
+    *columns.ratios(over="peak / budget", first_over="of the first step", times="times plain"),
+    *columns.seconds(seconds="step", copying="copies", stall="stall"),
+    *columns.shares(hidden="copies hidden", recomputed="recomputed"),
+    *columns.nbytes(bytes_out="out", bytes_in="in"),
+    *columns.text(outcome="compared with plain"),
 )
 
 NOTES: Final = (

@@ -7,17 +7,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, final
 
+from benchmarks import columns
 from benchmarks.growth_models import BUILDS
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    text_columns,
-)
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.costs import Growth, alike, fit_growth
 from spillway.ir import Step
 from spillway.recording import record
@@ -59,11 +51,11 @@ def run(size: Sequence[Model], tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", size="size", recorded="recorded at", ops="ops", storages="storages"),
-    *text_columns(exact="exact to the byte", doubtful="known to be doubtful", flops_exact="ops with exact flops"),
-    *byte_columns(peak_bytes="plain peak", foretold_bytes="foretold"),
-    Column(key="wrong_share", head="bytes wrong", show="{:.4%}".format),
-    Column(key="worst_share", head="worst storage", show="{:.2%}".format),
+    *columns.text(model="model", size="size", recorded="recorded at", ops="ops", storages="storages"),
+    *columns.text(exact="exact to the byte", doubtful="known to be doubtful", flops_exact="ops with exact flops"),
+    *columns.nbytes(peak_bytes="plain peak", foretold_bytes="foretold"),
+    *columns.shown("{:.4%}".format, wrong_share="bytes wrong"),
+    *columns.shown("{:.2%}".format, worst_share="worst storage"),
 )
 
 NOTES: Final = (

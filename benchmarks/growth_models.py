@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, cast
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from spillway.workloads import Batch, Workload, seed_everything
+from benchmarks.models import pictures_of, repeated
+from spillway.workloads import Workload
 
 Build = Callable[..., Workload]
 _VOCABULARY: Final = 1000
@@ -87,21 +87,8 @@ def _of_words(name: str, model: nn.Module, size: int, batch: int) -> Workload:
 
 
 def _of_pictures(name: str, model: nn.Module, size: int, batch: int) -> Workload:
-    pictures, labels = torch.ones(batch, 3, size, size), torch.ones(batch, dtype=torch.int64)
-    return _workload(name, model, {"pixel_values": pictures, "labels": labels})
+    return _workload(name, model, pictures_of(batch, size))
 
 
 def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Workload:
-    seed_everything(0)
-
-    def batches(steps: int) -> Iterator[Batch]:
-        return repeat(batch, steps)
-
-    return Workload(
-        name=name, model=model.train(), optimizers=(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True),),
-        batches=batches, loss=_loss,
-    )  # fmt: skip
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return cast(Tensor, cast(Any, model)(**cast(Mapping[str, Tensor], batch)).loss)
+    return repeated(name, model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
-from benchmarks.workers import Job, Worker, all_started, started
+from benchmarks.turns import account, answered
+from benchmarks.workers import Job
 from spillway.units import Bytes
 
 PLAIN: Final = "plain"
@@ -80,14 +70,14 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload", competitor="competitor"),
-    *byte_columns(peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="time", cpu_seconds="CPU", system_seconds="system"),
-    Column(key="page_faults", head="faults", show="{:.0f}".format),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
-    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
-    *share_columns(recomputed_share="recomputed"),
-    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+    *columns.text(workload="workload", competitor="competitor"),
+    *columns.nbytes(peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU", system_seconds="system"),
+    *columns.shown("{:.0f}".format, page_faults="faults"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.nbytes(bytes_out="out/step", bytes_in="in/step"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
 )
 
 NOTES: Final = (
@@ -111,7 +101,9 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
         options = {**own, "method": method, "budget": budget, "checkpoints": False, "return_freed": True, **flags}
         return Job(function="benchmarks.training:trainer", options=options)
 
-    peaks = _account(job, size, lambda text: tell(f"{task.workload}: {text}"))
+    # One step more than batches: the optimizer's state is there from the second on.
+    without = {PLAIN: job("keep-all"), CHECKPOINT: job("keep-all", checkpoints=True)}
+    peaks = {name: account(one, size.batches + 1) for name, one in without.items()}
     budget, nearly_all = peaks[PLAIN] // 2, peaks[PLAIN] * 97 // 100
     jobs = {
         PLAIN: job(),
@@ -125,7 +117,7 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
         NEARLY_ALL: job("lru", nearly_all),
         CHECKPOINT: job(checkpoints=True),
     }
-    answers = _in_turns(jobs, size, lambda text: tell(f"{task.workload}: {text}"))
+    answers = answered(jobs, size.rounds, lambda text: tell(f"{task.workload}: {text}"))
     budgets = {NEARLY_ALL: nearly_all}
     return [
         _row(task, name, budgets.get(name, budget), peaks.get(name), found, answers[PLAIN], size)
@@ -133,31 +125,8 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
     ]
 
 
-def _account(job: Callable[..., Job], size: Size, tell: Tell) -> dict[str, Bytes]:
-    """Peaks of what runs without a session."""
-    peaks = {}
-    for name, checkpoints in ((PLAIN, False), (CHECKPOINT, True)):
-        tell(f"peak of {name}")
-        with started(job("keep-all", checkpoints=checkpoints)) as worker:
-            # One step more than batches: the optimizer's state is there from the second on.
-            reports = [worker.ask()["report"] for _ in range(size.batches + 1)]
-        peaks[name] = max(report["peak_bytes"] for report in reports)
-    return peaks
-
-
-def _in_turns(jobs: Mapping[str, Job], size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
-    with all_started(jobs) as workers:
-        rounds = [_round(workers, number, size, tell) for number in range(size.rounds)]
-    return {name: [answers[name] for answers in rounds] for name in jobs}
-
-
-def _round(workers: Mapping[str, Worker], number: int, size: Size, tell: Tell) -> dict[str, dict[str, Any]]:
-    tell(f"round {number + 1} of {size.rounds}")
-    return {name: worker.ask() for name, worker in workers.items()}
-
-
 def _row(
-    task: Task, name: str, budget: Bytes, account: Bytes | None, answers: list[Any], plain: list[Any], size: Size
+    task: Task, name: str, budget: Bytes, peak: Bytes | None, answers: list[Any], plain: list[Any], size: Size
 ) -> Row:
     reports = [answer["report"] for answer in answers if answer["report"] is not None]
     clocks = ("wall", "cpu", "system", "faults")
@@ -167,7 +136,7 @@ def _row(
         "workload": task.workload,
         "competitor": name,
         "budget_bytes": budget if reports else None,
-        "peak_bytes": max((report["peak_bytes"] for report in reports), default=account),
+        "peak_bytes": max((report["peak_bytes"] for report in reports), default=peak),
         "peak_rss_bytes": max(answer["rss"] for answer in answers),
         "seconds": statistics.median(counted["wall"]),
         "cpu_seconds": statistics.median(counted["cpu"]),

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from benchmarks.training import METHODS
-from benchmarks.workers import Job, all_started
+from benchmarks.turns import answered
+from benchmarks.workers import Job
 from spillway.units import GiB
 
 PLAIN: Final = "plain"
@@ -186,19 +188,17 @@ def run(size: Size, tell: Tell) -> Result:
         title="what a step costs beyond plain when nothing has to leave",
         columns=COLUMNS,
         rows=[*rows, *known],
-        checks=[*_op_checks(rows), *_known_checks(known)],
+        checks=[*(check for row in rows for check in _both_ways(row)), *_known_checks(known)],
         notes=NOTES,
     )
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(competitor="competitor", shape="layers x width", ops="ops"),
-    *second_columns(seconds="time", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
-    Column(key="us_per_op", head="us/op", show="{:.2f}".format),
-    Column(key="cpu_us_per_op", head="CPU us/op", show="{:.2f}".format),
-    Column(key="times_nothing", head="x nothing", show="{:.2f}".format),
-    Column(key="edges_us", head="begin, end us", show="{:.0f}".format),
+    *columns.text(competitor="competitor", shape="layers x width", ops="ops"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.shown("{:.2f}".format, us_per_op="us/op", cpu_us_per_op="CPU us/op", times_nothing="x nothing"),
+    *columns.shown("{:.0f}".format, edges_us="begin, end us"),
 )
 
 NOTES: Final = (
@@ -216,13 +216,7 @@ def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
     small, large = asdict(size.small), asdict(size.large)
     jobs = {kind: _job(kind, small, size.steps) for kind in (PLAIN, NOTHING, TRACKING, *RECIPES, *KNOWN)}
     jobs |= {_large(kind): _job(kind, large, size.large_steps) for kind in KNOWN}
-    with all_started(jobs) as workers:
-        answers: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-        for number in range(size.rounds):
-            tell(f"round {number + 1} of {size.rounds}")
-            for name, worker in workers.items():
-                answers[name].append(worker.ask())
-    return {name: found[1:] for name, found in answers.items()}
+    return {name: found[1:] for name, found in answered(jobs, size.rounds, tell).items()}
 
 
 def _large(kind: str) -> str:
@@ -253,21 +247,15 @@ class _Times:
         return statistics.median(whole - ops for whole, ops in zip(self.cpu, self.ops_cpu, strict=True))
 
 
-def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> Row:
+def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> dict[str, Any]:
     seconds, cpu = statistics.median(times.wall), statistics.median(times.cpu)
     over, over_cpu = seconds - statistics.median(plain.wall), cpu - statistics.median(plain.cpu)
-    return {
-        "competitor": kind,
-        "shape": str(shape),
-        "ops": ops,
-        "seconds": seconds,
-        "cpu_seconds": cpu,
-        "ratio": seconds / statistics.median(plain.wall),
-        "cpu_ratio": cpu / statistics.median(plain.cpu),
-        "us_per_op": None if kind == PLAIN else over / ops * 1e6,
-        "cpu_us_per_op": None if kind == PLAIN else over_cpu / ops * 1e6,
-        "edges_us": None if kind == PLAIN else times.edges() * 1e6,
-    }
+    row = {
+        "competitor": kind, "shape": str(shape), "ops": ops, "seconds": seconds, "cpu_seconds": cpu,
+        "ratio": seconds / statistics.median(plain.wall), "cpu_ratio": cpu / statistics.median(plain.cpu),
+    }  # fmt: skip
+    added = {"us_per_op": over / ops * 1e6, "cpu_us_per_op": over_cpu / ops * 1e6, "edges_us": times.edges() * 1e6}
+    return row | (dict.fromkeys(added) if kind == PLAIN else added)
 
 
 def _beside_nothing(rows: Sequence[Row]) -> list[Row]:
@@ -282,31 +270,15 @@ def _beside_nothing(rows: Sequence[Row]) -> list[Row]:
 
 def _known_row(kind: str, shape: Shape, ops: int, turns: Sequence[Any]) -> Row:
     times, plain = _Times(_answers(turns, kind)), _Times(_answers(turns, PLAIN))
-    over, over_cpu = (
-        statistics.median(found) - statistics.median(plainly)
-        for found, plainly in ((times.wall, plain.wall), (times.cpu, plain.cpu))
-    )
-    return {
-        "competitor": kind,
-        "shape": str(shape),
-        "ops": ops,
-        "seconds": statistics.median(times.wall),
-        "cpu_seconds": statistics.median(times.cpu),
-        "ratio": median_ratio(times.wall, plain.wall),
-        "cpu_ratio": median_ratio(times.cpu, plain.cpu),
-        "us_per_op": over / ops * 1e6,
-        "cpu_us_per_op": over_cpu / ops * 1e6,
-        "edges_us": times.edges() * 1e6,
-    }
+    ratios = {"ratio": median_ratio(times.wall, plain.wall), "cpu_ratio": median_ratio(times.cpu, plain.cpu)}
+    return _row(kind, shape, ops, times, plain) | ratios
 
 
-def _op_checks(rows: Sequence[Row]) -> list[Check]:
-    limited = [row for row in rows if row["competitor"] in LIMITS]
-    return [check for row in limited for check in _both_ways(row, LIMITS[row["competitor"]])]
-
-
-def _both_ways(row: Row, limit: float) -> list[Check]:
+def _both_ways(row: Row) -> list[Check]:
     """As measured, and as it would be where the mode that does nothing costs what it did when the limit was set."""
+    limit = LIMITS.get(row["competitor"])
+    if limit is None:
+        return []
     what = f"CPU us per op over plain, {row['competitor']}"
     scaled = row["times_nothing"] * NOTHING_THERE
     return [

@@ -5,39 +5,19 @@ The same training with the single-tensor form, which needs one parameter's tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
 import spillway
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
-
-OPTIMIZERS: Final[Mapping[str, tuple[Any, Mapping[str, Any]]]] = MappingProxyType(
-    {
-        "AdamW": (torch.optim.AdamW, {}),
-        "AdamW, amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
-        "Adam": (torch.optim.Adam, {"weight_decay": 0.01}),
-        "SGD": (torch.optim.SGD, {"lr": 0.01}),
-        "SGD, momentum": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "nesterov": True}),
-        "Adagrad": (torch.optim.Adagrad, {}),
-        "NAdam": (torch.optim.NAdam, {}),
-        "RMSprop": (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
-        "Adadelta": (torch.optim.Adadelta, {}),
-        "Adamax": (torch.optim.Adamax, {}),
-        "RAdam": (torch.optim.RAdam, {}),
-        "ASGD": (torch.optim.ASGD, {}),
-        "Rprop": (torch.optim.Rprop, {}),
-        "Adafactor": (torch.optim.Adafactor, {}),
-    }
-)
-FUSED: Final = frozenset({"AdamW", "AdamW, amsgrad", "Adam", "SGD", "SGD, momentum", "Adagrad"})
-"""Those that torch has a fused form of."""
+from tests.cpu.refusal_cases import FUSED, OPTIMIZERS, smallest_that_works
 
 ALLOWED: Final = 1.10
 """The floor of a form, as a multiple of that of the single-tensor form."""
@@ -70,10 +50,10 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{LAYERS} layers of width {size.width}, {size.steps} steps",
         columns=(
-            *text_columns(optimizer="optimizer", form="form"),
-            *byte_columns(peak_bytes="plain peak", smallest_bytes="floor"),
-            *ratio_columns(ratio="of the single-tensor form's"),
-            *text_columns(verdict="at its floor + 10 %, beside plain"),
+            *columns.text(optimizer="optimizer", form="form"),
+            *columns.nbytes(peak_bytes="plain peak", smallest_bytes="floor"),
+            *columns.ratios(ratio="of the single-tensor form's"),
+            *columns.text(verdict="at its floor + 10 %, beside plain"),
         ),
         rows=rows,
         checks=[
@@ -100,12 +80,7 @@ class Training:
 
     def under(self, budget: Bytes | None, method: str = "lru") -> tuple[State, Bytes]:
         """What it ends in, and the highest peak."""
-        torch.manual_seed(0)
-        width = self._size.width
-        layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
-        model = nn.Sequential(*(module for layer in layers for module in layer))
-        optimizer = self._made(model)
-        batches = [torch.randn(8, width) for _ in range(self._size.steps)]
+        model, optimizer, batches = self._made()
         with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
             for batch in batches:
                 with memory.step(batch):
@@ -115,20 +90,20 @@ class Training:
 
     def plainly(self) -> State:
         """The same without a session."""
+        model, optimizer, batches = self._made()
+        for batch in batches:
+            _train(model, optimizer, batch)
+        return state_of(model, optimizer)
+
+    def _made(self) -> tuple[nn.Module, torch.optim.Optimizer, list[torch.Tensor]]:
         torch.manual_seed(0)
         width = self._size.width
         layers = [(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
         model = nn.Sequential(*(module for layer in layers for module in layer))
-        optimizer = self._made(model)
-        for batch in [torch.randn(8, width) for _ in range(self._size.steps)]:
-            _train(model, optimizer, batch)
-        return state_of(model, optimizer)
-
-    def _made(self, model: nn.Module) -> torch.optim.Optimizer:
         kind, options = OPTIMIZERS[self.optimizer]
         flags: dict[str, Any] = {"fused": True} if self.form == "fused" else {"foreach": self.form == "foreach"}
-        made: torch.optim.Optimizer = kind(model.parameters(), **options, **flags)
-        return made
+        optimizer = kind(model.parameters(), **options, **flags)
+        return model, optimizer, [torch.randn(8, width) for _ in range(self._size.steps)]
 
     def smallest(self, peak: Bytes, among: int) -> Bytes:
         """The smallest budget that works, by bisection; the peak is known to work."""
@@ -148,15 +123,6 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tens
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def smallest_that_works(works: Callable[[Bytes], bool], most: Bytes, among: int) -> Bytes:
-    """By bisection to one part in `among` of it; `most` is known to work."""
-    low, high = 0, most
-    while high - low > high // among:
-        middle = (low + high) // 2
-        low, high = (low, middle) if works(middle) else (middle, high)
-    return high
 
 
 def _row(training: Training, size: Size, single: Bytes | None) -> Row:

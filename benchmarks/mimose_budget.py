@@ -21,20 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Skipped,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
 from benchmarks.workers import Job, started
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes, MiB
@@ -141,13 +130,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", share="budget at"),
-    *byte_columns(budget_bytes="budget", peak_bytes="highest peak"),
-    *text_columns(steps="steps", over="over budget", refused="refused", sizes="sizes", plans="learned from"),
-    *share_columns(recomputed_share="recomputed"),
-    *text_columns(revoked="revoked"),
-    *ratio_columns(used="peak/budget"),
-    *text_columns(differing_losses="losses that differ"),
+    *columns.text(model="model", share="budget at"),
+    *columns.nbytes(budget_bytes="budget", peak_bytes="highest peak"),
+    *columns.text(steps="steps", over="over budget", refused="refused", sizes="sizes", plans="learned from"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.text(revoked="revoked"),
+    *columns.ratios(used="peak/budget"),
+    *columns.text(differing_losses="losses that differ"),
 )
 NOTES: Final = (
     "Budget at: 0 is the smallest feasible, 1.01 of the highest peak with every block recomputed over the same steps; "
@@ -194,10 +183,11 @@ def _drawn(
 ) -> Panel:
     """The peak of every step against how long its input was, the budgets as lines across."""
     lines: list[Line] = []
+    lengths = [_length(report) for report in most]
     for colour, (budget, reports) in enumerate(runs.items()):
         shown = f"budget {budget / MiB:.1f} MiB"
         lines.append(_points(reports, shown, colour))
-        lines.append(Line(label="", x=_ends(most), y=[budget / MiB] * 2, colour=colour, style="--"))
+        lines.append(Line(label="", x=[min(lengths), max(lengths)], y=[budget / MiB] * 2, colour=colour, style="--"))
     for label, reports in (("none recomputed", most), ("all recomputed", floor)):
         lines.append(_points(reports, label, len(lines) - len(runs)))
     across = "length of both inputs together" if subject.two else "length of the input"
@@ -207,11 +197,6 @@ def _drawn(
 def _points(reports: Sequence[spillway.StepReport], label: str, colour: int) -> Line:
     y = [report.peak_bytes / MiB for report in reports]
     return Line(label=label, x=[_length(report) for report in reports], y=y, colour=colour, style=".")
-
-
-def _ends(reports: Sequence[spillway.StepReport]) -> list[int]:
-    lengths = [_length(report) for report in reports]
-    return [min(lengths), max(lengths)]
 
 
 def _length(report: spillway.StepReport) -> int:

@@ -12,23 +12,13 @@ from itertools import cycle
 from typing import Any, Final, final
 
 import spillway
-from benchmarks import workloads
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock
 from benchmarks.training import warm_up
-from benchmarks.workers import Job, all_started, started
+from benchmarks.trainings import path_of
+from benchmarks.turns import account, answered
+from benchmarks.workers import Job
 from spillway.engines.tensors.system import PeakMemory
 from spillway.methods import Mimose
 from spillway.session.sizes import largest_size
@@ -64,9 +54,9 @@ class Competitor:
         self, *, workload: str, steps: int, method: str | None, budget: Bytes | str | None, traced: bool
     ) -> None:
         warm_up()
-        batches = list(_build(workload).batches(steps))
+        batches = list(get(path_of(workload)).batches(steps))
         self._memory = PeakMemory()
-        self._workload = _build(workload)
+        self._workload = get(path_of(workload))
         self._batches = cycle(batches)
         self._session: spillway.Session | None = None
         if method is not None:
@@ -94,10 +84,6 @@ def competitor(**options: Any) -> Competitor:
     return Competitor(**options)
 
 
-def _build(workload: str) -> Any:
-    return get(f"{workloads.__file__}:{workload}")
-
-
 def run(size: Size, tell: Tell) -> Result:
     """Measure all competitors, a step each in turn."""
 
@@ -108,16 +94,10 @@ def run(size: Size, tell: Tell) -> Result:
     peaks = {}
     for name, method, budget in ((CHECKPOINT, CHECKPOINT, "90%"), (PLAIN, MIMOSE, None)):
         tell(f"peak of {name}")
-        with started(job(method, budget, traced=True)) as worker:
-            peaks[name] = max(worker.ask()["report"]["peak_bytes"] for _ in range(size.steps))
+        peaks[name] = account(job(method, budget, traced=True), size.steps)
     budget = sum(peaks.values()) // 2
     jobs = {PLAIN: job(None), **{name: job(name, budget) for name in (MIMOSE, STATIC, CHECKPOINT)}}
-    answers: dict[str, list[Any]] = {name: [] for name in jobs}
-    with all_started(jobs) as working:
-        for number in range(size.steps):
-            tell(f"step {number + 1} of {size.steps}")
-            for name, worker in working.items():
-                answers[name].append(worker.ask())
+    answers = answered(jobs, size.steps, tell)
     rows = [_row(name, peaks, budget, found, answers[PLAIN], size) for name, found in answers.items()]
     return Result(
         title=f"mean step over natural lengths ({size.workload}), budget {format_bytes(budget)}",
@@ -129,13 +109,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(competitor="competitor"),
-    *byte_columns(peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="mean step", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", to_checkpoint="x checkpoint", to_static="x static"),
-    *share_columns(recomputed_share="blocks recomputed"),
-    *second_columns(planning_seconds="planning, median"),
-    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+    *columns.text(competitor="competitor"),
+    *columns.nbytes(peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="mean step", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", to_checkpoint="x checkpoint", to_static="x static"),
+    *columns.shares(recomputed_share="blocks recomputed"),
+    *columns.seconds(planning_seconds="planning, median"),
+    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
 )
 NOTES: Final = (
     "Every competitor trains the same batches, one function of the standard library a sample, in a process of its "

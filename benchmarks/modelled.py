@@ -11,19 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
-from spillway.costs import Device, Shares, calibrate, residuals, step_seconds, timed
+from benchmarks import columns
+from benchmarks.calibration import calibrate, residuals
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from spillway.costs import Device, Shares, step_seconds, timed
 from spillway.costs.measured import measure
 from spillway.ir import Step
 from spillway.recording import record
@@ -70,13 +61,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload", ops="ops"),
-    *second_columns(plain="plain step", measured="its ops, measured", modelled="modelled"),
-    *ratio_columns(ratio="modelled / measured"),
-    *share_columns(op_error="ops off by"),
-    *ratio_columns(unseen_ratio="without having seen it"),
-    *share_columns(unseen_op_error="ops off by"),
-    *ratio_columns(usual_ratio="uncalibrated"),
+    *columns.text(workload="workload", ops="ops"),
+    *columns.seconds(plain="plain step", measured="its ops, measured", modelled="modelled"),
+    *columns.ratios(ratio="modelled / measured"),
+    *columns.shares(op_error="ops off by"),
+    *columns.ratios(unseen_ratio="without having seen it"),
+    *columns.shares(unseen_op_error="ops off by"),
+    *columns.ratios(usual_ratio="uncalibrated"),
 )
 
 NOTES: Final = (

@@ -6,8 +6,9 @@ Made-up data: how long a step takes and what it keeps does not depend on what is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, repeat
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -26,6 +27,35 @@ def build(name: str, options: Mapping[str, Any]) -> Workload:
 def _training(name: str, model: nn.Module, batches: Callable[[int], Iterator[Batch]], loss: Any) -> Workload:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Workload(name=name, model=model, optimizers=(optimizer,), batches=batches, loss=loss)
+
+
+def repeated(
+    name: str, model: nn.Module, batch: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, *,
+    size: int | None = None, around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Workload:  # fmt: skip
+    """A model of the transformers library, which tells its own loss, with one batch over and over.
+
+    Arguments:
+        size: The batch size, if anybody is to be told.
+        around: What a forward stands in.
+    """
+    seed_everything(0)
+
+    def batches(steps: int) -> Iterator[Batch]:
+        return repeat(batch, steps)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        with around():
+            return cast(Tensor, cast(Any, model)(**cast(Mapping[str, Tensor], batch)).loss)
+
+    return Workload(
+        name=name, model=model.train(), optimizers=(optimizer,), batches=batches, loss=loss, size=size
+    )  # fmt: skip
+
+
+def pictures_of(batch: int, side: int) -> dict[str, Tensor]:
+    """A batch of pictures with labels, for a model of the transformers library."""
+    return {"pixel_values": torch.ones(batch, 3, side, side), "labels": torch.ones(batch, dtype=torch.int64)}
 
 
 # ---------------------------------------------------------------------- LSTM

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from tests.cpu.watched_ops import NUMBERS, UNWRITTEN, many, pairs
 
 ORDERS: Final = ("forward", "and backward", "and double backward")
@@ -45,7 +46,7 @@ def run(size: Size, tell: Tell) -> Result:
     programs = sum(row["counts"].get("programs", 0) for row in ran)
     return Result(
         title=f"{len({row['name'] for row in ran})} of {len(pairs())} ops with a dtype, {programs} programs",
-        columns=text_columns(
+        columns=columns.text(
             dtype="dtype", order="order", autocast="autocast", programs="programs", identical="identical watched",
             accounts="accounts equal", numbers="but for numbers", under="under a budget", left="something left",
             same="identical there", unwritten="unwritten memory", wrong="wrong",

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.linear import linear_step
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, byte_columns, ratio_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.costs import device_named, step_seconds
 from spillway.engines.simulated import simulate
 from spillway.errors import BudgetInfeasible, NoPlanFound, PlanRejected
@@ -16,6 +16,7 @@ from spillway.methods import METHODS, Checkmate, Problem, SqrtN, method_named
 from spillway.methods.checkmate import Solution, lower_bound
 from spillway.problem import with_seconds
 from spillway.units import Bytes
+from tests.pure.linear_graphs import linear_step
 
 DEVICE: Final = "v100-nvlink"
 
@@ -88,11 +89,11 @@ def _is_slower(row: Row, other: Row) -> bool:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(step="step", budget="budget", method="method", status="status"),
-    *ratio_columns(overhead="x plain", x_bound="x LP bound", x_checkmate="x checkmate"),
-    *byte_columns(budget_bytes="allowed", peak_bytes="peak"),
-    *text_columns(nodes="nodes", proof="proof"),
-    *byte_columns(tightened_bytes="given up"),
+    *columns.text(step="step", budget="budget", method="method", status="status"),
+    *columns.ratios(overhead="x plain", x_bound="x LP bound", x_checkmate="x checkmate"),
+    *columns.nbytes(budget_bytes="allowed", peak_bytes="peak"),
+    *columns.text(nodes="nodes", proof="proof"),
+    *columns.nbytes(tightened_bytes="given up"),
 )
 
 NOTES: Final = (

@@ -10,24 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, take_turns
+from benchmarks.turns import Answers, account, answered
 from benchmarks.workers import Job
 from spillway.engines.tiers.spill_file import SpillIO
-from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes, Seconds, format_bytes
 
 PLAIN: Final = "plain"
@@ -73,7 +61,7 @@ def run(size: Size, tell: Tell) -> Result:
     most = max(alone["copy_share"] for alone, _ in pairs)
     checks.append(Check(what="percentage points short of 30 % copying", measured=max(0, 30 - 100 * most), at_most=0))
     tell("two threads that copy, against one")
-    alone, together = _bus(size.bus_bytes)
+    alone, together = (statistics.median(_copies(n, size.bus_bytes) for _ in range(7)) for n in (1, 2))
     return Result(
         title=f"copies beside the ops, budget {size.percent} % of the plain peak",
         columns=COLUMNS,
@@ -88,12 +76,12 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", spill_io="copies", competitor="competitor"),
-    *byte_columns(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
-    *second_columns(seconds="time", stall_seconds="stalls"),
-    *share_columns(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
-    *ratio_columns(plain_ratio="x plain", ratio="x no overlap"),
-    *text_columns(losses="losses"),
+    *columns.text(model="model", spill_io="copies", competitor="competitor"),
+    *columns.nbytes(budget_bytes="budget", bytes_out="out/step", bytes_in="in/step"),
+    *columns.seconds(seconds="time", stall_seconds="stalls"),
+    *columns.shares(copy_share="stalls/time", early_share="begun early", hidden_share="hidden"),
+    *columns.ratios(plain_ratio="x plain", ratio="x no overlap"),
+    *columns.text(losses="losses"),
 )
 
 NOTES: Final = (
@@ -113,12 +101,7 @@ def _rows(model: str, options: Mapping[str, Any], io: SpillIO, size: Size, tell:
 
     budget = account(job("keep-all"), 2) * size.percent // 100
     jobs = {PLAIN: job(), WITHOUT: job(WITHOUT, budget), WITH: job(WITH, budget)}
-    answers = take_turns(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
-    steps: dict[str, Answers] = {}
-    for name, found in answers.items():
-        if isinstance(found, BudgetInfeasible):
-            raise found
-        steps[name] = found
+    steps = answered(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
     return [{"spill_io": io, **_row(model, name, budget, steps, size)} for name in jobs]
 
 
@@ -162,12 +145,6 @@ def _figures(answers: Answers) -> dict[str, Any]:
         "copy_share": stalls / seconds,
         "early_share": early / max(out + back, 1),
     }
-
-
-def _bus(nbytes: Bytes) -> tuple[Seconds, Seconds]:
-    """Seconds for a thread to copy so much, alone and beside another that does the same; medians of seven."""
-    alone = statistics.median(_copies(1, nbytes) for _ in range(7))
-    return alone, statistics.median(_copies(2, nbytes) for _ in range(7))
 
 
 def _copies(threads: int, nbytes: Bytes) -> Seconds:

@@ -10,7 +10,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, ratio_columns, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
 from spillway.engines.blocks.arithmetic import Arithmetic, compiled, decode_straight, encode_straight
 from spillway.engines.blocks.quantize import pack
@@ -56,9 +57,9 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(kind="elements", way="computed"),
-    *second_columns(packing="packed in", unpacking="unpacked in"),
-    *ratio_columns(packing_ratio="x op by op", unpacking_ratio="x op by op"),
+    *columns.text(kind="elements", way="computed"),
+    *columns.seconds(packing="packed in", unpacking="unpacked in"),
+    *columns.ratios(packing_ratio="x op by op", unpacking_ratio="x op by op"),
 )
 NOTES: Final = (
     "Medians of wall clock time on one thread, a tensor each way in turn. Packing draws a random number for every "

@@ -7,20 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from benchmarks import columns
 from benchmarks.half_memory import moved_per_step
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, take_turns
 from benchmarks.workers import Job, started
@@ -76,13 +65,13 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(model="model", competitor="competitor"),
-    *byte_columns(budget_bytes="budget", peak_bytes="peak", peak_rss_bytes="RSS"),
-    *second_columns(seconds="time", cpu_seconds="CPU"),
-    *ratio_columns(ratio="x plain", cpu_ratio="CPU x plain"),
-    *byte_columns(bytes_out="out/step", bytes_in="in/step"),
-    *share_columns(recomputed_share="recomputed"),
-    *text_columns(losses="losses"),
+    *columns.text(model="model", competitor="competitor"),
+    *columns.nbytes(budget_bytes="budget", peak_bytes="peak", peak_rss_bytes="RSS"),
+    *columns.seconds(seconds="time", cpu_seconds="CPU"),
+    *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
+    *columns.nbytes(bytes_out="out/step", bytes_in="in/step"),
+    *columns.shares(recomputed_share="recomputed"),
+    *columns.text(losses="losses"),
 )
 
 NOTES: Final = (
@@ -106,10 +95,13 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
 
     tell("peaks")
     steps = size.batches + 1  # the optimizer's state is there from the second on
+    profiled = Job(function="benchmarks.training:profiled", options=job(still=True, activation_budget=0.5).options)
+    with started(profiled) as worker:
+        seen = [worker.ask()["peak"] for _ in range(steps)][1:]
     peaks = {
         PLAIN: account(job("keep-all"), steps),
         CHECKPOINT: account(job("keep-all", checkpoints=True), steps),
-        TORCH_BUDGET: _profiled(job(still=True, activation_budget=0.5), steps),
+        TORCH_BUDGET: max(seen),
     }
     jobs = {PLAIN: job(), CHECKPOINT: job(checkpoints=True)}
     if contest.without_dropout:
@@ -123,13 +115,6 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
             jobs |= kept
     answers = take_turns(jobs, size.rounds, tell)
     return [_row(contest, name, jobs[name], peaks.get(name), answers, size) for name in jobs]
-
-
-def _profiled(job: Job, steps: int) -> Bytes:
-    """The peak of the last of so many steps, as the profiler sees it."""
-    profiled = Job(function="benchmarks.training:profiled", options=job.options)
-    with started(profiled) as worker:
-        return max([worker.ask()["peak"] for _ in range(steps)][1:])
 
 
 def _row(

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, share_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from tests.cpu.program_judge import POLICIES, WATCHED, many
 
 SUMMED: Final = ("drops", "moves", "replays", "bytes_out", "dropped_bytes")
@@ -40,12 +41,12 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{size.programs} random programs, {len(ran)} runs under a budget",
         columns=(
-            *text_columns(
+            *columns.text(
                 policy="policy", runs="runs", identical="identical", refused="rightly refused", wrong="wrong"
             ),
-            *text_columns(drops="drops", moves="moves", replays="replayed ops"),
-            *byte_columns(dropped_bytes="bytes dropped", bytes_out="bytes moved out"),
-            *share_columns(share="mean budget, of the plain peak"),
+            *columns.text(drops="drops", moves="moves", replays="replayed ops"),
+            *columns.nbytes(dropped_bytes="bytes dropped", bytes_out="bytes moved out"),
+            *columns.shares(share="mean budget, of the plain peak"),
         ),
         rows=[_row(policy, [row for row in ran if row["policy"] == policy]) for policy in (WATCHED, *POLICIES)],
         checks=[Check(what="runs that are wrong", measured=sum(bool(row["complaints"]) for row in ran), at_most=0)],

@@ -11,17 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import spillway
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Column,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    share_columns,
-    text_columns,
-)
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.training import METHODS, account, longest_batch, managed_step
 from spillway.units import Bytes
 from spillway.workloads import Workload, get
@@ -144,15 +135,15 @@ def run(size: Size, tell: Tell) -> Result:
 
 
 COLUMNS: Final[Sequence[Column]] = (
-    *text_columns(workload="workload", method="method"),
-    *byte_columns(peak_bytes="plain peak", smallest_bytes="smallest"),
-    *share_columns(smallest_share="share", target_share="target"),
-    *text_columns(largest_op="largest op"),
-    *byte_columns(largest_op_bytes="bytes"),
-    *share_columns(largest_op_share="share"),
-    *text_columns(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
-    *share_columns(told_share="told share"),
-    Column(key="identical", head="losses", show=lambda same: "as plain" if same else "DIFFER"),
+    *columns.text(workload="workload", method="method"),
+    *columns.nbytes(peak_bytes="plain peak", smallest_bytes="smallest"),
+    *columns.shares(smallest_share="share", target_share="target"),
+    *columns.text(largest_op="largest op"),
+    *columns.nbytes(largest_op_bytes="bytes"),
+    *columns.shares(largest_op_share="share"),
+    *columns.text(tries="tries", refused="refused", told_exact="told exactly", told_works="told works"),
+    *columns.shares(told_share="told share"),
+    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
 )
 
 NOTES: Final = (
@@ -170,7 +161,8 @@ def _row(task: Task, method: str, size: Size, tell: Tell) -> Row:
     smallest = search.smallest(size.parts)
     refused = [tried for tried in list(search.tried.values()) if tried.refused is not None]
     exact = {tried.refused.smallest_budget for tried in refused if tried.refused is not None and tried.refused.exact}
-    told = _told(search, refused)
+    named = {tried.refused.smallest_budget for tried in refused if tried.refused is not None}
+    told = [search.try_budget(budget) for budget in sorted(named)]
     peak = search.peak
     return {
         "workload": task.workload,
@@ -190,12 +182,6 @@ def _row(task: Task, method: str, size: Size, tell: Tell) -> Row:
         "told_share": max((tried.budget / peak for tried in told), default=None),
         "identical": all(t.losses == search.losses for t in search.tried.values() if t.refused is None),
     }
-
-
-def _told(search: Search, refused: Sequence[Tried]) -> list[Tried]:
-    """What becomes of the budgets that refused tries name."""
-    budgets = {tried.refused.smallest_budget for tried in refused if tried.refused is not None}
-    return [search.try_budget(budget) for budget in sorted(budgets)]
 
 
 def _checks(row: Row) -> list[Check]:

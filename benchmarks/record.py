@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, final
-
-from spillway.units import format_bytes, format_seconds
 
 Row: TypeAlias = Mapping[str, Any]
 """Raw figures by name: numbers, texts, booleans, or None where there is nothing to say."""
@@ -94,26 +93,20 @@ class Benchmark:
     """A size that shows within seconds whether the benchmark runs; its figures mean nothing."""
 
 
-def text_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns whose figures are shown as they are."""
-    return tuple(Column(key=key, head=head) for key, head in heads.items())
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collection:
+    """Benchmarks that one command runs."""
 
+    package: str
+    """What follows `python -m`."""
+    purpose: str
+    """What they are for, in a sentence."""
+    modules: Mapping[str, str]
+    """Where each is, in the order in which they run: every module offers `BENCHMARK`."""
+    on_a_gpu: Sequence[str] = ()
+    """Those that need a CUDA device, and run when they are named."""
 
-def byte_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of bytes."""
-    return tuple(Column(key=key, head=head, show=format_bytes) for key, head in heads.items())
-
-
-def second_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of seconds."""
-    return tuple(Column(key=key, head=head, show=format_seconds) for key, head in heads.items())
-
-
-def ratio_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of multiples, with three digits after the point."""
-    return tuple(Column(key=key, head=head, show="{:.3f}".format) for key, head in heads.items())
-
-
-def share_columns(**heads: str) -> tuple[Column, ...]:
-    """Columns of shares, in percent."""
-    return tuple(Column(key=key, head=head, show="{:.1%}".format) for key, head in heads.items())
+    def results(self, name: str) -> Path:
+        """Where the figures of that benchmark are kept: beside its module."""
+        return Path(__file__).parents[1].joinpath(*self.modules[name].split(".")[:-1], "results")

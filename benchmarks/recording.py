@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, byte_columns, second_columns, text_columns
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.ir.step_files import read_step
 from spillway.units import Bytes, GiB, KiB, Seconds
 
@@ -87,10 +88,10 @@ def _checks(asked: Recording, row: Row) -> list[Check]:
 
 
 COLUMNS: Final = (
-    *text_columns(step="step", ops="ops", storages="storages"),
-    *byte_columns(plain_peak_bytes="peak of the step"),
-    *second_columns(seconds="time"),
-    *byte_columns(peak_rss_bytes="RSS", file_bytes="file"),
+    *columns.text(step="step", ops="ops", storages="storages"),
+    *columns.nbytes(plain_peak_bytes="peak of the step"),
+    *columns.seconds(seconds="time"),
+    *columns.nbytes(peak_rss_bytes="RSS", file_bytes="file"),
 )
 NOTES: Final = (
     "Time is that of the whole process, the imports of torch and transformers included. Fake: on fake tensors, which "

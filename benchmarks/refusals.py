@@ -12,19 +12,13 @@ from types import MappingProxyType
 from typing import Any, Final, final
 
 import spillway
-from benchmarks.list_optimizers import smallest_that_works
-from benchmarks.record import Benchmark, Check, Result, Row, Tell, share_columns, text_columns
-from benchmarks.refusal_cases import Case, asked_for, cases
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.units import Bytes
-
-STEPS: Final = 2
-"""The second updates with the state that the first has made."""
+from tests.cpu.refusal_cases import STEPS, TOO_MUCH, Case, asked_for, cases, smallest_that_works, trained, works
 
 SHARES: Final = (0.15, 0.4, 0.6, 0.8, 0.95)
 """Budgets that are too small, as shares of the smallest that works."""
-
-TOO_MUCH: Final = 1.10
-"""What a refusal may name, as a multiple of the smallest that works."""
 
 ENGINES: Final[Mapping[str, str]] = MappingProxyType({"tensors": "lru"})
 """The method under which each engine's refusals are looked at."""
@@ -54,9 +48,9 @@ def run(size: Size, tell: Tell) -> Result:
     return Result(
         title=f"{len(rows)} refusals of {len(numbers)} trainings",
         columns=(
-            *text_columns(engine="engine", network="network", refusals="refusals", exact="exact"),
-            *text_columns(works="what is named works", more="is more than a tenth too much"),
-            *share_columns(least="named, of the smallest: least", most="most"),
+            *columns.text(engine="engine", network="network", refusals="refusals", exact="exact"),
+            *columns.text(works="what is named works", more="is more than a tenth too much"),
+            *columns.shares(least="named, of the smallest: least", most="most"),
         ),
         rows=[_summary(engine, network, rows) for engine, network in dict.fromkeys(_kind(row) for row in rows)],
         checks=[
@@ -78,30 +72,11 @@ NOTES: Final = (
 )
 
 
-def trained(case: Case, method: str, budget: Bytes | None) -> Bytes | spillway.BudgetInfeasible:
-    """The highest peak of its steps, or why one was refused."""
-    model, optimizer, batch, loss = case.build()
-    with spillway.manage(model, optimizer, budget=budget, method=method) as memory:
-        try:
-            for _ in range(STEPS):
-                with memory.step(batch):
-                    loss(model, batch).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        except spillway.BudgetInfeasible as refusal:
-            return refusal
-        return max(report.peak_bytes for report in memory.history)
-
-
-def _works(case: Case, method: str, budget: Bytes) -> bool:
-    return not isinstance(trained(case, method, budget), spillway.BudgetInfeasible)
-
-
 def _refusals(engine: str, method: str, case: Case, size: Size) -> list[Row]:
     peak = trained(case, method, None)
     if isinstance(peak, spillway.BudgetInfeasible):
         raise peak
-    smallest = smallest_that_works(lambda budget: _works(case, method, budget), peak, size.among)
+    smallest = smallest_that_works(lambda budget: works(case, method, budget), peak, size.among)
     tried: dict[Bytes, bool] = {}
     rows: list[dict[str, Any]] = []
     for share in size.shares:
@@ -109,7 +84,7 @@ def _refusals(engine: str, method: str, case: Case, size: Size) -> list[Row]:
         if not isinstance(refusal, spillway.BudgetInfeasible):
             continue
         named = refusal.smallest_budget
-        tried.setdefault(named, _works(case, method, named))
+        tried.setdefault(named, works(case, method, named))
         rows.append(
             {
                 "engine": engine, "network": case.network, "case": str(case), "share": share, "exact": refusal.exact,

@@ -19,7 +19,7 @@ WIDTH = 160
 HEAD = """\
 # What was measured
 
-Written by `python -m benchmarks`, which `make bench` runs; do not edit. Competitors of one table stand in one run and
+Written by `python -m {package}`, which `make {target}` runs; do not edit. Competitors of one table stand in one run and
 take turns. "CPU" is the processor time of the competitor's process, which a busy machine disturbs less than the time.
 """
 
@@ -60,7 +60,7 @@ def print_document(data: dict[str, Any]) -> None:
     console.print()
 
 
-def write(folder: Path, data: dict[str, Any], pictures: Mapping[str, bytes]) -> None:
+def write(folder: Path, data: dict[str, Any], pictures: Mapping[str, bytes], package: str) -> None:
     """Write one result with its pictures, and the page anew from all results that lie in the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, picture in pictures.items():
@@ -68,12 +68,13 @@ def write(folder: Path, data: dict[str, Any], pictures: Mapping[str, bytes]) -> 
     text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / f"{data['benchmark']}.json").write_text(text + "\n", "utf-8")
     everything = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("*.json"))]
-    (folder / "summary.md").write_text(markdown(everything), "utf-8")
+    (folder / "summary.md").write_text(markdown(everything, package), "utf-8")
 
 
-def markdown(documents: Sequence[dict[str, Any]]) -> str:
-    """A page with a section for every result."""
-    return HEAD + "".join(_section(data) for data in documents)
+def markdown(documents: Sequence[dict[str, Any]], package: str) -> str:
+    """A page with a section for every result of that package."""
+    head = HEAD.format(package=package, target={"benchmarks": "bench"}.get(package, package))
+    return head + "".join(_section(data) for data in documents)
 
 
 def _section(data: dict[str, Any]) -> str:

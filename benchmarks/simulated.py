@@ -9,18 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import spillway
+from benchmarks import columns
 from benchmarks.models import build
-from benchmarks.record import (
-    Benchmark,
-    Check,
-    Result,
-    Row,
-    Tell,
-    byte_columns,
-    ratio_columns,
-    second_columns,
-    text_columns,
-)
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from spillway.costs.device import Device
 from spillway.costs.measured import this_machine
 from spillway.engines.simulated import Simulation, simulate
@@ -150,11 +141,11 @@ def _checks(row: Row) -> list[Check]:
 
 
 COLUMNS: Final = (
-    *text_columns(workload="workload", method="method", share="budget"),
-    *byte_columns(peak="peak", simulated_peak="simulated"),
-    *ratio_columns(overhead="x plain", simulated_overhead="simulated", of_real="simulated/real"),
-    *second_columns(plain_seconds="plain step", ops_seconds="its ops", stall="stalled", simulated_stall="simulated"),
-    *text_columns(moves="moves", simulated_moves="simulated", drops="drops", simulated_drops="simulated"),
+    *columns.text(workload="workload", method="method", share="budget"),
+    *columns.nbytes(peak="peak", simulated_peak="simulated"),
+    *columns.ratios(overhead="x plain", simulated_overhead="simulated", of_real="simulated/real"),
+    *columns.seconds(plain_seconds="plain step", ops_seconds="its ops", stall="stalled", simulated_stall="simulated"),
+    *columns.text(moves="moves", simulated_moves="simulated", drops="drops", simulated_drops="simulated"),
 )
 NOTES: Final = (
     "Overhead: seconds over those of a plain step, real ones over a real one, simulated ones over the sum of measured "

@@ -29,6 +29,15 @@ def take_turns(jobs: Mapping[str, Job], rounds: int, tell: Tell) -> dict[str, An
     return {name: refused.get(name, answers[name]) for name in jobs}
 
 
+def answered(jobs: Mapping[str, Job], rounds: int, tell: Tell) -> dict[str, list[dict[str, Any]]]:
+    """The same of competitors none of which may be refused. Raises the refusal of one that is."""
+    found = take_turns(jobs, rounds, tell)
+    for answers in found.values():
+        if isinstance(answers, BudgetInfeasible):
+            raise answers
+    return {name: list(answers) for name, answers in found.items() if not isinstance(answers, BudgetInfeasible)}
+
+
 def account(job: Job, steps: int) -> Bytes:
     """The highest peak of so many steps of a competitor whose session only keeps account."""
     with started(job) as worker:

@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"(?P<indent> +)(?P<name>[\w.]+/?) +\S.*")
 
 def documents() -> dict[str, str]:
     """Every document by its path in the project, with its text."""
-    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    paths = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "papers").glob("*/README.md")]
     return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in sorted(paths)}
 
 

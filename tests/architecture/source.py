@@ -35,7 +35,7 @@ def package_sources() -> dict[str, str]:
 
 def project_files() -> list[Path]:
     """Every Python file that the project is made of."""
-    folders = ("src", "tests", "benchmarks", "examples")
+    folders = ("src", "tests", "benchmarks", "papers", "examples")
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 

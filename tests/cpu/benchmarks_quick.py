@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from benchmarks import command, machine, show
-from benchmarks.record import Result
+from benchmarks import machine, show
+from benchmarks.command import BENCHMARKS, load
+from benchmarks.record import Benchmark, Result
+from papers import PAPERS
+
+
+def named(name: str) -> Benchmark:
+    """Of the benchmarks or of the papers'."""
+    return load(name, BENCHMARKS if name in BENCHMARKS.modules else PAPERS)
 
 
 def quick(name: str) -> Result:
-    benchmark = command.load(name)
+    benchmark = named(name)
     result = benchmark.run(benchmark.quick, lambda text: None)
     assert_complete(name, result)
     return result
@@ -23,7 +30,7 @@ def assert_complete(name: str, result: Result) -> None:
     assert result.checks != []
     for column in zip(*data["table"]["rows"], strict=True):
         assert any(column)
-    assert show.markdown([data]).count("\n|") == 2 + len(result.rows)
+    assert show.markdown([data], "benchmarks").count("\n|") == 2 + len(result.rows)
 
 
 def rows_by(result: Result, key: str) -> dict[str, Any]:

@@ -16,11 +16,10 @@ import torch
 
 from benchmarks import (
     bottlenecks,
+    columns,
     command,
-    dtr_reference,
     exactness,
     growth,
-    heuristics,
     machine,
     modelled,
     models,
@@ -31,19 +30,23 @@ from benchmarks import (
     show,
     training,
 )
+from benchmarks.command import BENCHMARKS
 from benchmarks.half_memory import CHECKPOINT, DEFAULT, LIMITED, MOVES, NEARLY_ALL, PLAIN
 from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
 from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
-from benchmarks.record import Benchmark, Check, Column, Result, text_columns
+from benchmarks.record import Benchmark, Check, Column, Result
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
 from benchmarks.workers import Job, Worker, started
+from papers import PAPERS
+from papers.delta import filters
+from papers.dtr import reference
+from papers.dtr.runtime import Outcome
 from spillway.costs import DEVICES
-from spillway.engines.dtr_runtime import Outcome
 from spillway.errors import WorkloadError
 from spillway.units import MiB
 from spillway.workloads import WORKLOADS, Workload, get
-from tests.cpu.benchmarks_quick import quick, rows_by
+from tests.cpu.benchmarks_quick import named, quick, rows_by
 from tests.shared import shared
 
 SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "grouped": 1}
@@ -138,7 +141,7 @@ def test_deltas_tables_have_every_number_of_the_paper_beside_one_of_ours() -> No
 
 def test_a_row_beyond_tolerance_needs_an_explanation() -> None:
     pytest.importorskip("transformers")
-    from benchmarks.delta_lab import figure, unexplained
+    from papers.delta.lab import figure, unexplained
 
     near, far, explained = (figure("II", "a model", 100.0, (ours,), why=why) for ours, why in CASES)
     assert unexplained([near, explained]) == 0
@@ -333,7 +336,7 @@ def fake(measured: float) -> Benchmark:
     def run(size: int, tell: Any) -> Result:
         check = Check(what="a figure", measured=measured, at_most=1.0)
         rows = [{"name": "one", "size": size}]
-        return Result(title="nothing", columns=text_columns(name="name", size="size"), rows=rows, checks=[check])
+        return Result(title="nothing", columns=columns.text(name="name", size="size"), rows=rows, checks=[check])
 
     return Benchmark(name="reach", run=run, full=2, quick=1)
 
@@ -342,14 +345,14 @@ def fake(measured: float) -> Benchmark:
 def test_a_missed_target_is_shown_and_is_the_exit_code(
     measured: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "load", lambda name: fake(measured))
-    assert command.run(["reach", "--results", str(tmp_path)]) == code
+    monkeypatch.setattr(command, "load", lambda name, offered: fake(measured))
+    assert command.run(["reach", "--results", str(tmp_path)], BENCHMARKS) == code
     assert ("MISSED: a figure: 1.5, target at most 1" in capsys.readouterr().out) == bool(code)
 
 
 def test_results_are_written_as_json_and_on_one_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "load", lambda name: fake(0.5))
-    assert command.run(["reach", "--results", str(tmp_path)]) == 0
+    monkeypatch.setattr(command, "load", lambda name, offered: fake(0.5))
+    assert command.run(["reach", "--results", str(tmp_path)], BENCHMARKS) == 0
     data = json.loads((tmp_path / "reach.json").read_text("utf-8"))
     assert data["rows"] == [{"name": "one", "size": 2}]
     assert "| one | 2 |" in (tmp_path / "summary.md").read_text("utf-8")
@@ -359,20 +362,20 @@ def test_the_quick_size_writes_nothing_and_misses_nothing(monkeypatch: pytest.Mo
     def write(*_: object) -> None:
         raise AssertionError("figures that mean nothing were written")
 
-    monkeypatch.setattr(command, "load", lambda name: fake(2.0))
+    monkeypatch.setattr(command, "load", lambda name, offered: fake(2.0))
     monkeypatch.setattr(show, "write", write)
-    assert command.run(["reach", "--quick"]) == 0
+    assert command.run(["reach", "--quick"], BENCHMARKS) == 0
 
 
 def test_an_unknown_benchmark_is_refused_with_the_names_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        command.run(["no-such"])
+        command.run(["no-such"], BENCHMARKS)
     assert "there is no benchmark 'no-such'; choose from host_cost," in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", command.NAMES)
+@pytest.mark.parametrize("name", [*BENCHMARKS.modules, *PAPERS.modules])
 def test_every_name_is_that_of_a_benchmark(name: str) -> None:
-    assert command.load(name).name == name
+    assert named(name).name == name
 
 
 def test_the_machine_is_described_without_its_name() -> None:
@@ -399,34 +402,33 @@ def test_dtr_reference_is_the_same_run_for_run_and_stays_in_its_budgets_under_th
 
 
 def test_dtr_reference_counts_what_is_not_as_the_reference_has_it() -> None:
-    told = dtr_reference.Reference("m", "dtr", 0.5, 100, "ok", 1.2, 20, 90, 7)
+    told = reference.Reference("m", "dtr", 0.5, 100, "ok", 1.2, 20, 90, 7)
     ours = Outcome(status="ok", nanoseconds=120, recomputed_nanoseconds=20, overhead=1.2, peak=90, evictions=1, looks=7)
-    runs = [dtr_reference.Ran(told, outcome, 0.5) for outcome in (
+    runs = [reference.Ran(told, outcome, 0.5) for outcome in (
         ours, dataclasses.replace(ours, peak=91), dataclasses.replace(ours, overhead=1.23),
         dataclasses.replace(ours, status="oom", overhead=0.6),
     )]  # fmt: skip
-    row = dtr_reference._row(runs)
+    row = reference._row(runs)
     assert [row[key] for key in ("runs", "same_status", "near", "identical")] == [4, 3, 2, 2]
     assert row["worst"] == pytest.approx(0.5)
-    assert [check.measured for check in dtr_reference._checks(runs)] == [0.25, 0.5]
+    assert [check.measured for check in reference._checks(runs)] == [0.25, 0.5]
 
 
 def test_a_benchmark_without_its_data_is_skipped_with_the_reason_and_writes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    benchmark = command.load("dtr_reference")
+    benchmark = named("dtr_reference")
     without = dataclasses.replace(benchmark, full=dataclasses.replace(benchmark.full, data=tmp_path))
-    monkeypatch.setattr(command, "load", lambda name: without)
-    assert command.run(["dtr_reference", "--results", str(tmp_path / "results")]) == 0
+    monkeypatch.setattr(command, "load", lambda name, offered: without)
+    assert command.run(["dtr_reference", "--results", str(tmp_path / "results")], PAPERS) == 0
     assert f"dtr_reference: skipped: there is no {tmp_path}" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("name", command.ON_A_GPU)
+@pytest.mark.parametrize("name", [*BENCHMARKS.on_a_gpu, *PAPERS.on_a_gpu])
 def test_a_benchmark_for_a_gpu_says_that_it_needs_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    benchmark = command.load(name)
-    assert benchmark.name == name
+    benchmark = named(name)
     with pytest.raises(SystemExit, match=f"{name} needs a CUDA device"):
         benchmark.run(benchmark.quick, lambda text: None)
 
@@ -482,7 +484,7 @@ def test_a_run_that_fails_on_a_gpu_is_a_row_and_leaves_the_others(monkeypatch: p
 
 def test_what_the_full_benchmarks_are_run_with_exists() -> None:
     asked = [(name, options) for name, options, _ in overlap.BENCHMARK.full.models]
-    asked += heuristics.BENCHMARK.full.models
+    asked += filters.BENCHMARK.full.models
     asked += [(one.model, {**one.options, **one.without_dropout}) for one in race.BENCHMARK.full.contests]
     for name, options in asked:
         inspect.signature(models.MODELS.get(name) or WORKLOADS[name]).bind(**options)

@@ -12,8 +12,8 @@ from tests.cpu.benchmarks_quick import quick, rows_by
 
 def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() -> None:
     pytest.importorskip("transformers")
-    from benchmarks.block_exactness import WAYS
     from spillway.methods.actions import LOSSLESS
+    from tests.cpu.block_ways import WAYS
 
     result = quick("block_exactness")
     rows = rows_by(result, "model")

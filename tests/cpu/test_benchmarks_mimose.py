@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from benchmarks import command, drawing, machine, mimose_detection, mimose_estimator, mimose_planning, show
-from benchmarks.mimose_collecting import COUNTED, RECOMPUTED, WAYS, nothing_counted
-from benchmarks.mimose_lab import MARK, Trace, blocks_at, build, tracing
-from benchmarks.mimose_regressors import OURS, PUBLISHED, of_scikit
+from benchmarks import drawing, machine, show
 from benchmarks.record import Result, Skipped
+from papers.mimose import detection, estimator, planning
+from papers.mimose.estimator import OURS, PUBLISHED, of_scikit
+from papers.mimose.lab import MARK, Trace, blocks_at, build, tracing
+from papers.mimose.planning import COUNTED, RECOMPUTED, WAYS, nothing_counted
 from spillway.methods.actions import Action
-from tests.cpu.benchmarks_quick import quick
+from tests.cpu.benchmarks_quick import named, quick
 from tests.shared import shared
 
 TINY = {"layers": 2, "width": 64, "batch": 2}
@@ -42,16 +43,16 @@ def test_mimose_estimator_lets_every_regressor_learn_and_counts_what_is_not_exac
 
 
 def test_without_scikit_learn_its_rows_are_left_out_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = dataclasses.replace(mimose_estimator.BENCHMARK.quick, tasks=())
-    assert ("torch-spillway[bench]" in mimose_estimator.run(size, print).notes[-1]) == (not of_scikit())
-    monkeypatch.setattr(mimose_estimator, "of_scikit", dict)
-    assert "torch-spillway[bench]" in mimose_estimator.run(size, print).notes[-1]
+    size = dataclasses.replace(estimator.BENCHMARK.quick, tasks=())
+    assert ("torch-spillway[bench]" in estimator.run(size, print).notes[-1]) == (not of_scikit())
+    monkeypatch.setattr(estimator, "of_scikit", dict)
+    assert "torch-spillway[bench]" in estimator.run(size, print).notes[-1]
 
 
 def test_sizes_to_learn_from_are_none_of_those_that_are_estimated() -> None:
-    size = mimose_estimator.BENCHMARK.full
+    size = estimator.BENCHMARK.full
     for task in size.tasks:
-        learned, unseen = mimose_estimator.sizes_of(task, size)
+        learned, unseen = estimator.sizes_of(task, size)
         assert (unseen[0], unseen[-1], len(unseen)) == (task.smallest, task.largest, 8)
         assert len(set(learned) - set(unseen)) == (50 if task.all_regressors else 10)
         assert task.smallest <= min(learned) <= max(learned) <= task.largest
@@ -61,11 +62,11 @@ def test_every_number_of_the_papers_tables_stands_beside_a_row_of_ours() -> None
     table3 = shared("papers/tables/mimose_table3_regressors_TC-Bert.csv").read_text("utf-8").splitlines()[1:]
     table4 = shared("papers/tables/mimose_table4_quadratic.csv").read_text("utf-8").splitlines()[1:]
     paper = [[float(cell) for cell in line.split(",")[2:]] for line in (*table3, *table4)]
-    told = [[t.fit * 1e3, t.predict * 1e6, t.error * 100] for t in mimose_estimator.PAPER.values()]
+    told = [[t.fit * 1e3, t.predict * 1e6, t.error * 100] for t in estimator.PAPER.values()]
     for numbers in paper:
         assert any(numbers == pytest.approx(one) for one in told)
-    tasks = {task.name for task in mimose_estimator.BENCHMARK.full.tasks}
-    assert {task for task, _, _ in mimose_estimator.PAPER} <= tasks
+    tasks = {task.name for task in estimator.BENCHMARK.full.tasks}
+    assert {task for task, _, _ in estimator.PAPER} <= tasks
 
 
 def test_what_a_block_gives_back_is_what_the_engine_counts() -> None:
@@ -110,10 +111,10 @@ def test_mimose_planning_times_plans_and_counts_them() -> None:
 def test_the_full_size_has_a_target_for_24_and_for_96_blocks() -> None:
     rows = [
         {"what": f"miss, {blocks}", "kind": "miss", "of": blocks, "seconds": 2e-4}
-        for blocks in mimose_planning.BENCHMARK.full.blocks
+        for blocks in planning.BENCHMARK.full.blocks
     ]
     steps = [{"kind": COUNTED, "ratio": 1.03}]
-    checks = mimose_planning._checks(rows, steps)
+    checks = planning._checks(rows, steps)
     assert [(check.measured, check.at_most, check.met) for check in checks] == [
         (200.0, 100.0, False), (200.0, 500.0, True), (1.03, 1.02, False),
     ]  # fmt: skip
@@ -155,7 +156,7 @@ def test_mimose_blocks_foretells_no_peak_too_low_and_draws_what_it_measured(tmp_
     )
     if drawing.can_draw():
         data = show.document("mimose_blocks", result, machine.describe(), [0.0], 1.0)
-        show.write(tmp_path, data, result.pictures)
+        show.write(tmp_path, data, result.pictures, "papers")
         page = (tmp_path / "summary.md").read_text("utf-8")
         for name in ("mimose_blocks_10.png", "mimose_blocks_11.png"):
             assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
@@ -193,7 +194,7 @@ def test_a_trace_leaves_out_what_was_there_before_it_began() -> None:
 
 def test_mimose_detection_splits_the_published_run_by_what_could_have_held() -> None:
     shared("data/mimose/detection_r101_run1.csv")
-    benchmark = command.load("mimose_detection")
+    benchmark = named("mimose_detection")
     result = benchmark.run(benchmark.full, lambda text: None)
     rows = [[row[key] for key in ("steps", "over", "told", "passed")] for row in result.rows]
     assert rows == [[29, 21, 21, 21], [133, 133, 133, 133], [24, 24, 0, 1], [19, 19, 19, 19]]
@@ -203,7 +204,7 @@ def test_mimose_detection_splits_the_published_run_by_what_could_have_held() -> 
 
 def test_without_the_trace_there_is_nothing_to_show(tmp_path: Path) -> None:
     with pytest.raises(Skipped, match="there is no"):
-        mimose_detection.run(mimose_detection.Size(data=tmp_path / "none.csv"), lambda text: None)
+        detection.run(detection.Size(data=tmp_path / "none.csv"), lambda text: None)
 
 
 def test_a_result_without_pictures_is_written_without() -> None:

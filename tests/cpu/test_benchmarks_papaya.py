@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import papaya_here, papaya_paper
-from benchmarks.papaya_paper import MEMORY, SWEEPS, start
-from benchmarks.papaya_simulated import kendall, largest_batch
 from benchmarks.record import Skipped
+from papers.papaya import here, published
+from papers.papaya.published import MEMORY, SWEEPS, start
+from papers.papaya.simulated import kendall, largest_batch
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.measurements import Experiment, Samples
@@ -59,7 +59,7 @@ def test_the_published_figures_are_found_again_but_for_one_average() -> None:
 
 def test_without_the_measurements_there_is_nothing_to_show(tmp_path: Path) -> None:
     with pytest.raises(Skipped, match="there is no"):
-        papaya_paper.run(papaya_paper.Size(data=tmp_path / "none.csv"), lambda text: None)
+        published.run(published.Size(data=tmp_path / "none.csv"), lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_of_exact_lines_a_quarter_of_the_sizes_foretells_the_rest() -> None:
         seconds={size: cost.seconds(size) for size in sizes}, peaks={size: cost.nbytes(size) for size in sizes}
     )
     assert cost.largest(MEMORY) == pytest.approx(120)
-    errors = [papaya_paper._error(samples, random.Random(seed)) for seed in range(5)]
+    errors = [published._error(samples, random.Random(seed)) for seed in range(5)]
     for error in errors:
         # A draw with the largest batch in it is compared with the largest that is left.
         assert error == pytest.approx(0, abs=0.01)
-    drawn = papaya_paper._quarter(samples.seconds, random.Random(0))
+    drawn = published._quarter(samples.seconds, random.Random(0))
     assert len(drawn) == 29
     assert min(drawn) > 3
-    assert len(papaya_paper._quarter({1: 1.0, 2: 2.0, 3: 3.0}, random.Random(0))) == 2
+    assert len(published._quarter({1: 1.0, 2: 2.0, 3: 3.0}, random.Random(0))) == 2
 
 
 def test_the_model_holds_here_on_a_tiny_network() -> None:
@@ -124,21 +124,21 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
 
     campaign = Campaign(Bent(), ["plain"], 100, batches=[1, 2, 4, 6, 8])
     list(campaign.run())
-    network = papaya_here.Network(workload="bent", limit=100)
+    network = here.Network(workload="bent", limit=100)
     (row,) = advise(campaign.experiment(), 100)
-    fit = papaya_here._fit(campaign, row)
+    fit = here._fit(campaign, row)
     campaign.trials["plain"][10] = Trial(method="plain", size=10, peak=100, seconds=10.0)
-    tried = papaya_here._tried(network, campaign, fit)
+    tried = here._tried(network, campaign, fit)
     assert (tried.throughput, tried.fastest) == (1, 4)
     assert tried.advice.taken is not None
     assert (tried.advice.taken.size, fit.pairs()) == (1, [("plain", 10), ("plain", 1)]), "measured to be the faster one"
-    assert papaya_here.behind([tried], papaya_here._largest, [tried.throughput]) == 0
-    assert papaya_here.behind([tried], papaya_here._largest, [tried.fastest]) == pytest.approx(0.75)
-    assert papaya_here.behind([tried], papaya_here._taken, [tried.fastest]) == 0
-    checks = {check.what.rpartition("slower than the ")[2]: check for check in papaya_here._checks("bent", [tried])}
+    assert here.behind([tried], here._largest, [tried.throughput]) == 0
+    assert here.behind([tried], here._largest, [tried.fastest]) == pytest.approx(0.75)
+    assert here.behind([tried], here._taken, [tried.fastest]) == 0
+    checks = {check.what.rpartition("slower than the ")[2]: check for check in here._checks("bent", [tried])}
     assert checks["best one at its largest batch"].met
     assert checks["fastest trial of any method at any batch"].met
-    *_, held = papaya_here._checks("bent", [replace(tried, taken=tried.there)])
+    *_, held = here._checks("bent", [replace(tried, taken=tried.there)])
     assert not held.met, "at its largest batch"
     assert tried.left_out == len(campaign.samples("plain").off_line) > 0
 
@@ -156,10 +156,10 @@ def test_trials_at_the_largest_batch_take_turns_and_the_median_counts() -> None:
 
     campaign = Campaign(Uneven(), ["plain", "swap"], 100, batches=[1])
     pairs = [("plain", 8), ("swap", 9)]
-    papaya_here._in_turn(campaign, pairs, 3, lambda text: None)
+    here._in_turn(campaign, pairs, 3, lambda text: None)
     assert asked == pairs * 3
     assert (campaign.trials["plain"][8].seconds, campaign.trials["swap"][9].seconds) == (4.0, 2.0)
-    assert papaya_here._fastest(campaign) == ("swap", 9)
+    assert here._fastest(campaign) == ("swap", 9)
 
 
 def test_the_fastest_trial_is_measured_again_until_it_was() -> None:
@@ -174,13 +174,13 @@ def test_the_fastest_trial_is_measured_again_until_it_was() -> None:
     campaign = Campaign(Lucky(), ["plain"], 100, batches=[1])
     for size in lucky:
         campaign.measure("plain", size)
-    papaya_here._again(campaign, [("plain", 4)], 3, lambda text: None)
+    here._again(campaign, [("plain", 4)], 3, lambda text: None)
     assert {size: trial.seconds for size, trial in campaign.trials["plain"].items()} == {1: 1.0, 2: 2.0, 4: 4.0}
 
 
 @pytest.mark.parametrize(("low", "high", "expected"), [(4, 16, 13), (5, 5, 5), (8, 10, 10), (1, 2, 2)])
 def test_a_prime_batch_is_chosen_among_those_that_were_fitted(low: int, high: int, expected: int) -> None:
-    assert papaya_here.prime_between(low, high) == expected
+    assert here.prime_between(low, high) == expected
 
 
 def test_the_five_models_are_simulated() -> None:

@@ -31,6 +31,17 @@ class Trained(NamedTuple):
     refused: spillway.BudgetInfeasible | None = None
 
 
+def different(expected: Trained, found: Trained) -> str | None:
+    """The first thing in which two runs of a family are not identical; None if all is."""
+    if found.losses != expected.losses:
+        return "LOSSES DIFFER"
+    if len(found.states) != len(expected.states):
+        return f"{len(found.states)} STATES INSTEAD OF {len(expected.states)}"
+    texts = map(difference, expected.states, found.states)
+    text = next((text for text in texts if text is not None), None)
+    return None if text is None else f"DIFFERS: {text}"
+
+
 def train(built: Built, memory: spillway.Session | None, steps: int = 5, ways: tuple[Way, ...] = ()) -> Trained:
     """Run the family's steps, plainly without a session; with `ways`, the inputs of every op leave before it."""
     trained = Trained([], [], [] if memory is None else memory.history)

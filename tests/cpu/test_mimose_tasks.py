@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from benchmarks import mimose_tasks, mimose_tasks_picture
-from benchmarks.mimose_tasks_lab import Lab
-from benchmarks.mimose_tasks_paper import Told
+from papers.mimose import tasks
+from papers.mimose.tasks_lab import Lab, Told
 from spillway.costs import DEVICES
 from tests.cpu.test_benchmarks import quick
 from tests.shared import shared
 
 
-def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one(tmp_path: Path) -> None:
+def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one() -> None:
     shared("papers/tables/mimose_table1_tasks.csv")
     result = quick("mimose_tasks")
     assert [row["task"] for row in result.rows] == ["TC-Bert", "TC-Bert"]
     for row in result.rows:
-        assert all(1 <= row[way] <= row["checkpoint"] + mimose_tasks.SHELTERED for way in mimose_tasks.WAYS)
+        assert all(1 <= row[way] <= row["checkpoint"] + tasks.SHELTERED for way in tasks.WAYS)
         assert row["mimose, peak"] <= row["budget_bytes"]
         assert row["dtr, peak"] <= row["budget_bytes"]
         assert row["checkpoint, peak"] <= row["budget_bytes"] < row["plain_bytes"]
@@ -28,8 +25,7 @@ def test_mimose_tasks_sets_every_way_to_run_an_epoch_beside_the_plain_one(tmp_pa
     exact = [check for check in result.checks if check.what.startswith(("numbers", "plans", "block-level", "share"))]
     assert [check.measured for check in exact] == [0, 0, 0, 0]
     pytest.importorskip("matplotlib")
-    mimose_tasks_picture.draw({"rows": result.rows}, tmp_path / "tasks.png")
-    assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
+    assert result.pictures["mimose_tasks.png"].startswith(b"\x89PNG")
 
 
 def test_the_lengths_of_an_epoch_stand_for_all_of_them() -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from benchmarks import block_refusals, refusals
-from benchmarks.refusal_cases import Case, cases
 from spillway.engines.tensors.optimizers import NUMBERS
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
 from spillway.session.needs import needs_of
 from spillway.session.tensors import TensorSession
 from spillway.units import Bytes
+from tests.cpu import block_refusal_cases, refusal_cases
+from tests.cpu.refusal_cases import Case, cases
 
 NETWORKS = ("autoencoder", "bridged", "language", "recurrent", "tree")
 CASES = {case.network: case for case in cases(40) if case.network in NETWORKS}
@@ -32,7 +32,7 @@ MASKED = Case(network="classifier", optimizer="Rprop", form="foreach", seed=1)
 @pytest.mark.parametrize("case", [*CASES.values(), FACTORED, MASKED], ids=str)
 def test_a_refusal_of_the_tensor_engine_names_what_works_and_hardly_more(case: Case) -> None:
     def trained(budget: Bytes) -> Bytes | BudgetInfeasible:
-        return refusals.trained(case, "lru", budget)
+        return refusal_cases.trained(case, "lru", budget)
 
     peak = trained(1 << 30)
     assert isinstance(peak, int)
@@ -41,26 +41,28 @@ def test_a_refusal_of_the_tensor_engine_names_what_works_and_hardly_more(case: C
         assert isinstance(refusal, BudgetInfeasible)
         assert refusal.exact
         assert isinstance(trained(refusal.smallest_budget), int)
-        assert isinstance(trained(int(refusal.smallest_budget / refusals.TOO_MUCH)), BudgetInfeasible)
+        assert isinstance(trained(int(refusal.smallest_budget / refusal_cases.TOO_MUCH)), BudgetInfeasible)
 
 
-@pytest.mark.parametrize("method", block_refusals.METHODS)
+@pytest.mark.parametrize("method", block_refusal_cases.METHODS)
 def test_a_refusal_of_the_block_engine_names_what_works_and_hardly_more(method: str) -> None:
-    refusal = block_refusals.trained(3, method, 100_000)
+    refusal = block_refusal_cases.trained(3, method, 100_000)
     assert isinstance(refusal, BudgetInfeasible)
-    assert isinstance(block_refusals.trained(3, method, refusal.smallest_budget), int)
-    less = int(refusal.smallest_budget / block_refusals.TOO_MUCH)
-    assert isinstance(block_refusals.trained(3, method, less), BudgetInfeasible)
+    assert isinstance(block_refusal_cases.trained(3, method, refusal.smallest_budget), int)
+    less = int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)
+    assert isinstance(block_refusal_cases.trained(3, method, less), BudgetInfeasible)
 
 
-@pytest.mark.parametrize("seed", range(block_refusals.LARGE, block_refusals.LARGE + len(block_refusals.PLACES)))
+@pytest.mark.parametrize(
+    "seed", range(block_refusal_cases.LARGE, block_refusal_cases.LARGE + len(block_refusal_cases.PLACES))
+)
 def test_what_blocks_copy_of_arguments_buffers_and_attributes_is_counted(seed: int) -> None:
-    refusal = block_refusals.trained(seed, "checkpoint", 100_000)
+    refusal = block_refusal_cases.trained(seed, "checkpoint", 100_000)
     assert isinstance(refusal, BudgetInfeasible)
     assert refusal.exact
-    assert isinstance(block_refusals.trained(seed, "checkpoint", refusal.smallest_budget), int)
-    less = int(refusal.smallest_budget / block_refusals.TOO_MUCH)
-    assert isinstance(block_refusals.trained(seed, "checkpoint", less), BudgetInfeasible)
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", refusal.smallest_budget), int)
+    less = int(refusal.smallest_budget / block_refusal_cases.TOO_MUCH)
+    assert isinstance(block_refusal_cases.trained(seed, "checkpoint", less), BudgetInfeasible)
 
 
 class Counts(nn.Module):

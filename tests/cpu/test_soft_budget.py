@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.delta_lab import published
-from benchmarks.soft_budget import run_softly
+from papers.delta.lab import published
+from papers.delta.soft_budget import run_softly
 from spillway.methods import DTR, KeepAll
 from tests.pure.recorded import DEVICE, LAYER, layers
 

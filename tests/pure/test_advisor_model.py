@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.largest_batch import search_largest
+from papers.search import search_largest
 from spillway.advisor.fits import below, fit_knee, fit_line, quantile
 from spillway.advisor.model import (
     Cost,

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.calibration import calibrate, residuals
 from spillway.costs import (
     DEVICES,
     SHARES,
     Device,
     OpKind,
     Share,
-    calibrate,
     kind_of,
-    residuals,
     step_seconds,
     timed,
 )

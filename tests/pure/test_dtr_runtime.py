@@ -12,10 +12,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spillway.engines import dtr_runtime
-from spillway.engines.dtr_costs import AbstractCost, Classes, Neighbourhood
-from spillway.engines.dtr_program import Event, Program, program_of
-from spillway.engines.dtr_runtime import HEURISTICS, Heuristic, Outcome, run_dtr
+from papers.dtr import runtime
+from papers.dtr.costs import AbstractCost, Classes, Neighbourhood
+from papers.dtr.program import Event, Program, program_of
+from papers.dtr.runtime import HEURISTICS, Heuristic, Outcome, run_dtr
 from spillway.errors import FileFormatError, UsageError
 from spillway.ir.dtr_log import (
     Annotate,
@@ -289,7 +289,7 @@ def test_what_is_chosen_by_fast_costs_is_what_is_chosen_by_looking_at_everything
     program = program_of(log)
     allowed = int(run_dtr(program, "lru", PLENTY).peak * share)
     fast = run_dtr(program, name, allowed)
-    slowly = dtr_runtime._Runtime(program, Heuristic(cost=slow), allowed, 1.0).run()
+    slowly = runtime._Runtime(program, Heuristic(cost=slow), allowed, 1.0).run()
     event(f"{fast.status}, {'with' if fast.evictions else 'without'} evictions")
     assert fast == slowly
 

@@ -11,7 +11,7 @@ import csv
 
 import pytest
 
-from benchmarks.mimose_detection import floor, learned
+from papers.mimose.detection import floor, learned
 from spillway.methods.mimose import BlockSample, InputSize, StepSample
 from spillway.units import Bytes, GiB, MiB
 from tests.shared import shared

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 import spillway
-from benchmarks.linear import linear_step
 from spillway.cli import main
 from spillway.errors import BudgetError, FileFormatError, PlanRejected, SpillwayError, UnknownMethodError
 from spillway.ir import Disk, Gap, Host, Packed, Plan, Recompute
 from spillway.ir.plan_files import read_plan, write_plan
 from spillway.ir.step_files import Recorded, write_step
+from tests.pure.linear_graphs import linear_step
 
 STEP = linear_step(8)
 PLAN = Plan(

@@ -7,7 +7,6 @@ from math import inf
 
 import pytest
 
-from benchmarks.linear import linear_step
 from spillway.costs import Device, device_named
 from spillway.errors import BudgetInfeasible, NoPlanFound, UnknownMethodError, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
@@ -27,6 +26,7 @@ from spillway.methods import (
 )
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.checkmate.graph import graph_of
+from tests.pure.linear_graphs import linear_step
 from tests.pure.training_steps import training_step
 
 DEVICE = device_named("a100")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from spillway.costs.calibration import Calibration, Residual, calibrate, residuals
 from spillway.costs.device import DEVICES, HERE, Device, device_named
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.growth import Growth, alike, fit_growth
@@ -13,21 +12,17 @@ __all__ = [
     "DEVICES",
     "HERE",
     "SHARES",
-    "Calibration",
     "Device",
     "Growth",
     "Law",
     "OpKind",
-    "Residual",
     "Share",
     "Shares",
     "alike",
-    "calibrate",
     "device_named",
     "fit_growth",
     "kind_of",
     "read_device",
-    "residuals",
     "step_seconds",
     "timed",
     "write_device",

@@ -2,7 +2,7 @@
 
     seconds = max(flops / (compute share * device's rate), traffic / (memory share * its bandwidth)) + launch
 
-The shares of `SHARES` are for eager fp32 kernels on the GPUs of `DEVICES`. `costs.calibration` finds those of a
+The shares of `SHARES` are for eager fp32 kernels on the GPUs of `DEVICES`. `benchmarks.calibration` finds those of a
 machine from steps that were measured on it.
 """
 

@@ -7,7 +7,6 @@ Whether a selection holds in every moment of the step is `peaks.py`'s question, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -145,17 +144,3 @@ def _next(
     if reading.nothing_covers == "largest-bucket":
         return 0, 0
     return 0, max(range(len(buckets[0])), key=lambda within: nbytes[buckets[0][within]])
-
-
-def order_by_last_number(names: Sequence[str]) -> list[int]:
-    """The order of the public code: the integer after the last `-` of a module's id, such as "0-2-11".
-
-    It does not tell an encoder's blocks from a decoder's; Spillway goes by the order in which forwards ran.
-
-    Raises:
-        ValueError: A name does not end in a number.
-    """
-    found = [re.search(r"(\d+)$", name) for name in names]
-    if None in found:
-        raise ValueError(f"{names[found.index(None)]!r} does not end in a number.")
-    return [int(match[1]) for match in found if match is not None]

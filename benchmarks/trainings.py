@@ -1,0 +1,44 @@
+"""Whole trainings, each in a process of its own as `spillway demo` runs them, and what is compared of them."""
+
+from __future__ import annotations
+
+from benchmarks import workloads
+from benchmarks.record import Check, Tell
+from spillway.subprocess_runs import run as launch
+from spillway.subprocess_runs.rows import first_difference
+from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
+from spillway.units import Bytes
+
+
+def path_of(workload: str) -> str:
+    """A function of `benchmarks.workloads`, as a user would name one of a file."""
+    return f"{workloads.__file__}:{workload}"
+
+
+def trained(workload: str, steps: int, method: str | None, budget: Bytes | None, tell: Tell) -> RunResult:
+    """Train a function of `benchmarks.workloads`, always with the same seed."""
+    done: list[StepDone] = []
+
+    def hear(step: StepDone) -> None:
+        done.append(step)
+        if len(done) % 20 == 0:
+            tell(f"{method or 'plain'}: step {len(done)} of {steps}")
+
+    request = RunRequest(workload=path_of(workload), seed=0, steps=steps, method=method, budget_bytes=budget)
+    return launch.run(request, Listener(step=hear, output=tell))
+
+
+def differing(found: RunResult, plain: RunResult) -> int:
+    """Losses that are not the same in all bits."""
+    return sum(one != other for one, other in zip(found.losses, plain.losses, strict=True))
+
+
+def kept(method: str, found: RunResult, plain: RunResult, budget: Bytes) -> list[Check]:
+    """That nothing differs from plain training, and no step passes the budget."""
+    difference, over = first_difference(found, plain), sum(report.peak_bytes > budget for report in found.reports)
+    what = f"{method}: losses that differ from plain, of {len(plain.losses)}"
+    return [
+        Check(what=what, measured=differing(found, plain), at_most=0),
+        Check(what=f"{method}: {difference or 'differences at the end'}", measured=difference is not None, at_most=0),
+        Check(what=f"{method}: steps over budget", measured=over, at_most=0),
+    ]

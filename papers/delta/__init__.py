@@ -1,0 +1,1 @@
+"""Tang et al., "DELTA", arXiv:2203.15980: its tables and figures."""

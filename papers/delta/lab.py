@@ -1,0 +1,252 @@
+"""What every part of DELTA's tables needs: the steps, the two links, the paper's numbers, and how a row is written.
+
+The paper's numbers are read where they stand beside the project; none is kept in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self, final
+
+from benchmarks.record import Row, Tell
+from papers import TABLES, table
+from papers.delta.models import BUILDS
+from papers.delta.soft_budget import Ran, run_softly
+from spillway.costs import Device, Growth, device_named, fit_growth, timed
+from spillway.ir import Step
+from spillway.methods import AbstractPolicy, Delta
+from spillway.recording import record
+from spillway.units import Bytes, GiB, MiB, Seconds
+
+# ---------------------------------------------------------------------- what the paper says
+
+
+METHODS: Final = ("baseline", "DTR", "DELTA")
+"""As the paper's tables name them."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Largest:
+    """A row of Table III or IV."""
+
+    batch: int
+    growth: float
+    memory_gib: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A row of Table V, in seconds."""
+
+    tensor: str
+    swap: float
+    recompute: float
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """What the paper says."""
+
+    memory_mib: dict[tuple[str, str], float]
+    """Table II by model and method."""
+    resnet_gib: dict[tuple[int, str], float]
+    """Figure 3 by batch and method; nothing where it ran out of memory or was not told."""
+    largest: dict[tuple[str, str], Largest]
+    """Tables III and IV by model and method."""
+    costs: tuple[Costs, ...]
+    """Table V."""
+    claims: dict[str, str]
+    """What stands in the text, by number."""
+
+    @classmethod
+    def read(cls, folder: Path = TABLES) -> Self:
+        """Read all of it. Raises Skipped where it is not."""
+        table2, figure3 = _rows(folder, "table2_memory_MB"), _rows(folder, "fig3_resnet50_memory_GB")
+        return cls(
+            memory_mib={
+                (model.replace("ResNext", "ResNeXt"), row["method"]): float(number)
+                for row in table2
+                for model, number in row.items()
+                if model != "method"
+            },
+            resnet_gib={
+                (int(row["batch"]), method): float(row[method])
+                for row in figure3
+                for method in METHODS
+                if row[method] not in ("", "OOM")
+            },
+            largest={
+                (model, row["method"]): Largest(
+                    batch=int(row["max_batchsize"]), growth=float(row["growth_x"]), memory_gib=float(row["memory_GB"])
+                )
+                for model, name in (("ResNet-50", "table3_maxbs_resnet50"), ("ResNet-101", "table4_maxbs_resnet101"))
+                for row in _rows(folder, name)
+            },
+            costs=tuple(
+                Costs(
+                    tensor=f"{row['tensor']}({row['id']})", swap=float(row["c_s_us"]) / 1e6,
+                    recompute=float(row["c_r_us"]) / 1e6,
+                )
+                for row in _rows(folder, "table5_costs_us")
+            ),
+            claims={row["id"]: f"{row['value']} {row['unit']}".strip() for row in _rows(folder, "text_claims")},
+        )  # fmt: skip
+
+
+def _rows(folder: Path, name: str) -> list[dict[str, str]]:
+    return table(folder / f"delta_{name}.csv")
+
+
+# ---------------------------------------------------------------------- the steps
+
+
+LINKS: Final = (device_named("a100"), device_named("a100-physical"))
+"""The paper's 22.4 GB/s, and 11.2 GB/s: 35 % of what the link does in both directions together, and in one."""
+
+TOLERANCE: Final = 0.10
+"""A number that is further from the paper's than that needs an explanation."""
+
+WORTH: Final = 2.0
+"""Nobody would train at more than so many times the plain step's time: such runs do not count as the least memory."""
+
+HERITAGE: Final = "dtr-eqclass"
+"""The heuristic of DTR's prototype."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is run."""
+
+    options: Mapping[str, Mapping[str, Any]]
+    """Of the models, by the paper's names."""
+    sizes: tuple[int, ...]
+    """Batches from which all other batches of the ResNets are derived."""
+    checked: int
+    """A batch that is derived and recorded."""
+    batches: Mapping[str, int]
+    """Of Table II and Figure 7, by model."""
+    curve: tuple[int, ...]
+    """Batches of Figure 3."""
+    shares: tuple[float, ...]
+    """Budgets as shares of the plain peak, for the least memory and for Figure 7."""
+    device_shares: tuple[float, ...]
+    """Budgets as shares of the device's memory, for the largest batch."""
+    ladder: float
+    """Each batch that is tried is so many times smaller than the one before."""
+    devices: tuple[Device, Device] = LINKS
+    """With the paper's link, and with the physical one."""
+
+
+@final
+@dataclass(slots=True)
+class Lab:
+    """Steps, recorded and derived as they are asked for."""
+
+    size: Size
+    paper: Paper
+    tell: Tell
+    _recorded: dict[tuple[str, int, str], Step] = field(default_factory=dict)
+    _growths: dict[str, Growth] = field(default_factory=dict)
+    _timed: dict[tuple[str, int, str], Step] = field(default_factory=dict)
+    _least: dict[tuple[str, int], list[Ran]] = field(default_factory=dict)
+
+    def recorded(self, model: str, batch: int, **options: Any) -> Step:
+        """The step as recorded on fake tensors."""
+        key = model, batch, repr(options)
+        if key not in self._recorded:
+            self.tell(f"{model}: recording a batch of {batch}")
+            given = {**self.size.options.get(model, {}), **options}
+            self._recorded[key] = record(lambda: BUILDS[model](model, batch, **given), fake=True).step
+        return self._recorded[key]
+
+    def growth(self, model: str) -> Growth:
+        """How the step of that model grows with the batch."""
+        if model not in self._growths:
+            self._growths[model] = fit_growth({batch: self.recorded(model, batch) for batch in self.size.sizes})
+        return self._growths[model]
+
+    def step(self, model: str, batch: int, **options: Any) -> Step:
+        """The step with seconds: of a ResNet derived, of others recorded. Links differ in copies alone."""
+        key = model, batch, repr(options)
+        if key not in self._timed:
+            if len(self._timed) > 64:
+                self._timed.clear()
+            derived = model in ("ResNet-50", "ResNet-101") and not options
+            step = self.growth(model).step_at(batch) if derived else self.recorded(model, batch, **options)
+            self._timed[key] = timed(step, self.size.devices[0])
+        return self._timed[key]
+
+    def soft(
+        self, model: str, batch: int, policy: Callable[[], AbstractPolicy], share: float, **options: Any
+    ) -> tuple[Ran, Ran]:
+        """Under a soft budget that is that share of the plain peak, with each link."""
+        step = self.step(model, batch)
+        budget = int(step.plain_peak() * share)
+        paper, physical = (run_softly(step, policy(), budget, device, **options) for device in self.size.devices)
+        return paper, physical
+
+    def least(self, model: str, batch: int) -> tuple[Ran, Ran]:
+        """DELTA under the budget, of those that are worth it, at which it needs the least memory; for each link."""
+        if (model, batch) not in self._least:
+            runs = [self.soft(model, batch, published, share) for share in self.size.shares]
+            self._least[model, batch] = [_least([pair[link] for pair in runs]) for link in range(2)]
+        paper, physical = self._least[model, batch]
+        return paper, physical
+
+
+def _least(runs: Sequence[Ran]) -> Ran:
+    worth = [ran for ran in runs if ran.ok and ran.simulation.overhead <= WORTH]
+    return min(worth or [ran for ran in runs if ran.ok], key=lambda ran: ran.simulation.peak_bytes)
+
+
+def published(filter: str = "base") -> Delta:
+    """DELTA as published with that filter."""
+    policy = Delta.as_published()
+    policy.filter = filter
+    return policy
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def mib(nbytes: Bytes) -> float:
+    """As `torch.cuda.max_memory_allocated` is usually divided."""
+    return nbytes / MiB
+
+
+def gib(nbytes: Bytes) -> float:
+    """The same in larger units."""
+    return nbytes / GiB
+
+
+def figure(
+    table: str, what: str, paper: Any, ours: Sequence[Any], unit: str = "", *, why: str = "", note: str = ""
+) -> Row:
+    """A row: what the paper has, and ours with the paper's link and with the physical one."""
+    numbers = isinstance(paper, int | float) and isinstance(ours[0], int | float)
+    deviation = ours[0] / paper - 1 if numbers and paper else None
+    return {
+        "table": table, "what": what, "unit": unit, "paper": paper, "ours": ours[0], "physical": ours[-1],
+        "deviation": deviation, "why": why, "note": note,
+    }  # fmt: skip
+
+
+def unexplained(rows: Iterable[Row]) -> int:
+    """Rows that are further from the paper than tolerated, without a reason."""
+    return sum(abs(row["deviation"] or 0) > TOLERANCE and not row["why"] for row in rows)
+
+
+def overheads(runs: Iterable[Ran]) -> str:
+    """What the runs cost beside a plain step."""
+    return "x plain: " + ", ".join(f"{ran.simulation.overhead:.2f}" for ran in runs)
+
+
+def milliseconds(seconds: Seconds) -> float:
+    """For tables."""
+    return seconds * 1e3

@@ -1,0 +1,1 @@
+"""Kirisame et al., "Dynamic Tensor Rematerialization", arXiv:2006.09616: its simulator, run for run."""

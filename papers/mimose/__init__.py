@@ -1,0 +1,1 @@
+"""Liao et al., "Mimose", arXiv:2209.02478: its tables and figures."""

@@ -1,0 +1,322 @@
+"""Bytes of every block at sizes that were not measured, from ten that were: Tables 3 and 4 of Mimose's paper."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy
+
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from papers.mimose.lab import Taken, blocks_at, build, counted_at
+from spillway.methods.mimose import BlockSample, Options, StepSample
+from spillway.methods.mimose.planning import AbstractPlanning, PublishedPlanning, SimulatedPlanning
+from spillway.units import Bytes, Seconds, format_bytes
+
+# ---------------------------------------------------------------------- what could estimate
+
+
+Samples: TypeAlias = Mapping[int, Sequence[Bytes]]
+"""By size what each block saved."""
+Predict: TypeAlias = Callable[[int, int], float]
+"""Bytes of a block at a size."""
+Fit: TypeAlias = Callable[[Samples], Predict]
+
+OURS: Final = "exact laws, the default"
+PUBLISHED: Final = "quadratic, as published"
+
+
+def planned(kind: Callable[[Options], AbstractPlanning], options: Options, samples: Samples) -> Predict:
+    """As a training does that plans so: the samples of each step are handed over, then all is learned at once."""
+    planning = kind(options)
+    for size, counted in samples.items():
+        blocks = [
+            BlockSample(block=block, size=(size,), nbytes=nbytes, seconds=0.0) for block, nbytes in enumerate(counted)
+        ]
+        step = StepSample(size=(size,), recomputed=frozenset(range(len(blocks))), peak=0)
+        planning.observe(step, blocks, whole=False)
+    for block in range(len(blocks)):
+        planning.nbytes(block, (size,))
+    return lambda block, size: planning.nbytes(block, (size,))
+
+
+def polynomial(degree: int, samples: Samples) -> Predict:
+    """Least squares of NumPy."""
+    fits = [numpy.polyfit(list(samples), counted, degree) for counted in zip(*samples.values(), strict=True)]
+    return lambda block, size: float(numpy.polyval(fits[block], size))
+
+
+def scikit(make: Callable[[], Any], samples: Samples) -> Predict:
+    """A regressor of scikit-learn for each block."""
+    sizes = numpy.array([[size] for size in samples], dtype=float)
+    fits = [make().fit(sizes, numpy.array(counted, dtype=float)) for counted in zip(*samples.values(), strict=True)]
+    return lambda block, size: float(fits[block].predict(numpy.array([[float(size)]]))[0])
+
+
+OWN: Final[Mapping[str, Fit]] = MappingProxyType(
+    {
+        OURS: partial(planned, SimulatedPlanning, Options()),
+        PUBLISHED: partial(planned, PublishedPlanning, Options.as_published()),
+        "linear": partial(polynomial, 1),
+        "cubic": partial(polynomial, 3),
+    }
+)
+"""What needs no other library."""
+
+
+def of_scikit() -> dict[str, Fit]:
+    """Those of scikit-learn; none where it is not installed."""
+    try:
+        from sklearn.compose import TransformedTargetRegressor
+        from sklearn.ensemble import GradientBoostingRegressor
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+        from sklearn.svm import SVR
+        from sklearn.tree import DecisionTreeRegressor
+    except ImportError:
+        return {}
+
+    def svr() -> Any:
+        return TransformedTargetRegressor(make_pipeline(StandardScaler(), SVR(C=100.0)), transformer=StandardScaler())
+
+    return {
+        "SVR": partial(scikit, svr),
+        "decision tree": partial(scikit, partial(DecisionTreeRegressor, random_state=0)),
+        "gradient-boosted trees": partial(scikit, partial(GradientBoostingRegressor, random_state=0)),
+    }
+
+
+# ---------------------------------------------------------------------- the estimates
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A model and the sizes of its inputs."""
+
+    name: str
+    """As `mimose_lab.BUILDS` has it."""
+    options: Mapping[str, Any]
+    """How large it is made."""
+    smallest: int
+    largest: int
+    at_most: float
+    """Target for the distance from what the allocator gets back, all blocks together."""
+    all_regressors: bool = False
+    """Whether all are tried, those that the paper gave more samples with more of them too: Table 3."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    tasks: Sequence[Task]
+    samples: int
+    """Sizes that are measured to learn from."""
+    more: int
+    """And for some regressors of one task."""
+    unseen: int
+    """Sizes that are estimated."""
+    times: int
+    """How often a fit and a prediction are timed; medians count."""
+
+
+class Told(NamedTuple):
+    """What the paper has: relative error, seconds of a fit, seconds of a prediction."""
+
+    error: float
+    fit: Seconds
+    predict: Seconds
+
+
+PAPER: Final[Mapping[tuple[str, str, int], Told]] = {
+    ("TC-Bert", "linear", 10): Told(0.0404, 0.90e-3, 14.78e-6),
+    ("TC-Bert", PUBLISHED, 10): Told(0.0032, 0.98e-3, 16.21e-6),
+    ("TC-Bert", "cubic", 10): Told(0.0032, 1.01e-3, 17.88e-6),
+    ("TC-Bert", "SVR", 10): Told(0.0380, 1.01e-3, 107.05e-6),
+    ("TC-Bert", "SVR", 50): Told(0.0356, 2.70e-3, 110.39e-6),
+    ("TC-Bert", "decision tree", 10): Told(0.0567, 3.98e-3, 82.97e-6),
+    ("TC-Bert", "decision tree", 50): Told(0.0150, 21.15e-3, 82.25e-6),
+    ("TC-Bert", "gradient-boosted trees", 10): Told(0.0513, 428.76e-3, 1348.26e-6),
+    ("TC-Bert", "gradient-boosted trees", 50): Told(0.0143, 2504.11e-3, 1354.93e-6),
+    ("MC-Roberta", PUBLISHED, 10): Told(0.0046, 0.94e-3, 15.50e-6),
+    ("QA-XLNet", PUBLISHED, 10): Told(0.0033, 1.02e-3, 16.93e-6),
+    ("QA-Bert", PUBLISHED, 10): Told(0.0033, 1.18e-3, 16.45e-6),
+}
+"""Tables 3 and 4 of arXiv:2209.02478, by task, regressor and samples. Its boosted trees are XGBoost's."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The blocks of one model, by size."""
+
+    learned: Samples
+    unseen: Mapping[int, Sequence[Taken]]
+    with_results: Sequence[Taken]
+    """At the last of the unseen sizes, results that only their block holds let go with it."""
+
+    def samples(self, count: int) -> Samples:
+        """What is learned from, so many sizes of it."""
+        return dict(list(self.learned.items())[:count])
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Measure the blocks of every model, then let every regressor learn and estimate."""
+    others, rows, notes = of_scikit(), list[Row](), list[str]()
+    for task in size.tasks:
+        found = _measured(task, size, tell)
+        fits = {**OWN, **others} if task.all_regressors else {name: OWN[name] for name in (OURS, PUBLISHED)}
+        for name, fit in fits.items():
+            for count in [size.samples, size.more] if name in others else [size.samples]:
+                rows.append(_row(task, name, fit, found, count, size.times))
+        notes += _held_by_nobody_else(task, found)
+    if not others:
+        notes.append("Without rows of scikit-learn, which is not installed: pip install 'torch-spillway[bench]'.")
+    checks = [check for task in size.tasks for check in _checks(task, rows)]
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=(*NOTES, *notes))
+
+
+def _measured(task: Task, size: Size, tell: Tell) -> Measured:
+    learned, unseen = sizes_of(task, size)
+    subject = build(task.name, task.options)
+    with subject.engine(task.smallest) as engine:
+        subject.loss(task.smallest)  # shows which buffers a block writes to; until then none of them can be given up
+        tell(f"{task.name}: {len(learned) + len(unseen)} sizes")
+        return Measured(
+            {one: counted_at(subject, engine, one) for one in learned},
+            {one: blocks_at(subject, engine, one) for one in unseen},
+            blocks_at(subject, engine, unseen[-1], with_results=True),
+        )
+
+
+def sizes_of(task: Task, size: Size) -> tuple[list[int], list[int]]:
+    """Sizes to learn from, drawn by chance, and others, from the smallest to the largest in even steps."""
+    count = max(size.samples, size.more if task.all_regressors else 0)
+    step = (task.largest - task.smallest) / max(size.unseen - 1, 1)
+    unseen = [round(task.smallest + step * number) for number in range(size.unseen)]
+    others = sorted(set(range(task.smallest, task.largest + 1)) - set(unseen))
+    return random.Random(0).sample(others, count), unseen
+
+
+def _row(task: Task, name: str, fit: Fit, found: Measured, count: int, times: int) -> Row:
+    samples = found.samples(count)
+    fitted = [_timed(lambda: fit(samples)) for _ in range(times)]
+    predict: Predict = fitted[-1][0]
+    asked = [(block, size) for size, blocks in found.unseen.items() for block in range(len(blocks))]
+    predicted = [_timed(lambda: [predict(*question) for question in asked]) for _ in range(times)]
+    answers: Mapping[tuple[int, int], float] = dict(zip(asked, predicted[-1][0], strict=True))
+    errors = [abs(nbytes / found.unseen[size][block].nbytes - 1) for (block, size), nbytes in answers.items()]
+    told = PAPER.get((task.name, name, count))
+    return {
+        "task": task.name, "regressor": name, "samples": count, "blocks": len(asked) // len(found.unseen),
+        "estimates": len(asked), "error": statistics.fmean(errors), "worst": max(errors),
+        "inexact": sum(error > 0 for error in errors), "allocator": _from_allocator(answers, found),
+        "fit": statistics.median(seconds for _, seconds in fitted),
+        "predict": statistics.median(seconds for _, seconds in predicted) / len(asked),
+        **({"paper_error": told.error, "paper_fit": told.fit, "paper_predict": told.predict} if told else {}),
+    }  # fmt: skip
+
+
+def _timed(work: Callable[[], Any]) -> tuple[Any, Seconds]:
+    began = time.process_time()
+    done = work()
+    return done, time.process_time() - began
+
+
+def _from_allocator(answers: Mapping[tuple[int, int], float], found: Measured) -> float:
+    """The worst distance of all blocks together."""
+    return max(
+        abs(sum(answers[block, size] for block in range(len(blocks))) / sum(one.freed for one in blocks) - 1)
+        for size, blocks in found.unseen.items()
+    )
+
+
+def _held_by_nobody_else(task: Task, found: Measured) -> list[str]:
+    """Blocks that hold their own results alone."""
+    size, blocks = list(found.unseen.items())[-1]
+    more = {
+        both.block: both.freed - one.freed
+        for one, both in zip(blocks, found.with_results, strict=True)
+        if both.freed > one.freed
+    }
+    share = sum(more.values()) / sum(one.freed for one in blocks)
+    return [
+        f"{task.name} at {size}: nobody but {block} holds its result, which takes {format_bytes(nbytes)} on top, "
+        f"{share:.2%} of what all blocks save."
+        for block, nbytes in more.items()
+    ]
+
+
+def _checks(task: Task, rows: Sequence[Row]) -> list[Check]:
+    (ours,) = (row for row in rows if (row["task"], row["regressor"]) == (task.name, OURS))
+    return [
+        Check(what=f"{task.name}: estimates that are not exact to the byte", measured=ours["inexact"], at_most=0),
+        Check(what=f"{task.name}: distance from the allocator's bytes", measured=ours["allocator"],
+              at_most=task.at_most),
+    ]  # fmt: skip
+
+
+TITLE: Final = "bytes of blocks at sizes that were not measured, from sizes that were (Mimose's Tables 3 and 4)"
+
+COLUMNS: Final = (
+    *columns.text(task="task", regressor="regressor", samples="samples", blocks="blocks", inexact="inexact"),
+    *columns.shown("{:.2%}".format, error="error", worst="at worst", paper_error="paper", allocator="from allocator"),
+    *columns.seconds(fit="fit", paper_fit="paper", predict="predict", paper_predict="paper"),
+)
+
+NOTES: Final = (
+    "Lengths of the paper's ranges: QQP 30 to 332 (TC-Bert), SQuAD 153 to 512 (QA-Bert, QA-XLNet), SWAG 35 to 141 "
+    "(MC-Roberta, four endings each); those learned from drawn evenly by chance, the others in even steps, both ends "
+    "among them. ResNet and Swin by pixels along a side. Models have the paper's width, the text ones 2 of their 12 "
+    "layers, which are alike, and 1 or 2 samples for the paper's 12 to 32: bytes grow in proportion. ResNet-50 and "
+    "Swin-T are half and a third as wide.",
+    "Error: mean over all blocks and unseen sizes of the distance from what the engine counts, in each block's bytes. "
+    "From allocator: all blocks together, the worst size, beside what torch's allocator got back as one block after "
+    "the other was given up (torch.profiler, exact) and its result was still held: as in the paper, that is not the "
+    "block's.",
+    "Fit: all blocks together. Predict: one block at one size. Processor time, medians. The paper does not say how "
+    "many fits its times are of; its GPU machine has another processor.",
+    "SVR with sizes and bytes scaled to unit variance and C=100, otherwise and for the trees the defaults of "
+    "scikit-learn; the paper's boosted trees are XGBoost's.",
+)
+
+
+def _words(
+    name: str, batch: int, smallest: int, largest: int, *, layers: int = 2, width: int = 768, **more: Any
+) -> Task:
+    options = {"layers": layers, "width": width, "batch": batch}
+    return Task(name=name, options=options, smallest=smallest, largest=largest, at_most=0.005, **more)
+
+
+BENCHMARK: Final = Benchmark(
+    name="mimose_estimator",
+    run=run,
+    full=Size(
+        tasks=(
+            _words("TC-Bert", 2, 30, 332, all_regressors=True), _words("QA-Bert", 2, 153, 512),
+            _words("MC-Roberta", 1, 35, 141), _words("QA-XLNet", 1, 153, 512),
+            Task(name="ResNet", options={"depths": (3, 4, 6, 3), "width": 32, "batch": 1}, smallest=97, largest=320,
+                 at_most=0.01),
+            Task(name="Swin", options={"depths": (2, 2, 6, 2), "width": 32, "batch": 1}, smallest=230, largest=512,
+                 at_most=0.01),
+        ),
+        samples=10, more=50, unseen=8, times=9,
+    ),
+    quick=Size(
+        tasks=(
+            _words("TC-Bert", 1, 12, 40, width=64, all_regressors=True),
+            Task(name="ResNet", options={"depths": (1, 1), "width": 8, "batch": 1}, smallest=33, largest=97,
+                 at_most=0.2),
+        ),
+        samples=10, more=12, unseen=3, times=1,
+    ),
+)  # fmt: skip

@@ -1,0 +1,46 @@
+"""What models of several papers have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
+
+
+def widen(model: nn.Module, *, groups: int = 1) -> None:
+    """Twice the channels within each block of a ResNet, its convolution of 3 x 3 in so many groups."""
+    for block in [module for module in model.modules() if isinstance(module, ResNetBottleNeckLayer)]:
+        first, middle, last = (cast(Any, layer).convolution for layer in cast(Any, block).layer)
+        inner = 2 * middle.in_channels
+        wide = ResNetConvLayer(inner, inner, stride=middle.stride[0])
+        if groups > 1:
+            wide.convolution = nn.Conv2d(inner, inner, 3, middle.stride, padding=1, groups=groups, bias=False)
+        cast(Any, block).layer = nn.Sequential(
+            ResNetConvLayer(first.in_channels, inner, kernel_size=1), wide,
+            ResNetConvLayer(inner, last.out_channels, kernel_size=1, activation=None),
+        )  # fmt: skip
+
+
+def words_of(*shape: int) -> dict[str, Tensor]:
+    """Words, all of them looked at."""
+    words = torch.full(shape, 7)
+    return {"input_ids": words, "attention_mask": torch.ones_like(words)}
+
+
+@contextmanager
+def dropout_of_cuda() -> Iterator[None]:
+    """Within, dropout is the op that it is on CUDA, wherever the tensors are."""
+    usual = nn.functional.dropout
+
+    def fused(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+    nn.functional.dropout = fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.dropout = usual

@@ -1,0 +1,1 @@
+"""Liu et al., "What is the State of Memory Saving for Model Training?" (PAPAYA): its figures."""

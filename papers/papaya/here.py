@@ -1,0 +1,303 @@
+"""PAPAYA's model on this machine: four small networks under an emulated memory limit, six methods.
+
+For each of them `advise` measures what it measures for anybody. Then every method runs at the batch that is its largest
+by the fit, and what was predicted is held against what was measured.
+
+NOTE: what the line of memory has to meet without a batch is what is there at the moment of the peak and does not grow:
+parameters, optimizer state, buffers, the gradients that are there at that moment, and what ops work with (reordered
+weights, a gradient that is not summed up yet). It is counted storage by storage at the peak of one step whose batch is
+a prime number, of which the bytes of whatever grows with the batch are a multiple. No fit is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Final, final
+
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from spillway.advisor.bench import Trial
+from spillway.advisor.campaign import Campaign
+from spillway.advisor.real import AROUND, STEPS, RealBench
+from spillway.advisor.verdict import Row as Advice
+from spillway.advisor.verdict import advise, recommended
+from spillway.advisor.ways import DEFAULT
+from spillway.units import Bytes, Seconds
+
+MB: Final = 10**6
+SECONDS: Final = 6.0
+"""Of a trial, as `spillway advise` has it if nobody says."""
+LINEAR: Final = 0.9999
+INTERCEPT: Final = 0.02
+THROUGHPUT: Final = 0.10
+RECOMMENDED: Final = 0.03
+_GROWING: Final = ("activations", "input")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A workload and the memory that its steps may take."""
+
+    workload: str
+    limit: Bytes
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    networks: Sequence[Network] = (
+        Network(workload="resnet", limit=100 * MB),
+        Network(workload="bert-small", limit=150 * MB),
+        Network(workload="gpt-small", limit=180 * MB),
+        Network(workload="vit-small", limit=100 * MB),
+    )
+    methods: Sequence[str] = DEFAULT
+    batches: Sequence[int] = ()
+    """Empty to let the campaign choose."""
+    steps: int = STEPS
+    rounds: int = 5
+    """Trials of every method at its largest batch, once that is known."""
+    longest: Seconds = SECONDS / (STEPS + AROUND)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A method's prediction and what became of it."""
+
+    network: Network
+    advice: Advice
+    at_peak: Trial | None
+    """Of a prime batch, for what is there without one; None if nothing was fitted."""
+    there: Trial | None
+    """At the batch that was predicted to be the largest, of the median time; None if there is none."""
+    taken: Trial | None
+    """At the batch that is recommended with it, which may be a smaller one that was seen to be faster."""
+    fastest: float | None
+    """Samples per second of its fastest trial, at whatever size; None if none ran."""
+    left_out: int
+    """Sizes that ran and that memory was not fitted to."""
+
+    @property
+    def constant(self) -> Bytes | None:
+        """What is there without a batch."""
+        if self.at_peak is None or self.at_peak.peak is None:
+            return None
+        return self.at_peak.peak - sum(self.at_peak.by_kind[kind] for kind in _GROWING)
+
+    @property
+    def intercept_off(self) -> float | None:
+        """Of the line of memory, as a share of what is there."""
+        if self.advice.fitted is None or self.constant is None:
+            return None
+        return self.advice.fitted.memory.intercept / self.constant - 1
+
+    @property
+    def throughput(self) -> float | None:
+        """Samples per second at its largest batch, as measured."""
+        return None if self.there is None else self.there.throughput
+
+    @property
+    def off(self) -> float | None:
+        """Predicted throughput less what was measured, as a share of that."""
+        predicted, measured = self.advice.predicted, self.throughput
+        return None if predicted is None or measured is None else predicted.throughput / measured - 1
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """Every network, method by method."""
+    found = {network.workload: _measured(network, size, tell) for network in size.networks}
+    checks = [check for name, tried in found.items() for check in _checks(name, tried)]
+    rows = [_row(name, one) for name, tried in found.items() for one in tried]
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+
+
+def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
+    def output(line: str) -> None:
+        tell(f"{network.workload}: {line}")
+
+    with RealBench(network.workload, options=network.options, seed=0, output=output, steps=size.steps) as bench:
+        campaign = Campaign(bench, size.methods, network.limit, batches=size.batches, longest=size.longest)
+        for trial in campaign.run():
+            tell(f"{network.workload}, {trial.method} at {trial.size}: {trial.seconds} s, {trial.peak} bytes")
+        for method, fault in campaign.faults.items():
+            tell(f"{network.workload}, {method}: {fault}")
+        rows = advise(campaign.experiment(), network.limit)
+        fits = [_fit(campaign, row) for row in rows]
+        _again(campaign, [pair for fit in fits for pair in fit.pairs()], size.rounds, tell)
+        return [_tried(network, campaign, fit) for fit in fits]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """What is known of a method before it runs at its largest batch."""
+
+    advice: Advice
+    largest: int | None
+    """None if nothing was fitted, or nothing fits."""
+    at_peak: Trial | None
+    left_out: int
+
+    def pairs(self) -> list[tuple[str, int]]:
+        """The method at its largest batch, and at the batch to take if that is another."""
+        taken = None if self.advice.taken is None else self.advice.taken.size
+        return [(self.advice.method, size) for size in dict.fromkeys((self.largest, taken)) if size is not None]
+
+
+def _fit(campaign: Campaign, advice: Advice) -> Fit:
+    samples, at_peak, largest = campaign.samples(advice.method), None, None
+    if advice.fitted is not None and advice.predicted is not None:
+        largest, prime = advice.predicted.size, prime_between(min(samples.peaks), max(samples.peaks))
+        at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
+    return Fit(advice=advice, largest=largest, at_peak=at_peak, left_out=len(samples.off_line))
+
+
+def _again(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
+    """Measure methods at batch sizes again, in turn, and what is then the fastest of all trials, until that has been
+    measured again."""
+    done = set(pairs)
+    _in_turn(campaign, pairs, rounds, tell)
+    while (fastest := _fastest(campaign)) is not None and fastest not in done:
+        _in_turn(campaign, [fastest], rounds, tell)
+        done.add(fastest)
+
+
+def _fastest(campaign: Campaign) -> tuple[str, int] | None:
+    """Method and batch size of the trial with the highest throughput; None if nothing ran."""
+    ran = [(method, size, one) for method, of in campaign.trials.items() for size, one in of.items() if one.seconds]
+    best = max(ran, key=lambda found: found[1] / _seconds(found[2]), default=None)
+    return None if best is None else best[:2]
+
+
+def _in_turn(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
+    """All pairs once in each round: their trials become those of the median time."""
+    found: dict[tuple[str, int], list[Trial]] = {pair: [] for pair in pairs}
+    for number in range(rounds):
+        for (method, size), trials in found.items():
+            trials.append(campaign.measure(method, size, again=True))
+            tell(f"round {number + 1} of {rounds}, {method} at {size}: {trials[-1].seconds} s")
+    for (method, size), trials in found.items():
+        campaign.trials[method][size] = sorted(trials, key=_seconds)[len(trials) // 2]
+
+
+def _seconds(trial: Trial) -> Seconds:
+    return inf if trial.seconds is None else trial.seconds
+
+
+def _tried(network: Network, campaign: Campaign, fit: Fit) -> Tried:
+    trials, fastest = campaign.trials[fit.advice.method], campaign.samples(fit.advice.method).fastest
+    return Tried(
+        network=network, advice=fit.advice, at_peak=fit.at_peak,
+        there=None if fit.largest is None else trials[fit.largest],
+        taken=None if fit.advice.taken is None else trials[fit.advice.taken.size],
+        fastest=None if fastest is None else fastest[1], left_out=fit.left_out,
+    )  # fmt: skip
+
+
+def prime_between(low: int, high: int) -> int:
+    """The largest prime number from `low` to `high`, or `high` if there is none."""
+    primes = (size for size in range(high, low - 1, -1) if size > 1 and all(size % other for other in range(2, size)))
+    return next(primes, high)
+
+
+def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
+    fitted = [one.advice.fitted for one in tried if one.advice.fitted is not None]
+    yield Check(
+        what=f"{name}: of {len(tried)} methods those of which nothing was predicted, or that did not fit there",
+        measured=sum(one.throughput is None for one in tried), at_most=0,
+    )  # fmt: skip
+    worst = min((one.memory.r or 0.0 for one in fitted), default=0.0)
+    yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))
+    for what, offs, most in (
+        ("intercept of memory off what is there without a batch", [one.intercept_off for one in tried], INTERCEPT),
+        ("highest throughput predicted off measured", [one.off for one in tried], THROUGHPUT),
+    ):
+        known = [abs(off) for off in offs if off is not None]
+        yield Check(what=f"{name}: {what}, the worst method", measured=max(known, default=1.0), at_most=most)
+    for where, what, theirs, speeds in (
+        ("its largest batch", "best one at its largest batch", _largest, [_largest(one) for one in tried]),
+        ("the batch to take", "fastest trial of any method at any batch", _taken, [one.fastest for one in tried]),
+    ):
+        yield Check(
+            what=f"{name}: the recommended method, at {where}, is slower than the {what}",
+            measured=behind(tried, theirs, speeds), at_most=RECOMMENDED,
+        )  # fmt: skip
+
+
+def _largest(tried: Tried) -> float | None:
+    return tried.throughput
+
+
+def _taken(tried: Tried) -> float | None:
+    return None if tried.taken is None else tried.taken.throughput
+
+
+def behind(tried: Sequence[Tried], speed: Callable[[Tried], float | None], speeds: Sequence[float | None]) -> float:
+    """By what share of the highest of these speeds the recommended method is slower; 1 where nothing was recommended
+    or measured."""
+    best = recommended([one.advice for one in tried])
+    mine = next((speed(one) for one in tried if best is not None and one.advice.method == best.method), None)
+    return 1.0 if mine is None else 1 - mine / max(known for known in speeds if known is not None)
+
+
+def _row(name: str, tried: Tried) -> Row:
+    advice, fitted = tried.advice, tried.advice.fitted
+    best = recommended([advice])
+    return {
+        "network": name, "method": advice.method, "limit": tried.network.limit,
+        "alpha": None if fitted is None else round(fitted.memory.slope),
+        "beta": None if fitted is None else round(fitted.memory.intercept), "constant": tried.constant,
+        "intercept_off": tried.intercept_off, "gamma": None if fitted is None else fitted.time.slope,
+        "delta": None if fitted is None else fitted.time.intercept,
+        "r_memory": None if fitted is None else fitted.memory.r, "left_out": tried.left_out,
+        "r_time": None if fitted is None else fitted.time.r,
+        "batch": None if best is None or best.predicted is None else best.predicted.size,
+        "predicted": None if best is None or best.predicted is None else best.predicted.throughput,
+        "measured": tried.throughput, "fastest": tried.fastest, "off": tried.off, "verdict": advice.verdict,
+    }  # fmt: skip
+
+
+TITLE: Final = "PAPAYA's model here: four small networks under an emulated memory limit, one thread"
+
+COLUMNS: Final = (
+    *columns.text(network="network", method="method"),
+    *columns.nbytes(limit="limit", alpha="alpha", beta="beta", constant="there without a batch"),
+    *columns.shares(intercept_off="beta off that"),
+    *columns.shown("{:.6f}".format, r_memory="R memory"),
+    *columns.text(left_out="sizes left out of it"),
+    *columns.seconds(gamma="gamma", delta="delta"),
+    *columns.shown("{:.4f}".format, r_time="R time"),
+    *columns.text(batch="largest batch"),
+    *columns.shown("{:.4g}".format, predicted="samples/s, predicted", measured="measured", fastest="fastest trial"),
+    *columns.shares(off="off"),
+    *columns.text(verdict="verdict"),
+)  # fmt: skip
+
+NOTES: Final = (
+    "Every method was measured as `spillway advise` measures: a few batch sizes, each in a process of its own. Then it "
+    "ran at the largest batch that fits by its line, and at the batch that `advise` says to take where that is "
+    "another, five times, in turn with the other methods, and so did the fastest of all trials: medians count. The "
+    "limit is emulated: a step whose peak by account is above it counts as out of memory.",
+    "There without a batch: parameters, optimizer state, buffers, the gradients that are there at the moment of the "
+    "peak, and what ops work with, counted storage by storage at the peak of a step with a prime batch.",
+    "R of memory is that of the sizes on the line of the largest. Sizes left out of it ran as well, and their peak is "
+    "of another moment. The fastest trial is the one with the highest throughput, at any batch that was measured.",
+    "swap waits for every copy, as PAPAYA's does; the other two that move let copies run beside compute.",
+)
+
+BENCHMARK: Final = Benchmark(
+    name="papaya_here",
+    run=run,
+    full=Size(),
+    quick=Size(
+        networks=(Network(workload="resnet", limit=100 * MB, options={"width": 4, "blocks": [1, 1, 1, 1]}),),
+        methods=("plain", "checkpoint"), batches=(5, 7, 9), steps=1, rounds=1,
+    ),
+)  # fmt: skip
