@@ -30,6 +30,8 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
+from spillway.units import format_bytes
+
 
 def on_one_line(text: str) -> str:
     """The text with everything escaped that would move a terminal's cursor, as what is quoted from a file may."""
@@ -105,9 +107,6 @@ class BudgetInfeasible(SpillwayError):
     """Whether the rest of the step was looked at too, on tensors without content; its ops may still differ."""
 
     def __init__(self, *, needed: int, allowed: int, op: str, op_index: int, smallest_budget: int, exact: bool) -> None:
-        # Imported here because `units` raises `BudgetError`, and so stands after this module.
-        from spillway.units import format_bytes
-
         bound = f"{smallest_budget} bytes ({format_bytes(smallest_budget)})"
         answer = f"the smallest budget that should work is {bound}" if exact else f"it takes {bound} or more"
         super().__init__(

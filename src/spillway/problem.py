@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TypeAlias
 
+from spillway.budgets import budget_of_peak
 from spillway.costs.device import Device
 from spillway.costs.finding import device_of
 from spillway.costs.roofline import timed
@@ -13,7 +14,7 @@ from spillway.errors import BudgetError, SpillwayError, UsageError
 from spillway.ir import Recorded, Step
 from spillway.ir.loading import load_step
 from spillway.methods import Problem
-from spillway.units import budget_of_peak, format_bytes
+from spillway.units import format_bytes
 
 StepLike: TypeAlias = Step | Recorded | str | PathLike[str]
 """A step, a recorded one, or the file of one: a recorded step, a log of DTR, or `logs.zip:NAME`."""

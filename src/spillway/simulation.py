@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from spillway.budgets import budget_of_peak, parse_bytes
 from spillway.costs.device import Device
 from spillway.costs.finding import device_of
 from spillway.engines.paper_machine import Tier
@@ -13,7 +14,6 @@ from spillway.ir import Plan, StepReport
 from spillway.methods import method_named
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.problem import StepLike, step_of, with_seconds
-from spillway.units import budget_of_peak, parse_bytes
 
 Method = str | AbstractPolicy | AbstractPlanner | Plan
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import spillway
+from spillway.budgets import parse_bytes
 from spillway.cli import main
 from spillway.ir import read_step
 from spillway.ir.plan_files import read_plan
 from spillway.methods import AbstractPolicy, Planned
-from spillway.units import parse_bytes
 from spillway.workloads import get
 from tests.architecture.documents import blocks, commands, documents
 from tests.architecture.source import ROOT

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from spillway.budgets import parse_budgets
 from spillway.errors import BudgetError
-from spillway.units import GiB, MiB, parse_budgets
+from spillway.units import GiB, MiB
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spillway.budgets import parse_budget, parse_bytes, parse_bytes_per_second, parse_seconds
 from spillway.errors import BudgetError, UsageError
-from spillway.units import (
-    GiB,
-    KiB,
-    MiB,
-    TiB,
-    format_bytes,
-    format_seconds,
-    parse_budget,
-    parse_bytes,
-    parse_bytes_per_second,
-    parse_seconds,
-)
+from spillway.units import GiB, KiB, MiB, TiB, format_bytes, format_seconds
 
 NONSENSE = ["12 apples", "", "  ", "GiB", "6G", "1.5", "1,5 GiB", "1e9", "6GiB6", "--6", "80%", "\u0666 MB", "9" * 5000]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,34 +15,14 @@ from rich.table import Table
 from spillway.advisor.gains import Sweep, crossover_sentence, over_devices
 from spillway.advisor.model import ring_seconds
 from spillway.advisor.verdict import Row, cells, plain_name, ratios, sentence
+from spillway.budgets import parse_bytes, parse_bytes_per_second, parse_seconds
 from spillway.cli.common import say, to_print
 from spillway.errors import UsageError
-from spillway.units import (
-    Bytes,
-    Seconds,
-    format_bytes,
-    format_seconds,
-    parse_bytes,
-    parse_bytes_per_second,
-    parse_seconds,
-)
-
-if TYPE_CHECKING:
-    from spillway.cli.advise import Found
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 HEADS: Final = ("alpha", "beta", "R", "gamma", "delta", "R", "score/point", "batch", "samples/s", "x plain")
 MOST: Final = 10**6
 """Devices."""
-
-
-def print_found(found: Found) -> None:
-    """The answer, the table, and what is to be said about either."""
-    console = to_print()
-    for line in found.sentences():
-        say(console, line)
-    _print_table(console, found.rows, found.lossy)
-    for line in found.remarks():
-        say(console, f"  {line}")
 
 
 def print_answers(answers: Sequence[Sequence[Row]]) -> None:
@@ -54,14 +34,14 @@ def print_answers(answers: Sequence[Sequence[Row]]) -> None:
     answered = [rows for rows in answers if any(row.fitted for row in rows)]
     for rows in answered:
         say(console, sentence(rows))
-        _print_table(console, rows)
+        print_table(console, rows)
         say(console, "")
     for rows in answers:
         if rows not in answered:
             say(console, sentence(rows))
 
 
-def _print_table(console: Console, rows: Sequence[Row], lossy: Collection[str] = ()) -> None:
+def print_table(console: Console, rows: Sequence[Row], lossy: Collection[str] = ()) -> None:
     """With what is odd about its rows."""
     table = Table(title=f"steps may take {format_bytes(round(rows[0].limit))}", title_justify="left", title_style="")
     table.add_column("method")

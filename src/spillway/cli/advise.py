@@ -34,6 +34,7 @@ from spillway.advisor.verdict import (
     sentence,
 )
 from spillway.advisor.ways import DEFAULT, WAYS, accumulated, chosen, way_of
+from spillway.budgets import parse_bytes
 from spillway.cli import advice_tables as tables
 from spillway.cli.common import (
     INTERRUPTED,
@@ -44,6 +45,7 @@ from spillway.cli.common import (
     print_json,
     record_workload,
     say,
+    to_print,
     to_terminal,
 )
 from spillway.costs.finding import device_of
@@ -54,7 +56,7 @@ from spillway.ir import Step
 from spillway.report.advice import write_advice
 from spillway.report.advice_figures import Kinds
 from spillway.report.drawing import check_drawing
-from spillway.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 Workload = Annotated[str | None, typer.Argument(
     help="A name that comes with Spillway, or file.py:function; it is measured, or simulated."
@@ -283,7 +285,11 @@ def _tell(every: Sequence[Found], wanted: _Wanted, write: Path | None, console: 
             document["rows"] = [row | more for row, more in zip(document["rows"], rows, strict=True)]
             documents.append(document)
         else:
-            tables.print_found(one)
+            for line in one.sentences():
+                say(to_print(), line)
+            tables.print_table(to_print(), one.rows, one.lossy)
+            for line in one.remarks():
+                say(to_print(), f"  {line}")
             tables.print_sweeps(exchange, mine)
     if wanted.json:
         print_json(documents[0] if len(documents) == 1 else {"networks": documents})

@@ -11,6 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from spillway.budgets import parse_budgets
 from spillway.cli.common import INTERRUPTED, Json, check_writable, naming, print_json, say, to_print, to_terminal
 from spillway.costs.finding import device_of
 from spillway.errors import SpillwayError
@@ -29,7 +30,7 @@ from spillway.sweep import (
     parse_methods,
     subject_of,
 )
-from spillway.units import format_bytes, format_seconds, parse_budgets
+from spillway.units import format_bytes, format_seconds
 
 Found = Row | Bound | Failure
 

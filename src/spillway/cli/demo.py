@@ -11,6 +11,7 @@ from typing import Annotated, Final
 import typer
 from rich.progress import Progress, TaskID
 
+from spillway.budgets import parse_budget
 from spillway.cli.common import (
     Json,
     Method,
@@ -29,7 +30,6 @@ from spillway.methods import resolve
 from spillway.report.figures import highest_peak
 from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row
 from spillway.subprocess_runs.run import STATIC, RunRequest
-from spillway.units import parse_budget
 
 WORKLOAD: Final = "stdlib-lm"
 STEPS: Final = 8

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import typer
 from rich.console import Console
 
+from spillway.budgets import parse_budget
 from spillway.cli.common import (
     Json,
     Method,
@@ -34,7 +35,6 @@ from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine
 from spillway.subprocess_runs.rows import Row, row
 from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
-from spillway.units import parse_budget
 
 STEPS: Final = 20
 METHOD: Final = "lru"

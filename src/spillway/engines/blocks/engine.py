@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from spillway.budgets import parse_budget
 from spillway.engines.blocks.arithmetic import compiled as compiled_for
 from spillway.engines.blocks.aside import aside, without_locals
 from spillway.engines.blocks.block import Block, Figures
@@ -45,7 +46,7 @@ from spillway.engines.tiers.host import HostPool
 from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import ModelError, UsageError
 from spillway.methods.actions import Action, check_bits
-from spillway.units import Bytes, Seconds, parse_budget
+from spillway.units import Bytes, Seconds
 
 Unit: TypeAlias = tuple[str, int]
 """The name of a block and the number of one of its calls in a forward of the model, from 0."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from spillway.budgets import parse_budget
 from spillway.engines.memory import machine_memory, usable_memory
 from spillway.engines.tensors.cuda_backend import cuda_engine
 from spillway.engines.tensors.cuda_streams import CudaStreams
@@ -16,7 +17,7 @@ from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetError, ModelError
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.base import AbstractPolicy
-from spillway.units import Bytes, parse_budget
+from spillway.units import Bytes
 
 HOST_SHARE = "50%"
 """Of the memory that this process may use: the host budget where none is given."""
