@@ -178,9 +178,8 @@ def _creating(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handl
 def _creating_with_recipe(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handler:
     """For ops that create storages and write none. The payload of their recipes is what `Call.unpacked` reads."""
     controller, table, interrupts, register = engine.controller, engine.table, engine.interrupts, engine.register
-    budget = engine.budget
     call, call_with = engine.backend.calls(info)
-    bound, safety, limited = info.bound, info.safety, engine.budget.limited
+    budget, bound, safety, limited = engine.budget, info.bound, info.safety, engine.budget.limited
     append, expect, now = controller.recipes.append, engine.creations.expect, engine.backend.now
     plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
     surroundings, same = surroundings_with(engine.backend.settings), engine.geometries.setdefault
