@@ -163,3 +163,56 @@ def test_an_error_of_the_users_in_a_step_above_the_budget_is_theirs_and_the_next
         with memory.step(torch.ones(8, WIDTH)):
             update(model, optimizer, torch.ones(8, WIDTH))
     assert [report.peak_bytes <= report.allowed for report in memory.history] == [True]
+
+
+class Turning(Residual):
+    """As many turns as the data say: a step of a size that always fitted needs many times as much."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(int(x[0, 0])):
+            x = super().forward(x)
+        return x
+
+
+def turned(turns: Sequence[int], method: str, budget: int) -> tuple[list[spillway.StepReport], bool, bool]:
+    """Reports, whether a step was refused, and whether that left parameters and the optimizer's state alone."""
+    torch.manual_seed(0)
+    model = Chain(Turning(), Turning())
+    optimizer = torch.optim.Adam(model.parameters())
+    names = ["blocks.0", "blocks.1"]
+    with spillway.manage(model, optimizer, budget=budget, method=method, blocks=names) as memory:
+        for number in turns:
+            x = torch.zeros(512, WIDTH)
+            x[0, 0] = number
+            before = [one.clone() for one in (*model.parameters(), *tensors_of(optimizer))]
+            try:
+                with memory.step(x):
+                    update(model, optimizer, x)
+            except BudgetInfeasible:
+                after = [*model.parameters(), *tensors_of(optimizer)]
+                return list(memory.history), True, all(map(torch.equal, before, after))
+        return list(memory.history), False, True
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_size_that_always_fitted_is_measured_all_the_same_and_refused_before_its_update(method: str) -> None:
+    usual, _, _ = turned([1] * 20, method, 1 << 30)
+    assert all(report.peak_measured for report in usual)
+    budget = 2 * max(report.peak_bytes for report in usual)
+    reports, refused, untouched = turned([*[1] * 20, 30], method, budget)
+    assert (len(reports), refused, untouched) == (20, True, True)
+    assert all(report.peak_bytes <= budget and report.peak_measured for report in reports)
+
+
+def test_without_a_trace_of_sizes_that_fitted_that_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault of the test above."""
+    ways = [1] * 20
+    budget = 2 * max(report.peak_bytes for report in turned(ways, "checkpoint", 1 << 30)[0])
+    trace, steps = blocks.trace_for, iter(range(1 << 30))
+    monkeypatch.setattr(blocks, "trace_for", lambda *given: trace(*given) if next(steps) < 5 else None)
+    reports, refused, _ = turned([*ways, 30], "checkpoint", budget)
+    assert not (refused and all(report.peak_measured for report in reports))
