@@ -32,6 +32,11 @@ def blocks(text: str, language: str) -> list[str]:
     return [match["block"] for match in _FENCE.finditer(text) if match["language"] == language]
 
 
+def words_of(text: str) -> int:
+    """How many words stand outside of fenced blocks."""
+    return len(_FENCE.sub("", text).split())
+
+
 def spans(text: str) -> list[str]:
     """What stands between backquotes within the prose."""
     return _SPAN.findall(_FENCE.sub("", text))
