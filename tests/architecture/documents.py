@@ -32,6 +32,12 @@ def blocks(text: str, language: str) -> list[str]:
     return [match["block"] for match in _FENCE.finditer(text) if match["language"] == language]
 
 
+def status(text: str) -> str | None:
+    """Whether a decision holds, as its page says under the title; None if it does not say."""
+    found = re.match(r"# .*\n\nStatus: (accepted|superseded)\b", text)
+    return found[1] if found else None
+
+
 def words_of(text: str) -> int:
     """How many words stand outside of fenced blocks."""
     return len(_FENCE.sub("", text).split())

@@ -12,6 +12,7 @@ from tests.architecture.documents import (
     members,
     missing_paths,
     ready_methods,
+    status,
     targets,
     tree,
     unknown_members,
@@ -94,6 +95,17 @@ def test_words_in_fences_do_not_count() -> None:
 def test_every_decision_stands_in_the_list_of_decisions() -> None:
     pages = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
     assert re.findall(r"\(([0-9][\w-]*\.md)\)", DOCUMENTS["docs/decisions/README.md"]) == pages
+
+
+def test_every_decision_has_a_status() -> None:
+    pages = {name: text for name, text in DOCUMENTS.items() if re.match(r"docs/decisions/\d", name)}
+    assert [name for name, text in pages.items() if status(text) is None] == []
+
+
+def test_a_page_without_a_status_or_with_another_is_found() -> None:
+    assert status("# 1. So it is\n\nStatus: accepted, 2026-11-21.\n") == "accepted"
+    assert status("# 1. So it was\n\nStatus: superseded by decision 2, 2026-11-21.\n") == "superseded"
+    assert [status(text) for text in ("# 1. So it is\n\n2026-11-21\n", "# 1.\n\nStatus: fine\n")] == [None, None]
 
 
 # ---------------------------------------------------------------------- what these tests would find
