@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -110,7 +111,8 @@ def children() -> set[str]:
 
 def test_what_a_process_prints_is_passed_on_and_its_messages_are_heard_until_it_ends() -> None:
     printed: list[str] = []
-    with talking(f"{__name__}:echo", [1], printed.append, environment={"SAID": "here"}) as talk:
+    there = {"SAID": "here", "PYTHONPATH": os.pathsep.join(sys.path)}  # where this module is found
+    with talking(f"{__name__}:echo", [1], printed.append, environment=there) as talk:
         assert talk.hear() == [1]
         talk.ask(2)
         assert talk.hear() == (2, "here")

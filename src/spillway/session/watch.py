@@ -377,8 +377,8 @@ class StepWatch:
         return taken - COARSE if level is None else level
 
     def _level_here(self, taken: Bytes) -> Bytes:
-        """What is taken where a forward begins."""
-        level = self._traced_level()
+        """What is taken where a forward begins: to the byte where nobody knows it from steps like this one."""
+        level = self._traced_level() if self.unmeasured else None
         if level is not None:
             return level
         return self._start if len(self.passes) == 1 else taken

@@ -194,10 +194,11 @@ class AllocationTrace(AbstractTrace):
             return
         with _silence():
             result = _profiler._disable_profiler()
+        heard, make = self._memory.append, tuple.__new__  # thousands a step
         for event in result.experimental_event_tree():
             fields = event.extra_fields
-            if isinstance(fields, _ExtraFields_Allocation):
-                self._memory.append(Event(event.start_time_ns, fields.alloc_size, fields.ptr))
+            if type(fields) is _ExtraFields_Allocation:
+                heard(make(Event, (event.start_time_ns, fields.alloc_size, fields.ptr, False)))
 
 
 class Event(NamedTuple):
