@@ -17,7 +17,7 @@ from typing import Final, final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
 from papers import SHARED
-from spillway import advisor
+from spillway.advisor import gains
 from spillway.advisor.fits import Points
 from spillway.advisor.gains import UNITS, Over, SweepPoint, measured_crossover
 from spillway.advisor.measurements import Experiment, Samples, read_measurements
@@ -198,7 +198,7 @@ def start(sweep: Sweep, experiments: Sequence[Experiment]) -> int | None:
     sized = {size: there for there in experiments if (size := sweep.size(there)) is not None}
     points = tuple(SweepPoint(value=size, rows=advise(sized[size], MEMORY)) for size in sorted(sized))
     over: Over = "width" if sweep.hidden else "depth"
-    found = measured_crossover(advisor.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
+    found = measured_crossover(gains.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
     return None if found is None else int(found.first)
 
 

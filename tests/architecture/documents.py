@@ -18,7 +18,7 @@ _LINK = re.compile(r"\]\(([^)#\s]+)\)")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
 _SUFFIXES = (".py", ".md", ".toml", ".txt")
 _MEMBER = re.compile(r"(?P<owner>[A-Z]\w+)\.(?P<name>\w+)")
-_STATUS = re.compile(r"^Status: ((?:accepted|superseded)\b.*, \d{4}-\d\d-\d\d)$", re.MULTILINE)
+_STATUS = re.compile(r"# .*\n\nStatus: ((?:accepted|superseded)\b.*, \d{4}-\d\d-\d\d)\n")
 _DECISION = re.compile(r"^\| \d+ \| \[.+\]\((?P<page>[\w-]+\.md)\) \| (?P<status>.+) \|$", re.MULTILINE)
 MOST_DECISIONS = 15
 _ENTRY = re.compile(r"(?P<indent> +)(?P<name>[\w.]+/?) +\S.*")
@@ -33,6 +33,11 @@ def documents() -> dict[str, str]:
 def blocks(text: str, language: str) -> list[str]:
     """Fenced blocks of that language, in order."""
     return [match["block"] for match in _FENCE.finditer(text) if match["language"] == language]
+
+
+def words_of(text: str) -> int:
+    """How many words stand outside of fenced blocks."""
+    return len(_FENCE.sub("", text).split())
 
 
 def spans(text: str) -> list[str]:
@@ -127,8 +132,8 @@ def targets(text: str) -> list[str]:
 
 
 def status(decision: str) -> str | None:
-    """What the page of a decision says of itself and since when, or None if it does not."""
-    said = _STATUS.search(decision)
+    """Whether a decision holds and since when, as its page says under the title; None if it does not say."""
+    said = _STATUS.match(decision)
     return said[1] if said is not None else None
 
 

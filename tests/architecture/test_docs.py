@@ -17,6 +17,7 @@ from tests.architecture.documents import (
     targets,
     tree,
     unknown_members,
+    words_of,
     wrong_numbers,
     wrong_words,
 )
@@ -60,8 +61,8 @@ def test_the_readme_has_one_example_of_fifteen_lines() -> None:
     assert len([line for line in example.splitlines() if line]) == LINES_OF_THE_EXAMPLE
 
 
-def test_the_readme_lists_exactly_the_methods_that_there_are_as_ready() -> None:
-    assert ready_methods(README) == list(METHODS)
+def test_the_page_of_methods_lists_exactly_those_that_there_are_as_ready() -> None:
+    assert ready_methods(DOCUMENTS["docs/methods.md"]) == list(METHODS)
     assert METHODS.keys() >= BLOCK_METHODS.keys()
 
 
@@ -76,10 +77,22 @@ def test_the_tree_of_the_readme_stands_in_the_order_of_imports() -> None:
     assert ranks == sorted(ranks)
 
 
-def test_the_tree_of_the_architecture_has_the_readmes_at_its_top_and_nothing_that_is_not_there() -> None:
+def test_the_tree_of_the_architecture_has_the_readmes_at_its_top_and_every_module_below() -> None:
     entries = tree(DOCUMENTS["docs/architecture.md"])
     assert [name for depth, name in entries if depth == 1] == [name for _, name in tree(README)]
-    assert [name for _, name in entries if not (PACKAGE / name).exists()] == []
+    files = (path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+    modules = {str(path) for path in files if path.name != "__init__.py" or path.parent.name == ""}
+    assert {name for _, name in entries if name.endswith(".py")} == modules
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 950), ("docs/architecture.md", 2500)])
+def test_a_page_that_is_to_be_short_is_short(name: str, most: int) -> None:
+    """Words outside of what is fenced: trees and code."""
+    assert words_of(DOCUMENTS[name]) <= most
+
+
+def test_words_in_fences_do_not_count() -> None:
+    assert words_of("one two\n```\nthree\n```\nfour\n") == 3
 
 
 def test_every_decision_stands_in_the_list_of_decisions() -> None:

@@ -233,7 +233,7 @@ def elsewhere(folder: Path) -> Iterator[None]:
     """Caches lie in that folder, nothing is measured, and what every call would make anew is made once."""
     with (
         patch.object(cli, "app", get_command(cli.app)),
-        patch.object(html, "_template", cache(html._template)),
+        patch.object(html, "template", cache(html.template)),
         patch.dict(os.environ, {"XDG_CACHE_HOME": str(folder)}),
         patch.object(advise, "RealBench", _Bench),
         patch.object(measured, "measure", lambda directory: replace(DEVICES["a100"], name="here")),
