@@ -18,6 +18,9 @@ _LINK = re.compile(r"\]\(([^)#\s]+)\)")
 _PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
 _SUFFIXES = (".py", ".md", ".toml", ".txt")
 _MEMBER = re.compile(r"(?P<owner>[A-Z]\w+)\.(?P<name>\w+)")
+_STATUS = re.compile(r"# .*\n\nStatus: ((?:accepted|superseded)\b.*, \d{4}-\d\d-\d\d)\n")
+_DECISION = re.compile(r"^\| \d+ \| \[.+\]\((?P<page>[\w-]+\.md)\) \| (?P<status>.+) \|$", re.MULTILINE)
+MOST_DECISIONS = 15
 _ENTRY = re.compile(r"(?P<indent> +)(?P<name>[\w.]+/?) +\S.*")
 
 
@@ -30,12 +33,6 @@ def documents() -> dict[str, str]:
 def blocks(text: str, language: str) -> list[str]:
     """Fenced blocks of that language, in order."""
     return [match["block"] for match in _FENCE.finditer(text) if match["language"] == language]
-
-
-def status(text: str) -> str | None:
-    """Whether a decision holds, as its page says under the title; None if it does not say."""
-    found = re.match(r"# .*\n\nStatus: (accepted|superseded)\b", text)
-    return found[1] if found else None
 
 
 def words_of(text: str) -> int:
@@ -132,3 +129,23 @@ def targets(text: str) -> list[str]:
     """Every `make` target in the prose and in the blocks."""
     lines = [line for block in blocks(text, "") for line in block.splitlines()] + spans(text)
     return [match[1] for match in map(re.compile(r"make ([a-z]+)\b.*").fullmatch, lines) if match is not None]
+
+
+def status(decision: str) -> str | None:
+    """Whether a decision holds and since when, as its page says under the title; None if it does not say."""
+    said = _STATUS.match(decision)
+    return said[1] if said is not None else None
+
+
+def wrong_numbers(pages: Mapping[str, str]) -> list[str]:
+    """Pages of decisions whose number, in the name and in the title, is not their place, or is one too many."""
+    return [
+        name
+        for place, (name, text) in enumerate(sorted(pages.items()), 1)
+        if place > MOST_DECISIONS or not (name.startswith(f"{place:04}-") and text.startswith(f"# {place}. "))
+    ]
+
+
+def listed_decisions(text: str) -> dict[str, str]:
+    """Pages in the list of decisions, with the status that it tells of each."""
+    return {row["page"]: row["status"] for row in _DECISION.finditer(text)}

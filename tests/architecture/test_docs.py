@@ -9,6 +9,7 @@ from tests.architecture.documents import (
     blocks,
     commands,
     documents,
+    listed_decisions,
     members,
     missing_paths,
     ready_methods,
@@ -17,6 +18,7 @@ from tests.architecture.documents import (
     tree,
     unknown_members,
     words_of,
+    wrong_numbers,
     wrong_words,
 )
 from tests.architecture.source import ROOT, package_sources
@@ -28,6 +30,7 @@ README = DOCUMENTS["README.md"]
 PACKAGE = ROOT / "src" / "spillway"
 MEMBERS = members(package_sources().values())
 LINES_OF_THE_EXAMPLE = 15
+DECISIONS = {name.removeprefix("docs/decisions/"): text for name, text in DOCUMENTS.items() if "decisions/0" in name}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -93,19 +96,17 @@ def test_words_in_fences_do_not_count() -> None:
 
 
 def test_every_decision_stands_in_the_list_of_decisions() -> None:
-    pages = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
-    assert re.findall(r"\(([0-9][\w-]*\.md)\)", DOCUMENTS["docs/decisions/README.md"]) == pages
+    assert listed_decisions(DOCUMENTS["docs/decisions/README.md"]) == {
+        name: status(text) for name, text in DECISIONS.items()
+    }
 
 
-def test_every_decision_has_a_status() -> None:
-    pages = {name: text for name, text in DOCUMENTS.items() if re.match(r"docs/decisions/\d", name)}
-    assert [name for name, text in pages.items() if status(text) is None] == []
+def test_every_decision_says_whether_it_is_accepted_or_superseded() -> None:
+    assert [name for name, text in DECISIONS.items() if status(text) is None] == []
 
 
-def test_a_page_without_a_status_or_with_another_is_found() -> None:
-    assert status("# 1. So it is\n\nStatus: accepted, 2026-11-21.\n") == "accepted"
-    assert status("# 1. So it was\n\nStatus: superseded by decision 2, 2026-11-21.\n") == "superseded"
-    assert [status(text) for text in ("# 1. So it is\n\n2026-11-21\n", "# 1.\n\nStatus: fine\n")] == [None, None]
+def test_decisions_are_at_most_fifteen_and_numbered_without_a_gap() -> None:
+    assert wrong_numbers(DECISIONS) == []
 
 
 # ---------------------------------------------------------------------- what these tests would find
@@ -120,7 +121,7 @@ def test_a_path_that_leads_nowhere_is_found(text: str) -> None:
 
 
 def test_paths_of_the_project_of_the_package_and_beside_the_document_lead_somewhere() -> None:
-    text = "`ir/verify.py`, `src/spillway/ir/`, `Makefile`, [next](0001-swap-data-pointers.md), `run.html`, `keep-all`"
+    text = "`ir/verify.py`, `src/spillway/ir/`, `Makefile`, [next](0001-one-account.md), `run.html`, `keep-all`"
     assert missing_paths("docs/decisions/README.md", text) == []
 
 
@@ -133,6 +134,34 @@ def test_a_verb_or_an_option_that_does_not_exist_is_found() -> None:
     text = "`spillway demo --json`, `spillway fly`\n```\nspillway report x --fast\n```\n"
     assert [wrong_words(words, COMMAND_LINE) for words in commands(text)] == [["report --fast"], [], ["fly"]]
     assert targets("`make demo`, `make VENV=x test`\n```\nmake fly  # far\n```\n") == ["fly", "demo"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("# 1. A\n\nStatus: accepted, 2026-11-25\n", "accepted, 2026-11-25"),
+        ("# 1. A\n\nStatus: superseded by 2, 2026-11-25\n", "superseded by 2, 2026-11-25"),
+        ("# 1. A\n\nStatus: proposed, 2026-11-25\n", None),
+        ("# 1. A\n\nThe status: accepted, 2026-11-25\n", None),
+        ("# 1. A\n\nStatus: accepted\n", None),
+        ("# 1. A\n\n2026-11-25\n", None),
+    ],
+)
+def test_a_decision_without_a_status_is_found(text: str, said: str | None) -> None:
+    assert status(text) == said
+
+
+def test_a_decision_too_many_a_gap_and_another_number_in_the_title_are_found() -> None:
+    pages = {f"{number:04}-x.md": f"# {number}. X\n" for number in range(1, 17)}
+    assert wrong_numbers(pages) == ["0016-x.md"]
+    del pages["0003-x.md"], pages["0016-x.md"]
+    assert wrong_numbers(pages) == [f"{number:04}-x.md" for number in range(4, 16)]
+    assert wrong_numbers({"0001-x.md": "# 2. X\n"}) == ["0001-x.md"]
+
+
+def test_a_decision_that_is_listed_with_another_status_is_found() -> None:
+    row = "| 1 | [A](0001-a.md) | accepted, 2026-11-25 |\n"
+    assert listed_decisions("| | decided | status |\n|---|---|---|\n" + row) == {"0001-a.md": "accepted, 2026-11-25"}
 
 
 def test_a_line_of_the_tree_without_a_role_is_refused() -> None:
