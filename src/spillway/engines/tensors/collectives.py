@@ -1,8 +1,8 @@
 """Collectives: ops that return before what they read and write is read and written.
 
 c10d's ops declare no mutation. What they are given is taken as written, but for what they are known to read alone. They
-return a `Work`, and until that is done its operands are in flight (`memory.copies.Flights`). A functional collective keeps
-its `Work` to itself; what it made is in flight until `wait_tensor` is called on it.
+return a `Work`, and until that is done its operands are in flight (`memory.copies.Flights`). A functional
+collective keeps its `Work` to itself; what it made is in flight until `wait_tensor` is called on it.
 """
 
 from __future__ import annotations
