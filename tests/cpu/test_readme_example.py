@@ -18,14 +18,15 @@ from spillway.methods import AbstractPolicy, Planned
 from spillway.workloads import get
 from tests.architecture.documents import blocks, commands, documents
 from tests.architecture.source import ROOT
+from tests.cpu.test_extending import example
 
 DOCUMENTS = documents()
 
 
 def run(document: str) -> dict[str, Any]:
-    (example,) = blocks(DOCUMENTS[document], "python")
+    (text,) = blocks(DOCUMENTS[document], "python")
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(example, document, "exec"), names)
+    exec(compile(text, document, "exec"), names)
     return names
 
 
@@ -51,10 +52,11 @@ def test_the_example_of_the_readme_needs_as_much_without_a_budget_as_is_said_the
     assert f"these steps need {peak / 2**20:.0f} MiB" in DOCUMENTS["README.md"]
 
 
-def test_the_command_of_the_readme_trains_the_example_to_the_same_bits(
+def test_the_command_on_the_page_of_commands_trains_the_example_to_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (words,) = [words[1:] for words in commands(DOCUMENTS["README.md"]) if words[1] == "train"]
+    shown = commands(DOCUMENTS["docs/commands.md"])
+    (words,) = [words[1:] for words in shown if words[1] == "train" and len(words) > 2]
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main([str(ROOT / word) if word.startswith("examples/") else word for word in words])
@@ -76,7 +78,7 @@ def test_the_page_on_choosing_shows_a_session_that_can_be_made() -> None:
 
 
 def test_the_policy_on_the_page_on_extending_keeps_a_budget_and_the_bits() -> None:
-    policy = run("docs/how-to-extend.md")["LargestFirst"]
+    policy = example("LargestFirst")
     plain, managed = _losses("keep-all", None), _losses(policy(), "32MiB")
     assert issubclass(policy, AbstractPolicy)
     assert managed[0] == plain[0]
@@ -128,13 +130,13 @@ SMALLER = {
 """What is put in place of the words of a command, so that it takes no time."""
 
 
-def test_the_commands_of_the_readme_about_recorded_steps_run_one_after_the_other(
+def test_the_commands_on_their_page_about_recorded_steps_run_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.py").write_text(SMALL, "utf-8")
     ran = []
-    for words in commands(DOCUMENTS["README.md"]):
+    for words in commands(DOCUMENTS["docs/commands.md"]):
         if words[1] not in ("record", "simulate", "compare", "plan") or len(words) < 4:
             continue
         given = [SMALLER.get(word, word).replace("WORKLOAD", "small.py:build") for word in words[1:]]
