@@ -145,11 +145,6 @@ class _Walk:
         return made
 
 
-def _twin(stream: Generator) -> Generator:
-    """A stream of its own, at the same place."""
-    return stream.clone_state() if isinstance(stream, torch.Generator) else copy.deepcopy(stream)
-
-
 def _with_iterators(value: Any) -> Parts | None:
     """Of a partial function, or a bound method, that moves iterators on."""
     parts = holding(value)

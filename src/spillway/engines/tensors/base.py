@@ -166,7 +166,7 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what the place took."""
+        """Give back what was taken for it."""
 
 
 class AbstractCollectives(ABC):

@@ -1,4 +1,4 @@
-"""A CUDA device as a place for a session's tensors."""
+"""A CUDA device as the backend of a session."""
 
 from __future__ import annotations
 
