@@ -173,13 +173,12 @@ def main(arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_warn_always(False)
     first, count, policies = map(int, arguments[:3])
-    gc.collect()
-    gc.freeze()  # what was imported is not looked through again for each program
     if "--shrink" in arguments:
         print(*shrunk(first))
         return
     for seed in range(first, first + count):
         gc.collect()
+        gc.freeze()  # what was imported by now, some of it by the programs before, is not looked through again
         if "--plain" in arguments:
             plain(random_program(seed))
             continue
