@@ -24,8 +24,8 @@ from benchmarks.growth_models import BUILDS
 from benchmarks.host_cost import CountsOps
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import Clock, median_ratio
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.methods.actions import Action
 from spillway.workloads import Batch, Workload, get
 

@@ -23,8 +23,8 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.costs.device import DEVICES, Device
 from spillway.methods import METHODS
 from spillway.recording import record
-from spillway.sweep import Failure, compare, subject_of
-from spillway.sweep import Row as Cell
+from spillway.simulation.sweep import Failure, compare, subject_of
+from spillway.simulation.sweep import Row as Cell
 from spillway.units import Seconds, format_bytes
 from spillway.workloads import Batch, Workload, get, seed_everything
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks import columns, workloads
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import CompressedHome, Compressor
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.quantize import pack
 from spillway.methods.actions import Action

@@ -19,9 +19,9 @@ from benchmarks.training import warm_up
 from benchmarks.trainings import path_of
 from benchmarks.turns import account, answered
 from benchmarks.workers import Job
-from spillway.engines.tensors.system import PeakMemory
+from spillway.internals.process_memory import PeakMemory
 from spillway.methods import Mimose
-from spillway.session.sizes import largest_size
+from spillway.session.input_sizes import largest_size
 from spillway.units import Bytes, format_bytes
 from spillway.workloads import get
 

@@ -14,8 +14,8 @@ from typing import Any, Final, final
 from benchmarks import columns
 from benchmarks.calibration import calibrate, residuals
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
-from spillway.costs.measured import measure
 from spillway.ir import Step
 from spillway.recording import record
 from spillway.workloads import Workload, get

@@ -9,12 +9,12 @@ from typing import Any, Final, final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.costs import device_named, step_seconds
-from spillway.engines.simulated import simulate
 from spillway.errors import BudgetInfeasible, NoPlanFound, PlanRejected
 from spillway.ir import Step, verify
 from spillway.methods import METHODS, Checkmate, Problem, SqrtN, method_named
 from spillway.methods.checkmate import Solution, lower_bound
-from spillway.problem import with_seconds
+from spillway.simulation.problem import with_seconds
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 from tests.pure.linear_graphs import linear_step
 

@@ -15,7 +15,7 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, answered
 from benchmarks.workers import Job
-from spillway.engines.tiers.spill_file import SpillIO
+from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds, format_bytes
 
 PLAIN: Final = "plain"

@@ -12,13 +12,13 @@ import spillway
 from benchmarks import columns
 from benchmarks.models import build
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from spillway.calibration.measured import this_machine
 from spillway.costs.device import Device
-from spillway.costs.measured import this_machine
-from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Recorded
 from spillway.methods import METHODS
 from spillway.methods.base import AbstractPolicy
 from spillway.recording import record
+from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, MiB
 from spillway.workloads import Workload
 

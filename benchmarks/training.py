@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from benchmarks import models
 from benchmarks.timing import Clock
-from spillway.engines.tensors.system import PeakMemory
-from spillway.engines.tiers.spill_file import SpillIO
+from spillway.internals.process_memory import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
+from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
 from spillway.workloads.deep_narrow import Layer

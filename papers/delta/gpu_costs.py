@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
-from spillway.engines.tensors.cuda_streams import CudaStreams
-from spillway.engines.tiers.host import HostPool
+from spillway.tiers.cuda_streams import CudaStreams
+from spillway.tiers.host import HostPool
 from spillway.units import Seconds
 
 REPEATS: Final = 20

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
 from spillway.costs import Device
-from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Step
 from spillway.ir.timeline import Change, Kind
 from spillway.methods import AbstractPolicy, Candidate, Copy, Fetch, MemoryView, Move, Proposal, Recall
+from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, Seconds
 
 MADE_BY_OPS: Final = frozenset({Kind.ACTIVATION.value, Kind.TEMPORARY.value})

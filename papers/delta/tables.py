@@ -32,10 +32,10 @@ from papers.delta.lab import (
 from papers.delta.soft_budget import Ran, run_softly
 from papers.search import search_largest
 from spillway.costs import Device
-from spillway.engines.simulated import simulate
 from spillway.ir import Phase, Step
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import METHODS, AbstractPolicy, Delta, KeepAll
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes, GiB, Seconds
 
 # ---------------------------------------------------------------------- memory at a batch: Table II, Figures 3 and 7

@@ -19,11 +19,11 @@ from papers import SHARED, table
 from papers.dtr.program import Program, program_of
 from papers.dtr.runtime import Outcome, run_dtr
 from spillway.costs import device_named
-from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Step
 from spillway.ir.dtr_log import read_dtr_log, step_of_log
 from spillway.methods import METHODS
 from spillway.methods.dtr import HEURISTICS as POLICIES
+from spillway.simulation.simulated_engine import Simulation, simulate
 
 DATA: Final = SHARED / "data" / "dtr"
 """`../shared/data/dtr`, seen from the root of the project."""

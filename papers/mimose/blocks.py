@@ -15,7 +15,7 @@ from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
 from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
-from spillway.engines.blocks.engine import BlockEngine, CallReport
+from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.methods.actions import Action
 from spillway.methods.mimose import BlockSample, Forecast, Options, StepSample, simulate
 from spillway.methods.mimose.planning import SimulatedPlanning

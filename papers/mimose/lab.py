@@ -20,7 +20,7 @@ from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.record import Skipped
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.units import Bytes, Seconds
 from spillway.workloads import seed_everything
 

@@ -21,15 +21,15 @@ from papers import TABLES, table
 from papers.mimose.tasks_models import BUILDS
 from papers.networks import dropout_of_cuda
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
-from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Plan, Step
 from spillway.ir.account import account
-from spillway.ir.blocks import BlockCall, block_calls
+from spillway.ir.block_calls import BlockCall, block_calls
 from spillway.ir.lives import Life, lives_of
 from spillway.methods import DTR
 from spillway.methods.mimose import Mimose, Options, Phase
-from spillway.methods.mimose.recorded import Measured, gaps_of, measured, revoked
+from spillway.methods.mimose.planner import Measured, gaps_of, measured, revoked
 from spillway.recording import record
+from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, Seconds
 
 # ---------------------------------------------------------------------- what the paper says

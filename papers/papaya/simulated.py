@@ -27,9 +27,9 @@ from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.verdict import LINEAR, advise
 from spillway.advisor.verdict import Row as Advice
 from spillway.costs import Device, device_named, timed
-from spillway.engines.simulated import simulate
 from spillway.methods import DTR
 from spillway.recording import record
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 
 LINK: Final = 5.9e9

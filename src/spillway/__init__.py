@@ -16,9 +16,8 @@ from spillway.ir.step_report import StepReport
 from spillway.version import __version__
 
 if TYPE_CHECKING:
-    from spillway.planning import plan
     from spillway.session import Session, manage
-    from spillway.simulation import simulate
+    from spillway.simulation.plan_and_simulate import plan, simulate
     from spillway.workloads.recorded import record
 
 __all__ = [
@@ -36,9 +35,9 @@ __all__ = [
 _LATE = {
     "Session": "spillway.session",
     "manage": "spillway.session",
-    "plan": "spillway.planning",
+    "plan": "spillway.simulation.plan_and_simulate",
     "record": "spillway.workloads.recorded",
-    "simulate": "spillway.simulation",
+    "simulate": "spillway.simulation.plan_and_simulate",
 }
 """Where the names are that need torch, or take time to load."""
 

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 
+from spillway.methods import BLOCK_METHODS, METHODS
 from tests.architecture.source import Import, imports, package_sources
 
-# Later may import earlier. A name covers what lies under it unless a longer name does. Names on one line are of one
-# rank and do not import each other.
+# Later may import earlier: a rank for every top folder, without exceptions. Names on one line do not import each
+# other.
 ORDER: tuple[tuple[str, ...], ...] = (
     ("units", "version"),
     ("errors",),
@@ -19,29 +20,17 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("costs",),
     ("methods",),
     ("memory",),  # the one place that keeps the budget
-    ("engines",),  # the engines' torch-free part
-    ("engines.simulated",),
-    ("engines.tiers",),
-    ("engines.tensors.system",),  # asks the operating system about this process, for either engine
-    ("engines.tensors.private", "engines.tensors.host_reads"),
-    ("engines.tensors.dispatch_key",),  # hides what either engine does itself
-    ("engines.tensors.cuda_streams",),  # asks a CUDA device, for either engine
-    ("engines.tensors.interrupts",),  # signals, for either engine
-    ("engines.tensors", "engines.blocks", "engines.arena"),
-    ("costs.watching",),  # measures what the engine costs
-    ("costs.measured",),  # measures the disk through a tier
-    ("costs.finding",),  # offers what is measured beside what is known
-    ("problem",),
-    ("planning",),  # a step, a budget and a planner make a plan
+    ("internals",),  # what is asked of torch and of the system, for both engines
+    ("tiers",),
+    ("native",),
+    ("engines",),
+    ("calibration",),  # measures this machine: its ops, its tiers, its engine
     ("simulation",),
     ("recording",),
-    ("sweep",),
-    ("report",),  # draws what stands in ir; before the session, which offers it to the user
+    ("report",),  # before the session, which offers it to the user
     ("session",),
-    ("advisor", "integrations", "workloads", "doctor"),
-    ("report.advice_figures",),
-    ("report.advice",),  # the page of what the advisor answers
-    ("advisor.measuring",),  # workloads in sessions
+    ("workloads", "doctor"),
+    ("advisor", "integrations"),
     ("subprocess_runs",),
     ("",),  # spillway itself: the public names
     ("cli",),
@@ -50,23 +39,27 @@ ORDER: tuple[tuple[str, ...], ...] = (
 COMMON = ("actions", "base", "by_block")
 """What methods of the two engines have in common, and what may become of a block."""
 NEED_TORCH = (
+    "internals.private",
+    "internals.host_reads",
+    "internals.dispatch_key",
+    "internals.process_memory",
+    "internals.interrupts",
+    "tiers",
+    "engines",
+    "calibration.measured",
+    "calibration.watching",
     "recording",
-    "costs.measured",
-    "costs.watching",
-    "engines.tiers",
-    "engines.tensors",
-    "engines.blocks",
-    "engines.arena",
     "session",
     "advisor.measuring",
     "integrations",
     "workloads",
+    "doctor.cuda_facts",
     "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",
     "subprocess_runs.child",
 )
 # These do without torch until a name or a verb that needs it is used.
-LAZY = {"", "cli", "costs.finding"}
+LAZY = {"", "cli", "calibration"}
 
 RANKS = {name: rank for rank, names in enumerate(ORDER) for name in names}
 
@@ -81,12 +74,10 @@ def inner_name(module: str) -> str:
 
 
 def place(module: str) -> str:
-    """The longest name of ORDER that covers a module of the package. Raises LookupError if none does."""
-    name = inner_name(module)
-    while name not in RANKS:
-        if "." not in name:
-            raise LookupError(f"{module} has no place in ORDER; docs/architecture.md says where it belongs")
-        name = name.rpartition(".")[0]
+    """The top folder, or file, in ORDER of a module of the package. Raises LookupError if it has no rank."""
+    name = inner_name(module).partition(".")[0]
+    if name not in RANKS:
+        raise LookupError(f"{module} has no place in ORDER; docs/architecture.md says where it belongs")
     return name
 
 
@@ -164,9 +155,9 @@ def small_package(module: str, text: str) -> dict[str, str]:
         ("spillway.ir.step", "import spillway.session"),
         ("spillway.errors", "def late():\n    import spillway.ir.step"),
         ("spillway.memory.controller", "if TYPE_CHECKING:\n    import spillway.session"),
-        ("spillway.engines.tiers.disk", "from spillway.engines.tensors import machine"),
+        ("spillway.tiers.disk", "from spillway.engines.tensors import cpu_machine"),
         ("spillway.report.html", "from spillway.workloads import demo"),
-        ("spillway.advisor", "from spillway.workloads import demo"),
+        ("spillway.doctor", "from spillway.workloads import demo"),
         ("spillway.session", "from spillway import manage"),
         ("spillway", "import spillway.cli"),
     ],
@@ -180,7 +171,7 @@ def test_an_import_against_the_order_is_found(module: str, text: str) -> None:
     [
         ("spillway.errors", "from spillway.units import format_bytes"),
         ("spillway.methods.lru", "from spillway.ir import step\nfrom spillway.methods import base"),
-        ("spillway.engines.tensors.machine", "from spillway.engines.tiers import disk"),
+        ("spillway.engines.tensors.cpu_machine", "from spillway.tiers import disk"),
         ("spillway.cli", "import spillway, torchless, numpy"),
     ],
 )
@@ -214,7 +205,7 @@ def test_torch_in_the_wrong_place_is_found_in_whatever_way_it_comes(module: str,
     ("module", "text"),
     [
         ("spillway.session", "import torch"),
-        ("spillway.engines.tensors.machine", "from torch import Tensor"),
+        ("spillway.engines.tensors.cpu_machine", "from torch import Tensor"),
         ("spillway.cli", "def train():\n    from spillway.session import manage"),
         ("spillway", "if TYPE_CHECKING:\n    from spillway.session import manage"),
         ("spillway.ir.step", "import torchless"),
@@ -236,3 +227,35 @@ def test_the_list_of_methods_imports_every_method() -> None:
 def test_a_relative_import_is_refused() -> None:
     with pytest.raises(ValueError, match=r"spillway\.cli, line 1: write the full name"):
         out_of_order(small_package("spillway.cli", "from . import session"))
+
+
+def names_with_two_meanings(sources: Mapping[str, str], methods: Collection[str]) -> list[str]:
+    """Basenames of modules that stand twice, or that are a method's name outside the methods.
+
+    A verb's module, in `cli`, has the name of what the verb is about, and a folder's `__init__` that of the folder.
+    """
+    seen: dict[str, str] = {}
+    found: list[str] = []
+    for module in sorted(sources):
+        above, _, name = module.rpartition(".")
+        if above == "spillway.cli":
+            continue
+        if name in seen:
+            found.append(f"{name}: {seen[name]} and {module}")
+        if name.replace("_", "-") in methods and above != "spillway.methods":
+            found.append(f"{name}: {module}, and a method")
+        seen[name] = module
+    return found
+
+
+def test_a_modules_name_and_a_methods_name_mean_one_thing() -> None:
+    assert names_with_two_meanings(package_sources(), METHODS.keys() | BLOCK_METHODS.keys()) == []
+
+
+def test_a_name_with_two_meanings_is_found() -> None:
+    sources = small_package("spillway.engines.step", "") | {"spillway.tiers.lru": ""}
+    assert names_with_two_meanings(sources, ["lru"]) == [
+        "step: spillway.engines.step and spillway.ir.step",
+        "lru: spillway.methods.lru and spillway.tiers.lru",
+        "lru: spillway.tiers.lru, and a method",
+    ]

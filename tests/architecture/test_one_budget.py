@@ -45,9 +45,9 @@ def test_nobody_but_the_budget_changes_its_numbers() -> None:
     ],
 )  # fmt: skip
 def test_who_changes_one_is_found(text: str) -> None:
-    assert assigned({"spillway.session.blocks": text}) == ["spillway.session.blocks, line 1"]
+    assert assigned({"spillway.session.block_session": text}) == ["spillway.session.block_session, line 1"]
     assert assigned({"spillway.memory.budget": text}) == []
 
 
 def test_whoever_reads_one_or_has_numbers_of_these_names_is_not_meant() -> None:
-    assert assigned({"spillway.session.blocks": "self.peak = self._budget.peak\nallocator.reserved += 1"}) == []
+    assert assigned({"spillway.session.block_session": "self.peak = self._budget.peak\nallocator.reserved += 1"}) == []

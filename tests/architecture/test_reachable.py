@@ -80,10 +80,10 @@ def test_papers_and_benchmarks_are_not_imported_by_the_package() -> None:
 # ---------------------------------------------------------------------- what these tests would find
 
 SMALL = {
-    "spillway": "from spillway.ir import Step\n_LATE = {'plan': 'spillway.planning'}",
+    "spillway": "from spillway.ir import Step\n_LATE = {'plan': 'spillway.simulation.plan_and_simulate'}",
     "spillway.ir": "from spillway.ir.step import Step\nfrom spillway.ir.spare import Spare\n__all__ = []",
     "spillway.ir.step": "",
-    "spillway.planning": "def late():\n    import spillway.units",
+    "spillway.simulation.plan_and_simulate": "def late():\n    import spillway.units",
     "spillway.units": "",
 }
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import WIDTH, Chain, Normalised, Residual, Shared
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.engines.blocks.discovery import discover
-from spillway.engines.blocks.engine import BlockEngine, CallReport
-from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action
+from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes
 from tests.cpu.family import Build, Built
 from tests.cpu.test_exactness import Trained, different, train

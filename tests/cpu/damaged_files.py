@@ -27,17 +27,16 @@ import spillway
 from spillway import cli
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.real import cache_file
+from spillway.calibration import measured
 from spillway.cli import advise, main
-from spillway.costs import measured
 from spillway.costs.device import DEVICES
 from spillway.costs.device_files import write_device
 from spillway.costs.roofline import timed
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunWriter, Step, write_step
 from spillway.ir.plan_files import read_plan, write_plan
-from spillway.planning import plan
 from spillway.report import html
-from spillway.simulation import report_of, simulate
+from spillway.simulation.plan_and_simulate import plan, report_of, simulate
 from tests.cpu.mutations import SCRIPTS, changed_cells, changed_document, changed_lines, changed_source, odd_bytes
 from tests.pure.training_steps import training_step
 

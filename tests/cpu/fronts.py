@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from spillway.engines.tensors.dispatch_key import Handler
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.mode import Around
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.dispatch_key import Handler
 
 Front = Callable[[Any, Handler], Handler]
 """Makes of an op's handler what stands before it."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 import spillway
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.internals.dispatch_key import unwatched
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.methods import DTR, LRU, AbstractPolicy, Delta, Drop, Move
 from spillway.session import Session

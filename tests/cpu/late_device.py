@@ -29,12 +29,12 @@ import torch
 from torch import nn
 
 from spillway.engines.tensors.cuda_backend import cuda_engine
-from spillway.engines.tensors.cuda_streams import Event, LaneTimes, Timed
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.private import CAN_SWAP
-from spillway.engines.tiers.host import Block
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.private import CAN_SWAP
 from spillway.methods import LRU, AbstractPolicy
-from spillway.session.tensors import TensorSession
+from spillway.session.tensor_session import TensorSession
+from spillway.tiers.cuda_streams import Event, LaneTimes, Timed
+from spillway.tiers.host import Block
 from tests.cpu.bits import fill
 from tests.cpu.pressure import PLENTY
 

@@ -20,7 +20,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from spillway.engines.blocks import trace
-from spillway.engines.tensors import compiled, custom_functions, dispatch_key, system, torch_patches, turns
+from spillway.engines.tensors import custom_functions, torch_compile, torch_patches, turns
+from spillway.internals import dispatch_key, process_memory
 from spillway.session import updates
 
 # SIGCHLD is left out: a `DataLoader` installs a handler for it once and leaves it.
@@ -159,13 +160,13 @@ def _dynamo() -> tuple[Any, ...]:
     """What compiles in this thread, whether we stand in its way, what all was told, and how many steps are spared."""
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is None:
-        return None, False, "default", len(compiled._steps)
+        return None, False, "default", len(torch_compile._steps)
     ours = hasattr(eval_frame._callback_from_stance, "__wrapped__")
-    return compiled.get_eval_frame_callback(), ours, eval_frame._stance.stance, len(compiled._steps)
+    return torch_compile.get_eval_frame_callback(), ours, eval_frame._stance.stance, len(torch_compile._steps)
 
 
 def _give_dynamo_back(before: tuple[Any, ...]) -> None:
-    compiled.forget_steps()
+    torch_compile.forget_steps()
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if eval_frame is not None:
         eval_frame._set_stance(eval_frame.DynamoStance(before[2]))
@@ -194,7 +195,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "flags of torch": _Kind(_flags, _set_flags),
     "environment variables": _Kind(_environment, _set_environment),
     "spill files": _Kind(_files, lambda _: None),
-    "who holds the heap": _Kind(lambda: len(system._holders), lambda _: None),
+    "who holds the heap": _Kind(lambda: len(process_memory._holders), lambda _: None),
     "workers": _Kind(_workers, lambda before: [thread.join(1) for thread in _workers() - before]),
 }
 

@@ -10,10 +10,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.calls import Environment, inner_tensors, operands
-from spillway.engines.tensors.dispatch_key import Handler
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.dispatch_key import Handler
 from spillway.memory.records import EXACT, HERE, SCAFFOLD, Recipe, Storage, Value
 from spillway.methods.base import Drop
 from tests.cpu.bits import (

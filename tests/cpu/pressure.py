@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.internals.dispatch_key import unwatched
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import AWAY, DROPPED
 from spillway.methods import LRU, AbstractPolicy, Delta, Drop, Move

@@ -23,7 +23,7 @@ from typing import Any, final
 
 import torch
 
-from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, AbstractPolicy, KeepAll, method_named
 from tests.cpu.pressure import copying_beside

@@ -16,11 +16,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.tensors.calls import operands
-from spillway.engines.tensors.dispatch_key import Handler, Watcher
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, SpillwayError
+from spillway.internals.dispatch_key import Handler, Watcher
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import AWAY, HERE
 from spillway.methods import AbstractPolicy

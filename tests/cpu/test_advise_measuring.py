@@ -25,7 +25,7 @@ from spillway.cli import main
 from spillway.errors import SpillwayError, TrialError, WorkloadError
 from spillway.methods import Action, Checkpoint
 from spillway.workloads import get
-from spillway.workloads.base import moved
+from spillway.workloads.workload import moved
 
 WORKLOAD = """
 from dataclasses import replace

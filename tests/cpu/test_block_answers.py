@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.saved import SavedTensor
 from spillway.errors import ModelError
 from spillway.methods.actions import Action

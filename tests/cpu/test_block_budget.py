@@ -11,8 +11,8 @@ from torch import nn
 
 import spillway
 from spillway.errors import BudgetInfeasible
-from spillway.session import blocks
-from spillway.session.blocks import BlockSession
+from spillway.session import block_session as blocks
+from spillway.session.block_session import BlockSession
 from tests.cpu.block_cases import WIDTH, Chain, Residual
 
 METHODS = ("checkpoint", "mimose", "mimose-published")

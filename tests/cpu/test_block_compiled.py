@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS
 from tests.cpu.block_cases import Chain, Normalised, Residual

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import Compressor
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.saved import SpilledTensor, storages
 from spillway.errors import UsageError
 from spillway.methods.actions import LOSSLESS, Action

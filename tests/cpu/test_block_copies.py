@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.stores import DiskLanes, Home, Parcel
-from spillway.engines.tiers import disk
-from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import RecomputeError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.actions import Action
+from spillway.tiers import disk
+from spillway.tiers.spill_file import SpillFile
 from tests.cpu.block_cases import Chain, Functional
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, holders, same, sines, used
 from tests.shared import HANGS

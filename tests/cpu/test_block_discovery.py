@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import Chain, Residual, Shared

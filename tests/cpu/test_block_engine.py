@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.call import BlockCall
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.engines.blocks.saved import SavedTensor
 from spillway.errors import ModelError, RecomputeError
 from spillway.methods.actions import LOSSLESS, Action

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.host_lanes import HostLanes
 from spillway.engines.blocks.stores import Parcel, Store
-from spillway.engines.tiers.host import HostPool
 from spillway.errors import SpillFullError
 from spillway.methods.actions import Action
+from spillway.tiers.host import HostPool
 from tests.cpu.block_cases import Case
 from tests.cpu.late_device import LateStreams
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines

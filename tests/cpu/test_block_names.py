@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
-from spillway.engines.blocks.engine import BlockEngine
 from spillway.ir import Plan, Step, verify
 from spillway.ir.account import account
-from spillway.ir.blocks import block_calls, block_names
+from spillway.ir.block_calls import block_calls, block_names
 from spillway.ir.lives import lives_of
 from spillway.recording import record_step
 from tests.cpu.block_cases import Chain, Residual, Shared

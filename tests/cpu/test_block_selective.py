@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.selective import EXPENSIVE, Selection, Supplying
 from spillway.errors import ModelError
 from spillway.methods.actions import Action

@@ -470,7 +470,7 @@ def test_a_step_that_cannot_begin_can_be_followed_by_one_that_can(monkeypatch: p
     training = Training()
     with managed(training, "1GiB") as memory:
         with monkeypatch.context() as patch:
-            patch.setattr("spillway.session.blocks.trace_for", interrupted)
+            patch.setattr("spillway.session.block_session.trace_for", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 memory.step(training.batches[0]).__enter__()
         run(training, memory)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import spillway
-from spillway.engines.tiers.disk import DiskTier
 from spillway.errors import BudgetError, SpillDirectoryError, UsageError
 from spillway.methods import Action, Checkpoint
 from spillway.methods.actions import LOSSLESS
 from spillway.session.watch import StepWatch
+from spillway.tiers.disk import DiskTier
 from spillway.units import MiB
 from tests.cpu.test_block_session import Training, managed, run
 

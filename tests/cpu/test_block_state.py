@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks import reach
-from spillway.engines.blocks.aside import aside
+from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.engines.blocks.code import names_of, package
-from spillway.engines.blocks.engine import BlockEngine, CallReport
 from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.extra_forward import aside
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of

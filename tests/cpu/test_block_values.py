@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks import fingerprints
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.fingerprints import COLUMNS, ROWS, fingerprint
 from spillway.errors import RecomputeError, UsageError
 from spillway.methods.actions import Action

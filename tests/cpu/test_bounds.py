@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from spillway.engines.tensors.bounds import bound_of
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.mode import Completion, Seen
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.methods import LRU
 
 aten = torch.ops.aten

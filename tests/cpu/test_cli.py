@@ -19,8 +19,8 @@ import pytest
 
 from spillway import __version__
 from spillway.cli import demo, main
-from spillway.engines.tiers.disk import DiskTier
 from spillway.ir import RunWriter, read_run
+from spillway.tiers.disk import DiskTier
 from tests.shared import HANGS
 
 WORKLOADS = """

@@ -18,11 +18,11 @@ from spillway.cli import compare as verb
 from spillway.cli import main
 from spillway.costs.device import device_named
 from spillway.costs.roofline import timed
-from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Recorded, write_step
 from spillway.methods import METHODS
 from spillway.report import drawing
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import MiB
 from tests.pure.recorded import layers
 from tests.shared import HANGS
@@ -131,7 +131,7 @@ def test_a_row_that_cannot_be_worked_out_leaves_the_others_and_exit_code_1(
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.sweep.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": refused})
     code, out, err = spillway(
         "step.jsonl", "--methods", "lru,delta", "--budgets", "0.8,1", "--json", "--processes", 1, "-o", "page.html"
     )

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.tensors.dispatch_key import unwatched
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tiers.disk import DiskTier, Slot
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.dispatch_key import unwatched
 from spillway.ir.step import Phase
 from spillway.memory.records import Storage
 from spillway.methods import AbstractPolicy, Copy, Drop, Fetch, MemoryView, Move, Proposal
 from spillway.session import Session
+from spillway.tiers.disk import DiskTier, Slot
 from tests.cpu.pressure import PLENTY, copying_beside, is_moved, put_away
 from tests.pure.test_disk_tier import files_end_at
 from tests.shared import HANGS

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.costs import DEVICES, HERE, Device, measured, watching
-from spillway.costs.finding import device_of
-from spillway.engines.tiers.speed import Speed
+from spillway.calibration import measured, watching
+from spillway.calibration.named_device import device_of
+from spillway.costs import DEVICES, HERE, Device
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Delta
+from spillway.tiers.speed import Speed
 from spillway.units import KiB, MiB
 
 FOUND = replace(DEVICES["a100"], name=HERE, source="measured: by a test")

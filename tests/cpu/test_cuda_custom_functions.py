@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import SessionError
+from spillway.internals.dispatch_key import unwatched
 from spillway.methods import LRU, Copy, Drop, Move
 from spillway.session import Session
 from tests.cpu.late_device import LateStreams, late_session, late_step

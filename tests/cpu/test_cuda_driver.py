@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.engines.tensors import cuda_streams as module
-from spillway.engines.tensors.cuda_streams import CudaStreams, RegisteredMemory
-from spillway.engines.tiers.host import HostPool
+from spillway.tiers import cuda_streams as module
+from spillway.tiers.cuda_streams import CudaStreams, RegisteredMemory
+from spillway.tiers.host import HostPool
 
 NBYTES = 1 << 16
 

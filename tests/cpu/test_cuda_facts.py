@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from spillway.engines.tensors.cuda_facts import CudaFacts, expandable_segments
+from spillway.doctor.cuda_facts import CudaFacts, expandable_segments
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from spillway.engines.tensors import cuda_streams
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.ir import Lane, Work
 from spillway.methods import LRU, Copy, Drop, Fetch, Move
 from spillway.session import Session
+from spillway.tiers import cuda_streams
+from spillway.tiers.cuda_streams import CudaStreams
 from tests.cpu.late_device import COPYING, LateStreams, late_session
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, NBYTES, begin

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.tensors.cuda_machine import CudaMachine
-from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
+from spillway.internals.dispatch_key import unwatched
 from spillway.methods import LRU, AbstractPolicy, Copy, Fetch, Move
 from spillway.methods.base import MemoryView, Proposal
 from spillway.session import Session

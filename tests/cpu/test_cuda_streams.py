@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.tensors import cuda_streams
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.cuda_streams import CudaStreams
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, Drop, Fetch, Move
 from spillway.session import Session
+from spillway.tiers import cuda_streams
+from spillway.tiers.cuda_streams import CudaStreams
 from tests.cpu.late_device import LateStreams, OutOfOrderError, driver_of, late_session, late_step
 from tests.cpu.pressure import PLENTY, put_away
 from tests.cpu.test_cuda_machine import ITEMS, begin

@@ -13,7 +13,7 @@ import torch
 
 from spillway.cli import main
 from spillway.doctor import on_spill, on_torch
-from spillway.engines.tiers import speed
+from spillway.tiers import speed
 from spillway.units import MiB
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.engines.tensors import machine
+from spillway.engines.tensors import cpu_machine as machine
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tiers.spill_file import SpillFile
 from spillway.errors import DeviceFullError, SpillError, SpillFullError
 from spillway.methods import Copy, Move
+from spillway.tiers.spill_file import SpillFile
 from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.test_copies import begin

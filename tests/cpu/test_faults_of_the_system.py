@@ -27,7 +27,7 @@ from spillway.errors import BudgetInfeasible, SessionError
 from spillway.ir import files
 from spillway.ir.files import read_run
 from spillway.methods import Copy, Fetch, Move
-from spillway.session.base import Session
+from spillway.session.abstract_session import Session
 from tests.cpu.another_process import run_python
 from tests.cpu.families import difference, state_of
 from tests.cpu.forks import held_elsewhere, true_in_a_child
@@ -384,7 +384,7 @@ def test_a_refusal_is_seen_although_telling_what_is_enough_fails(monkeypatch: py
     def fail(*args: object) -> BudgetInfeasible:
         raise ValueError("nothing can be told")
 
-    monkeypatch.setattr("spillway.session.tensors.smallest_budget", fail)
+    monkeypatch.setattr("spillway.session.tensor_session.smallest_budget", fail)
     model, optimizer = fresh()
     with (
         pytest.raises(BudgetInfeasible) as raised,
@@ -421,7 +421,7 @@ def test_a_spill_directory_that_is_removed_is_not_missed(order: str, tmp_path: P
 LIMITS = """
     import contextlib, json, mmap, resource, sys, traceback
     import torch, spillway
-    from spillway.engines.tensors.system import found_no_memory
+    from spillway.internals.process_memory import found_no_memory
     from spillway.errors import SpillwayError
     from tests.cpu.families import difference, state_of
     from tests.cpu.pressure import ORDERS

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from spillway.engines.blocks.stores import DiskLanes, Store
-from spillway.engines.locks import renewed_in_children
-from spillway.engines.tiers.disk import DiskTier
+from spillway.internals.locks import renewed_in_children
+from spillway.tiers.disk import DiskTier
 from tests.cpu.forks import held_elsewhere, true_in_a_child
 
 KINDS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition)

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.private import storage_address
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.private import storage_address
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, KeepAll
 

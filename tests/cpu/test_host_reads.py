@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from spillway.engines.tensors.host_reads import HOST_READS
+from spillway.internals.host_reads import HOST_READS
 from tests.cpu.another_process import run_python
 
 

@@ -20,8 +20,8 @@ import spillway
 from spillway.errors import SessionError
 from spillway.methods.by_block import BlockSample, StepSample
 from spillway.methods.mimose import Mimose, Options
-from spillway.session.blocks import _Family
-from spillway.session.sizes import SizeReader
+from spillway.session.block_session import _Family
+from spillway.session.input_sizes import SizeReader
 from tests.cpu.callbacks import BLOCKS, TENSORS
 from tests.cpu.interrupted import ACTS, BATCH, PHASES, Interrupted, Lines, Training, raises
 from tests.cpu.leftovers import clean_up, world

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.tensors.compiled import begin_eagerly
-from spillway.engines.tensors.dispatch_key import Watcher, unwatched
+from spillway.engines.tensors.torch_compile import begin_eagerly
+from spillway.internals.dispatch_key import Watcher, unwatched
 from tests.cpu.interrupted import BATCH, Training
 from tests.cpu.leftovers import clean_up, nothing_left, world
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import spillway
 from spillway.engines.tensors.calls import inner_tensors
-from spillway.engines.tensors.engine import TensorEngine
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.methods import KeepAll
 from tests.cpu.pressure import ORDERS
 

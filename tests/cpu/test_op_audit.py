@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spillway.engines.tensors import ops
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import NEVER_REPLAYED
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU
 from tests.cpu.fronts import stand_before

@@ -10,9 +10,9 @@ import torch
 
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.sizes import Sizes
-from spillway.engines.tiers.disk import DiskTier
 from spillway.memory.controller import Controller
 from spillway.memory.records import Value
+from spillway.tiers.disk import DiskTier
 from tests.cpu.program_judge import POLICIES, SHAKEN, Known, judge, judge_all, many, shares, shortest
 from tests.cpu.programs import random_program
 from tests.cpu.world import ACTIONS

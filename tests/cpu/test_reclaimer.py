@@ -12,8 +12,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.system import Reclaimer
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.internals.process_memory import Reclaimer
 from spillway.methods import LRU
 from spillway.units import GiB, KiB, MiB
 
@@ -152,7 +152,7 @@ def test_what_comes_back_counts_towards_the_next_look(policy: LRU, monkeypatch: 
 
 SMAPS = """
 import sys, torch
-from spillway.engines.tensors.system import HeldHeap, prefer_huge_pages
+from spillway.internals.process_memory import HeldHeap, prefer_huge_pages
 
 def wishes():
     return sum(" hg" in line for line in open("/proc/self/smaps") if line.startswith("VmFlags"))
@@ -182,7 +182,7 @@ def test_huge_pages_are_asked_for_where_the_wish_ends_with_the_block() -> None:
 
 FAULTS = """
 import resource, torch
-from spillway.engines.tensors.system import HeldHeap
+from spillway.internals.process_memory import HeldHeap
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

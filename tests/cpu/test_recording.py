@@ -22,7 +22,7 @@ from spillway.ir import Kind, Op, Phase, Plan, Step, verify
 from spillway.recording import record, record_step
 from spillway.units import MiB
 from spillway.workloads import Workload, get
-from spillway.workloads.base import Batch, seed_everything
+from spillway.workloads.workload import Batch, seed_everything
 
 SMALL: dict[str, Callable[[], Workload]] = {
     "deep-narrow": partial(get, "deep-narrow", width=16, layers=12),

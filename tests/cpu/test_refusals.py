@@ -18,7 +18,7 @@ from spillway.engines.tensors.optimizers import NUMBERS
 from spillway.engines.tensors.tally import Tally
 from spillway.errors import BudgetInfeasible
 from spillway.session.needs import needs_of
-from spillway.session.tensors import TensorSession
+from spillway.session.tensor_session import TensorSession
 from spillway.units import Bytes
 from tests.cpu import block_refusal_cases, refusal_cases
 from tests.cpu.refusal_cases import Case, cases

@@ -10,14 +10,14 @@ import torch
 
 from spillway.engines.tensors import cpu_backend
 from spillway.engines.tensors.cpu_backend import CpuBackend
-from spillway.engines.tensors.dispatch_key import unwatched
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.system import Reclaimer, ResidentSet
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, SpillCorruptedError
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.process_memory import Reclaimer, ResidentSet
 from spillway.methods import LRU, Fetch, Move, Proposal
 from spillway.methods.base import MemoryView
 from spillway.session import manage
-from spillway.session.tensors import TensorSession
+from spillway.session.tensor_session import TensorSession
 from spillway.units import KiB, MiB
 
 BUDGET = 10 * MiB

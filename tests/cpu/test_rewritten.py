@@ -16,17 +16,17 @@ from torch.nn import functional as F
 from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.ways import WAYS
 from spillway.costs import device_named, step_seconds, timed
-from spillway.costs.packing import packed_bytes, quantized_bytes
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.costs.packed_bytes import packed_bytes, quantized_bytes
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.errors import UsageError
 from spillway.ir import Op, Phase, Plan, Recorded, Step, read_step, verify, write_step
 from spillway.ir.account import account
-from spillway.ir.blocks import block_names
+from spillway.ir.block_calls import block_names
 from spillway.ir.lives import lives_of
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import METHODS, AbstractPlanner, CheckpointPlanner, Problem, Swap
 from spillway.methods.actions import Action
-from spillway.methods.rewritten import PACK, UNPACK, compressed, run_twice
+from spillway.methods.graph_rewrite import PACK, UNPACK, compressed, run_twice
 from spillway.recording import record, record_step
 from spillway.workloads import get
 

@@ -16,13 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.errors import BudgetInfeasible
 from spillway.session import needs
 from spillway.session.needs import Call
-from spillway.session.tensors import TensorSession
+from spillway.session.tensor_session import TensorSession
 from spillway.units import Bytes
 
 Heard = list[str]

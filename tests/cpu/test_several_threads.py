@@ -8,8 +8,8 @@ from typing import Any, Final
 import torch
 
 import spillway
-from spillway.engines.tensors import dispatch_key
-from spillway.engines.tensors.dispatch_key import Watcher
+from spillway.internals import dispatch_key
+from spillway.internals.dispatch_key import Watcher
 
 FORKS: Final = """
 def turns(x: Tensor, times: int) -> Tensor:

@@ -14,17 +14,17 @@ import torch
 
 import spillway
 from spillway.costs.device import DEVICES
-from spillway.engines.simulated import Simulation, simulate
 from spillway.ir import Change, Gap, Host, Op, Plan, Recompute, Recorded, Step, Timeline, verify
-from spillway.ir.blocks import block_calls
+from spillway.ir.block_calls import block_calls
 from spillway.ir.recipes import as_one
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.methods import DTR, LRU, Checkmate, KeepAll, Planned, Problem, SqrtN, Swap
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.recording import record
+from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes
-from spillway.workloads.base import Workload
-from spillway.workloads.finding import get
+from spillway.workloads.named import get
+from spillway.workloads.workload import Workload
 from tests.cpu.families import difference, state_of
 from tests.pure.test_ir_properties import Machine, idle_intervals, plan_of, verdict
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.op_samples import database
 from tests.cpu.watched_ops import DTYPES, Program, look_at, many, programs

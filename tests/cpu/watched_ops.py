@@ -26,9 +26,9 @@ from torch.autograd import ProfilerConfig, ProfilerState, _disable_profiler_lega
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from spillway.engines.tensors.calls import inner_tensors
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible
 from spillway.memory import ledger
 from spillway.memory.budget import UNLIMITED

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spillway.engines.blocks.engine import BlockEngine
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.quantize import pack, pack_bits
 from spillway.errors import SpillFullError
 from spillway.methods.actions import LOSSLESS, Action

@@ -15,9 +15,9 @@ from torch import nn
 import spillway
 from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
 from spillway.engines.tensors.devices import engine_for
-from spillway.engines.tensors.dispatch_key import unwatched
-from spillway.engines.tensors.private import CAN_SWAP
 from spillway.errors import SessionError, SpillFullError
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.private import CAN_SWAP
 from spillway.ir import Lane, Span, Work
 from spillway.methods import LRU, Copy, Drop, Move
 from tests.cpu.pressure import is_dropped, is_moved, put_away

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.engines.allocators import (
+from spillway.errors import DeviceFullError, UsageError
+from spillway.simulation.allocators import (
     ALLOCATORS,
     CHUNK,
     LARGE_SEGMENT,
@@ -21,7 +22,6 @@ from spillway.engines.allocators import (
     ExactAllocator,
     allocator_named,
 )
-from spillway.errors import DeviceFullError, UsageError
 from spillway.units import Bytes, KiB, MiB
 
 SIZES = st.one_of(st.integers(0, 5000), st.integers(0, 3 * MiB), st.integers(MiB, 40 * MiB))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from spillway.calibration.named_device import device_of
 from spillway.costs import DEVICES, device_named, read_device, write_device
-from spillway.costs.finding import device_of
 from spillway.errors import FileFormatError, UsageError
 from spillway.units import GiB
 
@@ -85,7 +85,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:
 def test_a_preset_is_found_without_torch_and_this_machine_is_not() -> None:
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from spillway.costs.finding import device_of; device_of('h200')\n"
+        "from spillway.calibration.named_device import device_of; device_of('h200')\n"
         "try: device_of('here')\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.costs import Law, alike, fit_growth
-from spillway.costs.laws import exact_law, exact_laws, law_of
+from spillway.costs.scaling import exact_law, exact_laws, law_of
 from spillway.ir import Step
 from tests.pure.small_steps import Line, row
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spillway.engines.tiers import disk, spill_file
-from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillBusyError, SpillCorruptedError, SpillDirectoryError, SpillFullError, UsageError
+from spillway.tiers import disk, spill_file
+from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import KiB, MiB
 from tests.pure.test_disk_tier import content, damage, files_end_at, mapping, read, write
 from tests.shared import HANGS

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from spillway.engines.tiers import disk
-from spillway.engines.tiers.disk import DiskTier, Slot, checksum, slot_capacity
-from spillway.engines.tiers.spill_file import PAGE
 from spillway.errors import SpillCorruptedError, SpillDirectoryError, SpillFullError
+from spillway.tiers import disk
+from spillway.tiers.disk import DiskTier, Slot, checksum, slot_capacity
+from spillway.tiers.spill_file import PAGE
 from spillway.units import KiB, MiB
 
 Bytes1D = npt.NDArray[np.uint8]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from spillway.doctor import Finding, on_spill, on_system
-from spillway.engines import memory
-from spillway.engines.memory import container_free, container_limit, usable_memory
-from spillway.engines.tiers import speed
 from spillway.errors import SpillError, SpillFullError
+from spillway.internals import machine_memory as memory
+from spillway.internals.machine_memory import container_free, container_limit, usable_memory
+from spillway.tiers import speed
 from spillway.units import GiB, MiB, TiB
 from tests.pure.test_disk_tier import files_end_at
 

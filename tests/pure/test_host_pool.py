@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.engines.tiers.host import ALIGNMENT, Block, Extents, HostPool
 from spillway.errors import SpillError, SpillFullError
+from spillway.tiers.host import ALIGNMENT, Block, Extents, HostPool
 
 SLAB = 64 << 10
 

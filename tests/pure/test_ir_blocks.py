@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from spillway.costs import device_named
-from spillway.engines.simulated import simulate
 from spillway.errors import PlanRejected
 from spillway.ir import Gap, Kind, Plan, Recompute, Step, verify
 from spillway.ir.account import account
-from spillway.ir.blocks import BlockCall, block_calls, block_names
+from spillway.ir.block_calls import BlockCall, block_calls, block_names
 from spillway.ir.lives import lives_of
 from spillway.ir.verify import Rule
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import FORWARD, UNIT, Named, backward, block, blocks_step
 from tests.pure.recorded import layers
 

@@ -30,7 +30,7 @@ from spillway.ir import (
     read_run,
     reading,
 )
-from spillway.ir.lanes import Lane, Span, Work
+from spillway.ir.spans import Lane, Span, Work
 from spillway.ir.timeline import MOST_OPS
 
 TIMELINE = Timeline(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.ir import Lane, Span, Work
-from spillway.ir.lanes import Interval, merged, outside, overlap, total, transfers_of, within
+from spillway.ir.spans import Interval, merged, outside, overlap, total, transfers_of, within
 
 TICKS = 40
 

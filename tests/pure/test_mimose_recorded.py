@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.costs import device_named
-from spillway.engines.simulated import simulate
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Plan, Step, verify
 from spillway.ir.account import account
-from spillway.ir.blocks import block_calls
+from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.mimose import Forecast, Mimose, Options, Reading
 from spillway.methods.mimose import simulate as peak_of
 from spillway.methods.mimose.peaks import outside
-from spillway.methods.mimose.recorded import Measured, MimosePlanner, gaps_of, measured, revoked
+from spillway.methods.mimose.planner import Measured, MimosePlanner, gaps_of, measured, revoked
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.block_steps import UNIT, blocks_step
 from tests.pure.recorded import layers
 
@@ -145,7 +145,7 @@ def test_a_plan_that_was_too_hopeful_gives_up_blocks_until_it_fits(monkeypatch: 
     step = blocks_step(5)
     allowed = step.plain_peak() - 5 * UNIT
     honest = recomputed(step, plan(MimosePlanner(), step, allowed))
-    monkeypatch.setattr("spillway.methods.mimose.recorded.measured", too_low)
+    monkeypatch.setattr("spillway.methods.mimose.planner.measured", too_low)
     found = plan(MimosePlanner(), step, allowed)
     verify(found, step, allowed)
     assert recomputed(step, found) == honest == [0, 1]

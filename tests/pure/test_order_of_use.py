@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.engines.simulated import simulate
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.base import AbstractPolicy, Fetch, MemoryView, Move, Proposal
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 from tests.pure.memory_machine import Program, audit
 from tests.pure.recorded import DEVICE, layers

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 
 from spillway.costs.device import Device
-from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Change, Gap, Host, Lane, Packed, Plan, Recompute, Step, verify
 from spillway.methods.base import MemoryView, Proposal
 from spillway.methods.planned import Planned
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 from tests.pure.recorded import DEVICE, LAYER, layers
 from tests.pure.test_ir_properties import PLENTY, Machine, plan_of, steps_with_plans, verdict

@@ -12,16 +12,16 @@ from xml.etree import ElementTree
 
 import pytest
 
+from spillway.advisor import advice_figures as figures
+from spillway.advisor.advice_figures import STYLES, styles_of
+from spillway.advisor.advice_page import advice_page
 from spillway.advisor.gains import Sweep, over_devices, sweeps_of
 from spillway.advisor.measurements import Experiment, Samples
 from spillway.advisor.model import Cost
 from spillway.advisor.verdict import Row, advise
 from spillway.cli import main
 from spillway.errors import UsageError
-from spillway.report import advice_figures as figures
 from spillway.report import drawing
-from spillway.report.advice import advice_page
-from spillway.report.advice_figures import STYLES, styles_of
 
 pytest.importorskip("matplotlib", reason="pictures take matplotlib")
 

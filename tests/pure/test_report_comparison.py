@@ -13,7 +13,7 @@ from spillway.methods import METHODS
 from spillway.report import drawing
 from spillway.report.comparison import FAMILIES, bound_sentence, render, svg, write_png
 from spillway.report.drawing import spread, style_of
-from spillway.sweep import Bound, Comparison, Failure, Row, Subject
+from spillway.simulation.sweep import Bound, Comparison, Failure, Row, Subject
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, layers
 

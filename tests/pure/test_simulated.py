@@ -8,9 +8,6 @@ from math import inf, sqrt
 
 import pytest
 
-from spillway.engines.allocators import ExactAllocator
-from spillway.engines.paper_machine import PaperMachine
-from spillway.engines.simulated import simulate
 from spillway.errors import UsageError
 from spillway.ir import Change, Lane, Step
 from spillway.memory.budget import UNLIMITED
@@ -18,6 +15,9 @@ from spillway.memory.controller import Controller
 from spillway.memory.records import EXACT, TEMPORARY, Recipe, Storage
 from spillway.methods import DTR, LRU, Delta, KeepAll, SqrtN
 from spillway.methods.base import AbstractPolicy, MemoryView, Move, Proposal
+from spillway.simulation.allocators import ExactAllocator
+from spillway.simulation.paper_machine import PaperMachine
+from spillway.simulation.simulated_engine import simulate
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, LAYER, layers
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 
-from spillway.engines.allocators import ALLOCATORS
-from spillway.engines.paper_machine import TIERS, Tier
-from spillway.engines.simulated import Simulation, simulate
 from spillway.errors import BudgetInfeasible
 from spillway.methods import METHODS, Checkmate, method_named
+from spillway.simulation.allocators import ALLOCATORS
+from spillway.simulation.paper_machine import TIERS, Tier
+from spillway.simulation.simulated_engine import Simulation, simulate
 from tests.pure.recorded import DEVICE
 from tests.pure.training_steps import any_step
 

@@ -8,12 +8,12 @@ import pytest
 
 from spillway.costs.device import HERE, device_named
 from spillway.costs.roofline import timed
-from spillway.engines.simulated import simulate
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded
 from spillway.methods import METHODS
 from spillway.methods.checkmate import Checkmate
-from spillway.sweep import (
+from spillway.simulation.simulated_engine import simulate
+from spillway.simulation.sweep import (
     Bound,
     Comparison,
     Failure,
@@ -130,7 +130,7 @@ def test_what_raises_is_a_failure_with_its_method_and_budget(monkeypatch: pytest
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.sweep.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": refused})
     found = list(compare(subject(), ["lru", "keep-all"], [14 * MiB], bound_seconds=0, processes=1))
     failure, kept = found
     assert failure == Failure(method="lru", budget_bytes=14 * MiB, why="Something is not installed.")

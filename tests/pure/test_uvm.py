@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from spillway.costs import device_named
-from spillway.engines.simulated import simulate
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.methods import UVM, Move, Proposal
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.shelves import Shelf, Shelves
 from tests.pure.training_steps import training_step
 

@@ -35,8 +35,8 @@ from spillway.advisor.bench import Trial
 from spillway.advisor.ways import Way, way_of
 from spillway.engines.blocks.trace import AllocationTrace, Held
 from spillway.engines.tensors.devices import device_of
-from spillway.engines.tensors.system import found_no_memory
 from spillway.errors import DeviceFullError, ModelError, NoBlocksError, SpillwayError, TrialError, WorkloadError
+from spillway.internals.process_memory import found_no_memory
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
 from spillway.processes import as_sent
@@ -44,8 +44,8 @@ from spillway.session import BlockSession, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
-from spillway.workloads.base import moved
-from spillway.workloads.finding import described
+from spillway.workloads.named import described
+from spillway.workloads.workload import moved
 
 ROOMY: Final = "100%"
 """The budget of sessions: without one nothing is in want of room, and a session does nothing with blocks."""

@@ -1,6 +1,6 @@
 """Trials on a device that is not here: a recorded step with the method in it, its seconds modelled, nothing limited.
 
-What a step does at other batch sizes than the recorded ones is derived (`costs/growth.py`), where the same ops run at
+What a step does at other batch sizes than the recorded ones is derived (`costs/scaling.py`), where the same ops run at
 all sizes; else each size is recorded. Peaks are bytes of storages, exactly: PAPAYA's are `max_memory_allocated`, which
 counts the same. Fragments are in neither, and in the limit that the advisor is given.
 
@@ -19,9 +19,8 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
-from spillway.costs.growth import Growth, fit_growth
 from spillway.costs.roofline import step_seconds, timed
-from spillway.engines.simulated import Simulation, simulate
+from spillway.costs.scaling import Growth, fit_growth
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
 from spillway.ir.step import Phase, Step
@@ -29,9 +28,10 @@ from spillway.ir.timeline import Kind
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.actions import Action
 from spillway.methods.base import Problem
+from spillway.methods.graph_rewrite import Rewritten, compressed, run_twice
 from spillway.methods.planned import Planned
-from spillway.methods.rewritten import Rewritten, compressed, run_twice
 from spillway.methods.swap import Swap
+from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes, Seconds
 
 RECORDED: Final = (2, 3, 5)

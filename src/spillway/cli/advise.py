@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import spillway
+from spillway.advisor.advice_figures import Kinds
+from spillway.advisor.advice_page import write_advice
 from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.gains import Sweep, sweeps_of
@@ -35,6 +37,7 @@ from spillway.advisor.verdict import (
 )
 from spillway.advisor.ways import DEFAULT, WAYS, accumulated, chosen, way_of
 from spillway.budgets import parse_bytes
+from spillway.calibration.named_device import device_of
 from spillway.cli import advice_tables as tables
 from spillway.cli.common import (
     INTERRUPTED,
@@ -48,13 +51,10 @@ from spillway.cli.common import (
     to_print,
     to_terminal,
 )
-from spillway.costs.finding import device_of
 from spillway.doctor import on_system
-from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetError, SpillwayError, UsageError
+from spillway.internals.machine_memory import machine_memory
 from spillway.ir import Step
-from spillway.report.advice import write_advice
-from spillway.report.advice_figures import Kinds
 from spillway.report.drawing import check_drawing
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 

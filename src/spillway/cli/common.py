@@ -81,7 +81,7 @@ def record_workload(workload: str, **options: Any) -> Recorded:
 
     Raises WorkloadError also for what its own code raises, and what `spillway.record` raises.
     """
-    from spillway.workloads.finding import told
+    from spillway.workloads.named import told
     from spillway.workloads.recorded import record
 
     with told(f"A step of the workload {workload}"), redirect_stdout(sys.stderr):

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from spillway.budgets import parse_budgets
+from spillway.calibration.named_device import device_of
 from spillway.cli.common import INTERRUPTED, Json, check_writable, naming, print_json, say, to_print, to_terminal
-from spillway.costs.finding import device_of
 from spillway.errors import SpillwayError
 from spillway.ir.loading import load_step
 from spillway.report.comparison import write_page, write_png
 from spillway.report.drawing import check_drawing
-from spillway.sweep import (
+from spillway.simulation.sweep import (
     Bound,
     Comparison,
     Failure,

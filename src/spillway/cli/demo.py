@@ -24,8 +24,8 @@ from spillway.cli.common import (
     write_page,
 )
 from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
-from spillway.engines.memory import machine_memory
 from spillway.errors import BudgetInfeasible, EngineError
+from spillway.internals.machine_memory import machine_memory
 from spillway.methods import resolve
 from spillway.report.figures import highest_peak
 from spillway.subprocess_runs.rows import RefusedRow, Row, plain_row, refused_row, row

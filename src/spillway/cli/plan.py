@@ -14,8 +14,8 @@ from spillway.ir.account import comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.plan_files import write_plan
 from spillway.ir.recipes import replayed
-from spillway.planning import planner_named
-from spillway.problem import problem_of
+from spillway.simulation.plan_and_simulate import planner_named
+from spillway.simulation.problem import problem_of
 from spillway.units import format_bytes, format_seconds
 
 

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Final
 import typer
 
 from spillway.cli.common import Json, check_writable, print_json
-from spillway.engines.allocators import ALLOCATORS
-from spillway.engines.paper_machine import TIERS
-from spillway.engines.simulated import Simulation
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import RunWriter
 from spillway.ir.loading import load_step
-from spillway.simulation import report_of
-from spillway.simulation import simulate as simulate_recorded
+from spillway.simulation.allocators import ALLOCATORS
+from spillway.simulation.paper_machine import TIERS
+from spillway.simulation.plan_and_simulate import report_of
+from spillway.simulation.plan_and_simulate import simulate as simulate_recorded
+from spillway.simulation.simulated_engine import Simulation
 from spillway.units import format_bytes, format_seconds
 
 FIGURES: Final = (

@@ -28,8 +28,8 @@ from spillway.cli.common import (
     write_page,
 )
 from spillway.cli.training import announce, board, broken_promises, page_facts, print_rows, run_announced
-from spillway.engines.memory import machine_memory
 from spillway.errors import SpillwayError
+from spillway.internals.machine_memory import machine_memory
 from spillway.methods import resolve
 from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from spillway.costs.device import DEVICES, HERE, Device, device_named
 from spillway.costs.device_files import read_device, write_device
-from spillway.costs.growth import Growth, alike, fit_growth
-from spillway.costs.laws import Law
 from spillway.costs.roofline import SHARES, OpKind, Share, Shares, kind_of, step_seconds, timed
+from spillway.costs.scaling import Growth, Law, alike, fit_growth
 
 __all__ = [
     "DEVICES",

@@ -87,7 +87,7 @@ class Device:
 
 _A100 = "rates and memory: the vendor's data sheet (A100 80 GB SXM; 1935 GB/s on PCIe), fp32 without TF32's 156 TFLOP/s"
 HERE: Final = "here"
-"""The name of the machine that this runs on; its numbers are measured, see `costs.measured`."""
+"""The name of the machine that this runs on; its numbers are measured, see `calibration.measured`."""
 
 _SHEET = "rates and memory: the vendor's data sheet"
 _PCIE_3 = "12 GB/s of the 15.75 that PCIe 3.0 x16 has, what pinned copies usually reach"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from spillway.doctor import Finding, Problem
-from spillway.engines.tiers.speed import SAMPLE, disk_speed, has_direct_io, tier_speed
 from spillway.errors import SpillError
+from spillway.tiers.speed import SAMPLE, disk_speed, has_direct_io, tier_speed
 from spillway.units import Bytes, GiB, format_bytes
 
 IN_MEMORY: Final = ("tmpfs", "ramfs")

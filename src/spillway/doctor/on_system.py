@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from spillway.doctor import Finding, Problem
-from spillway.engines.memory import ROOT, container_free, container_limit
+from spillway.internals.machine_memory import ROOT, container_free, container_limit
 from spillway.units import Bytes, TiB, format_bytes
 
 _ALLOCATORS: Final = ("jemalloc", "tcmalloc", "mimalloc")

@@ -12,12 +12,12 @@ from typing import Any, Final
 import torch
 
 from spillway.doctor import Finding, Problem
+from spillway.doctor.cuda_facts import NATIVE, cuda_facts
 from spillway.doctor.on_spill import rate
-from spillway.engines.tensors.cuda_facts import NATIVE, cuda_facts
 from spillway.engines.tensors.devices import pinned_bytes
-from spillway.engines.tensors.private import CAN_SWAP
-from spillway.engines.tiers.disk import WORKERS
+from spillway.internals.private import CAN_SWAP
 from spillway.processes import cores
+from spillway.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
 
 SAMPLE: Final[Bytes] = 64 * MiB

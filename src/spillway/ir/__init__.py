@@ -1,8 +1,8 @@
 """The nouns: a recorded step, a plan for it, what verifies it, and the timeline of what happened. No torch."""
 
 from spillway.ir.files import RunFile, RunWriter, read_run
-from spillway.ir.lanes import Lane, Span, Transfers, Work
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
+from spillway.ir.spans import Lane, Span, Transfers, Work
 from spillway.ir.step import Op, Phase, Saving, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_files import Recorded, read_step, write_step
 from spillway.ir.step_report import StepReport

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, final
 
-from spillway.ir.lanes import Span, Transfers, transfers_of
 from spillway.ir.reading import read_fields
+from spillway.ir.spans import Span, Transfers, transfers_of
 from spillway.units import Bytes, Seconds, Within
 
 

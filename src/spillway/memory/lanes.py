@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, final
 
-from spillway.ir.lanes import Interval, Lane, Transfers, merged, overlap, total
+from spillway.ir.spans import Interval, Lane, Transfers, merged, overlap, total
 from spillway.units import Bytes, Seconds
 
 

@@ -30,7 +30,7 @@ from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
-from spillway.methods.mimose.recorded import MimosePlanner
+from spillway.methods.mimose.planner import MimosePlanner
 from spillway.methods.planned import Planned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap

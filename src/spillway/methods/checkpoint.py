@@ -18,7 +18,7 @@ from typing import Self, final
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Plan
 from spillway.ir.account import account
-from spillway.ir.blocks import block_calls
+from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.actions import Action, check_bits
 from spillway.methods.base import AbstractPlanner, Problem

@@ -14,7 +14,7 @@ from typing import Any, Final, cast
 import torch
 from torch.utils import flop_counter
 
-from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import UNINITIALISED, OpInfo
 from spillway.units import Bytes
 

@@ -1,7 +1,7 @@
 """One step, watched: every op is written down as it comes, and nothing is changed.
 
 Ops come as they come to the tensor engine, under its dispatch key: in a dispatch mode torch would compute by other
-formulas than the step has anywhere else (NOTE [Unseen] in `engines/tensors/dispatch_key.py`). Fake tensors are a mode
+formulas than the step has anywhere else (NOTE [Unseen] in `internals/dispatch_key.py`). Fake tensors are a mode
 themselves, which keeps what it sees to itself, so that among them, and only there, a second mode watches.
 
 Ops are numbered as the tensor engine numbers them: views pass by and are no ops. What an op reads and writes is read
@@ -30,16 +30,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from spillway.engines.tensors.calls import operands
-from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
-from spillway.engines.tensors.dispatch_key import Handler, Watcher, watcher_here
-from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.private import unheard
+from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
 from spillway.errors import UsageError
+from spillway.internals.dispatch_key import Handler, Watcher, watcher_here
+from spillway.internals.private import unheard
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
 from spillway.memory.records import NEVER
 from spillway.recording.formulas import flops_of, traffic_of
-from spillway.recording.ledger import Entry, Ledger
+from spillway.recording.step_storages import Entry, Ledger
 from spillway.units import Seconds
 
 OUTSIDE: Final = "spillway.outside"

@@ -16,7 +16,7 @@ from math import prod
 from typing import Final, final
 
 from spillway.ir import Change, Kind, Lane, StepReport, Timeline, Transfers, Work
-from spillway.ir.lanes import Interval, merged, outside, overlap, total, within
+from spillway.ir.spans import Interval, merged, outside, overlap, total, within
 from spillway.report.figures import NO_BUDGET
 from spillway.units import Bytes, GiB, KiB, MiB, Seconds, TiB, format_bytes, format_seconds
 

@@ -17,7 +17,7 @@ from markupsafe import Markup
 from spillway.report import drawing
 from spillway.report.charts import round_bytes
 from spillway.report.drawing import INK, LINE, PAPER, SOFT, Family
-from spillway.sweep import Comparison, Row, bound_sentence, missing_sentence
+from spillway.simulation.sweep import Comparison, Row, bound_sentence, missing_sentence
 from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ import torch
 
 from spillway.engines.blocks.environment import Generator
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
-from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
 from spillway.methods import BLOCK_METHODS, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session.base import Session, header
-from spillway.session.blocks import BlockSession
+from spillway.session.abstract_session import Session, header
+from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
-from spillway.session.tensors import TensorSession, tensor_header
+from spillway.session.tensor_session import TensorSession, tensor_header
+from spillway.tiers.spill_file import SpillIO
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine

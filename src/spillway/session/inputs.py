@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.tensors.devices import device_of
-from spillway.engines.tensors.private import is_distributed
 from spillway.errors import ModelError
+from spillway.internals.private import is_distributed
 from spillway.ir import Kind
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from spillway.engines.locks import renew_in_children
+from spillway.internals.locks import renew_in_children
 
 _open: Final[weakref.WeakSet[Updates]] = weakref.WeakSet()
 _handles: Final[list[RemovableHandle]] = []

@@ -22,11 +22,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.block import Figures
-from spillway.engines.blocks.engine import BlockEngine, without_bytes
+from spillway.engines.blocks.block_engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
-from spillway.engines.tensors.system import Reclaimer
+from spillway.internals.process_memory import Reclaimer
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample

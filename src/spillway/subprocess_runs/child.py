@@ -13,16 +13,16 @@ from typing import Any
 import numpy
 import torch
 
-from spillway.engines.tensors.system import PeakMemory
 from spillway.errors import SpillwayError, WorkloadError
+from spillway.internals.process_memory import PeakMemory
 from spillway.methods import Mimose
 from spillway.processes import as_sent
 from spillway.session import Session, manage
-from spillway.session.sizes import largest_size
+from spillway.session.input_sizes import largest_size
 from spillway.subprocess_runs.run import STATIC, RunRequest, RunResult, StepDone
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload, get
-from spillway.workloads.finding import told
+from spillway.workloads.named import told
 
 
 def main(connection: Connection, request: RunRequest) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spillway.workloads.base import Batch, Workload, seed_everything
-from spillway.workloads.finding import WORKLOADS, get
+from spillway.workloads.named import WORKLOADS, get
+from spillway.workloads.workload import Batch, Workload, seed_everything
 
 __all__ = ["WORKLOADS", "Batch", "Workload", "get", "seed_everything"]

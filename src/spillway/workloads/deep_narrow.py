@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spillway.workloads import stdlib_text
-from spillway.workloads.base import Batch, Workload, seed_everything
+from spillway.workloads.workload import Batch, Workload, seed_everything
 
 NAME = "deep-narrow"
 WINDOWS = 16

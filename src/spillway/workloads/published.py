@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from spillway.errors import WorkloadError
-from spillway.workloads.base import Batch, Workload, seed_everything
+from spillway.workloads.workload import Batch, Workload, seed_everything
 
 SIDE: Final = 224
 """Pixels along a side of a picture."""

@@ -10,7 +10,7 @@ from spillway.engines.tensors.twins import streams_kept
 from spillway.ir import Recorded
 from spillway.recording import Trainable
 from spillway.recording import record as record_workload
-from spillway.workloads.finding import get
+from spillway.workloads.named import get
 
 
 def record(

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from spillway.costs.packing import GROUP
+from spillway.costs.packed_bytes import GROUP
 from spillway.errors import UsageError
 
 Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]

@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from spillway.engines.blocks.compiled import is_compiled
+from spillway.engines.blocks.compiled_blocks import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
-from spillway.engines.tensors.private import is_distributed, process_groups
+from spillway.internals.private import is_distributed, process_groups
 from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 

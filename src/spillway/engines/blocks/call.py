@@ -35,14 +35,14 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from spillway.engines.blocks.block import Block, Figures, collectives_begun
-from spillway.engines.blocks.compiled import CompiledHook
+from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
 from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.fingerprints import first_changed, remember
+from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
-from spillway.engines.blocks.packing import Packing
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.saved import (
     AnyHome,
@@ -61,9 +61,9 @@ from spillway.engines.blocks.saved import (
 )  # fmt: skip
 from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
 from spillway.engines.blocks.stores import Store
-from spillway.engines.locks import renew_in_children
-from spillway.engines.tensors.private import storage_address as address
 from spillway.errors import EngineError, RecomputeError
+from spillway.internals.locks import renew_in_children
+from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action
 from spillway.units import Bytes
 

@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spillway.engines.blocks.arithmetic import Arithmetic
 from spillway.engines.blocks.quantize import AbstractPacking, pack
 from spillway.engines.blocks.stores import Home, Storage, Store
-from spillway.engines.tensors.private import storage_address as address
+from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
 FEW: Final = 64

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from spillway.engines.blocks.compiled import uncompiled
-from spillway.engines.blocks.packing import Packing
-from spillway.engines.tensors.private import storage_address as address
+from spillway.engines.blocks.compiled_blocks import uncompiled
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.extra_forward import aside
+from spillway.engines.blocks.functorch_hooks import Packing
+from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.errors import ModelError, NoBlocksError
+from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -203,3 +206,39 @@ def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     if len(set(chosen.values())) < len(names):
         raise ModelError("Two names in blocks= are of one module; name it once, its calls are told apart by number.")
     return chosen
+
+
+def find_blocks(
+    model: nn.Module,
+    forward: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    environment: Environment,
+) -> list[str]:
+    """Names of the blocks that this call of the model's forward has.
+
+    The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
+    Afterwards all is as it was before (`aside`).
+
+    Raises:
+        NoBlocksError: The model has no blocks, or its arguments cannot be copied.
+    """
+
+    def watched(*, keeps: bool) -> Watch:
+        watch = Watch(model, keeps=keeps)
+        with aside(environment, (model,), args, kwargs) as (given, named), watch.watching():
+            forward(*given, **named)
+        return watch
+
+    try:
+        watch = watched(keeps=False)
+    except BackwardInside:
+        watch = watched(keeps=True)
+    except CannotCopyError as error:
+        reason = f"they cannot be looked for in a forward that runs once more, because {error}"
+        raise NoBlocksError(
+            f"The blocks of {type(model).__name__} cannot be found in a forward that runs once more, because {error}: "
+            f"name them with blocks=[...].",
+            reason=reason,
+        ) from error
+    return blocks_of(model, watch)

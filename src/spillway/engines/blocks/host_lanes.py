@@ -23,8 +23,8 @@ from typing import Any, NamedTuple, final
 import torch
 
 from spillway.engines.blocks.stores import Parcel, Storage
-from spillway.engines.tensors.cuda_streams import Event, Streams
-from spillway.engines.tiers.host import Block, HostPool
+from spillway.tiers.cuda_streams import Event, Streams
+from spillway.tiers.host import Block, HostPool
 
 
 class _Place(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Final, cast, final
 
 import torch
 
-from spillway.engines.tensors.system import ResidentSet
+from spillway.internals.process_memory import ResidentSet
 from spillway.units import Bytes
 
 _PROBE: Final[Bytes] = 1 << 20

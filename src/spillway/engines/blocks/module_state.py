@@ -14,7 +14,7 @@ from spillway.engines.blocks.attributes import Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
 from spillway.engines.blocks.reach import Reach, reach_of
-from spillway.engines.tensors.private import storage_address as address
+from spillway.internals.private import storage_address as address
 
 LOOKS: Final = 3
 """Calls of a block in which all that can be reached from it is looked at."""

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spillway.costs.packing import GROUP, groups_of, mask_bytes, quantized_bytes, range_bytes
+from spillway.costs.packed_bytes import GROUP, groups_of, mask_bytes, quantized_bytes, range_bytes
 from spillway.engines.blocks.arithmetic import EAGER, Arithmetic, join
 from spillway.units import Bytes
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.compress import CompressedHome, Compressor
 from spillway.engines.blocks.stores import Home, Storage, Store
-from spillway.engines.tensors.private import storage_address as address
+from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
 PLAIN: Final = (Tensor, FakeTensor)

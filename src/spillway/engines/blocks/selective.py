@@ -28,12 +28,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.blocks.compiled import is_compiled
+from spillway.engines.blocks.compiled_blocks import is_compiled
 from spillway.engines.blocks.containers import tensors
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import FrozenTensor
-from spillway.engines.tensors.private import storage_address as address
 from spillway.errors import ModelError
+from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
 Selected: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]

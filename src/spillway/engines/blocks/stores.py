@@ -26,9 +26,9 @@ from typing import Any, Protocol, TypeAlias, cast, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.locks import held_here, renew_in_children
-from spillway.engines.tiers.disk import DiskTier, Slot
 from spillway.errors import SpillError, SpillFullError
+from spillway.internals.locks import held_here, renew_in_children
+from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes, Seconds
 
 Storage = torch.UntypedStorage

@@ -34,7 +34,7 @@ from torch._C._profiler import (
 from torch.autograd.profiler import KinetoStepTracker
 from torch.autograd.profiler import profile as autograd_profile
 
-from spillway.engines.locks import renew_in_children
+from spillway.internals.locks import renew_in_children
 from spillway.units import Bytes
 
 _profiler: Final[Any] = torch._C._autograd

@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 
-from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.private import is_wrapper
-from spillway.engines.tensors.system import memory_for
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.private import is_wrapper
+from spillway.internals.process_memory import memory_for
 
 Place = int | str | tuple[int | str, int]
 """Where a tensor stands in a call: a position, a keyword, or either with an index into a list."""

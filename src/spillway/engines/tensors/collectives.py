@@ -14,10 +14,10 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.base import AbstractCollectives, AbstractTensorEngine
-from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.abstract import AbstractCollectives, AbstractTensorEngine
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.private import unbox_work, unheard, unwaited_works
+from spillway.internals.private import unbox_work, unheard, unwaited_works
 from spillway.memory.records import Storage
 from spillway.units import Bytes
 

@@ -9,17 +9,17 @@ from typing import Final, final
 
 import torch
 
-from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Measured
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.calls import NO_SETTINGS
-from spillway.engines.tensors.machine import CpuMachine
+from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.system import HeldHeap, Reclaimer, ResidentSet
-from spillway.engines.tiers.disk import DiskTier
-from spillway.engines.tiers.spill_file import SpillIO
 from spillway.errors import SpillError
+from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
+from spillway.tiers.disk import DiskTier
+from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 
 RSS_SLACK = 0.05

@@ -7,23 +7,23 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Measured
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
-from spillway.engines.tensors.cuda_streams import Streams
 from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunctions
-from spillway.engines.tensors.engine import TensorEngine
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.private import CAN_SWAP
 from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
 from spillway.engines.tensors.retry import Retry
-from spillway.engines.tiers.host import HostPool
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import SessionError
+from spillway.internals.private import CAN_SWAP
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.lanes import OnDevice, TransferLog
 from spillway.memory.records import Recipe
 from spillway.methods.base import AbstractPolicy
+from spillway.tiers.cuda_streams import Streams
+from spillway.tiers.host import HostPool
 from spillway.units import Bytes, Seconds
 
 _MOST_COSTS: Final = 1 << 14

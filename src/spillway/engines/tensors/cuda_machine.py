@@ -41,14 +41,14 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 import torch
 
 from spillway.engines.tensors.calls import Call
-from spillway.engines.tensors.cuda_streams import Event, Streams, bytes_over, unseen
-from spillway.engines.tensors.machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
-from spillway.engines.tensors.private import owners, resize_storage, storage_at, swap_bytes
-from spillway.engines.tiers.host import ALIGNMENT, Block, HostPool
+from spillway.engines.tensors.cpu_machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.errors import EngineError, SpillError
-from spillway.ir.lanes import Lane
+from spillway.internals.private import owners, resize_storage, storage_at, swap_bytes
+from spillway.ir.spans import Lane
 from spillway.memory.lanes import Again, OnDevice, Stall, Transfer
 from spillway.memory.records import Recipe, Storage
+from spillway.tiers.cuda_streams import Event, Streams, bytes_over, unseen
+from spillway.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")

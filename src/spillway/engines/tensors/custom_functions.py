@@ -26,10 +26,10 @@ from typing import Any, Final, final
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
-from spillway.engines.locks import renew_in_children
-from spillway.engines.tensors.base import AbstractTensorEngine
-from spillway.engines.tensors.dispatch_key import unwatched
+from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.errors import SessionError
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.locks import renew_in_children
 from spillway.memory.records import Storage
 
 GRAPHS_REFUSED: Final = (

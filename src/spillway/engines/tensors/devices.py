@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from spillway.budgets import parse_budget
-from spillway.engines.memory import machine_memory, usable_memory
 from spillway.engines.tensors.cuda_backend import cuda_engine
-from spillway.engines.tensors.cuda_streams import CudaStreams
-from spillway.engines.tensors.engine import TensorEngine
-from spillway.engines.tensors.private import CAN_SWAP
-from spillway.engines.tiers.spill_file import SpillIO
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, ModelError
+from spillway.internals.machine_memory import machine_memory, usable_memory
+from spillway.internals.private import CAN_SWAP
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.base import AbstractPolicy
+from spillway.tiers.cuda_streams import CudaStreams
+from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 
 HOST_SHARE = "50%"

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, final
 
-from spillway.engines.tensors.base import AbstractTensorEngine, Around, Known
-from spillway.engines.tensors.dispatch_key import Handler, unwatched
+from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
+from spillway.internals.dispatch_key import Handler, unwatched
 from spillway.memory.following import Following
 from spillway.memory.records import Storage
 

@@ -18,14 +18,14 @@ from typing import Any, Final, cast
 
 import torch
 
-from spillway.engines.tensors.base import AbstractTensorEngine
+from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.engines.tensors.bindings import quickest_call
 from spillway.engines.tensors.calls import OPERAND, Call, Operand, random_state, surroundings_with
 from spillway.engines.tensors.collectives import NAMESPACES
-from spillway.engines.tensors.dispatch_key import Handler
-from spillway.engines.tensors.machine import tensors_of
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import KEPT_WITHIN, NO_TENSORS, ODD_DTYPES, PLAIN_TENSORS, OpInfo
-from spillway.engines.tensors.private import storage_address as _address
+from spillway.internals.dispatch_key import Handler
+from spillway.internals.private import storage_address as _address
 from spillway.memory.records import LARGE, Recipe, Storage, Value
 
 HANDED_OVER: Final = "aten::lift_fresh"

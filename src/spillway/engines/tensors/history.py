@@ -7,10 +7,10 @@ from typing import Any, final
 
 import torch
 
-from spillway.engines.chronicle import Chronicle, Ran
-from spillway.engines.tensors.base import AbstractTensorEngine, Known
-from spillway.engines.tensors.dispatch_key import Handler
+from spillway.engines.tensors.abstract import AbstractTensorEngine, Known
+from spillway.internals.dispatch_key import Handler
 from spillway.ir.timeline import Kind, Timeline
+from spillway.memory.chronicle import Chronicle, Ran
 from spillway.memory.records import Storage
 
 

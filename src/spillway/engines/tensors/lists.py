@@ -13,8 +13,8 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.dispatch_key import unwatched
 from spillway.engines.tensors.ops import OpInfo
+from spillway.internals.dispatch_key import unwatched
 from spillway.memory.records import Storage
 from spillway.units import Bytes
 

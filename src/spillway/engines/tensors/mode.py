@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 
-from spillway.engines.tensors.base import AbstractBackend, AbstractTensorEngine, Around, Completion, Known, Seen
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Known, Seen
 from spillway.engines.tensors.calls import (
     Call,
     Environment,
@@ -26,14 +26,14 @@ from spillway.engines.tensors.calls import (
     surroundings_with,
     with_holes,
 )
-from spillway.engines.tensors.compiled import begin_eagerly, end_eagerly
-from spillway.engines.tensors.dispatch_key import Handler, Watcher, unwatched
+from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
-from spillway.engines.tensors.machine import tensors_of
 from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
-from spillway.engines.tensors.private import storage_address as _address
-from spillway.engines.tensors.private import unheard
+from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
+from spillway.internals.dispatch_key import Handler, Watcher, unwatched
+from spillway.internals.private import storage_address as _address
+from spillway.internals.private import unheard
 from spillway.memory.records import DROPPED, Recipe, Storage, Value
 
 

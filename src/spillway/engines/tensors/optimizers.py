@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spillway.engines.tensors.interrupts import by_signal
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
+from spillway.internals.interrupts import by_signal
 from spillway.units import Bytes
 
 NUMBERS: Final[Bytes] = 64

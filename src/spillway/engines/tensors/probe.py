@@ -27,7 +27,7 @@ from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
 if TYPE_CHECKING:
-    from spillway.engines.tensors.engine import TensorEngine
+    from spillway.engines.tensors.tensor_engine import TensorEngine
 
 MARGIN = 1.05
 """Room for what this does not know: alignment, estimates of sizes that are a little high."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeVar, final
 
-from spillway.engines.tensors.cuda_streams import Streams
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
 from spillway.memory.records import Value
+from spillway.tiers.cuda_streams import Streams
 from spillway.units import Bytes
 
 T = TypeVar("T")

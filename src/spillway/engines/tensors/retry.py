@@ -13,11 +13,11 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
-from spillway.engines.tensors.base import AbstractTensorEngine
-from spillway.engines.tensors.cuda_streams import Streams
+from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.engines.tensors.ops import OWN_OPS, OpInfo
 from spillway.errors import BudgetInfeasible, DeviceFullError, SpillFullError
 from spillway.memory.records import Storage
+from spillway.tiers.cuda_streams import Streams
 from spillway.units import Bytes, format_bytes
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ import torch
 
 from spillway.engines.tensors.calls import inner_tensors, operands
 from spillway.engines.tensors.ops import OpInfo
-from spillway.engines.tensors.private import is_wrapper
+from spillway.internals.private import is_wrapper
 from spillway.units import Bytes
 
 _SLACK: Bytes = 64

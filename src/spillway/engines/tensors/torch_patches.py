@@ -23,12 +23,12 @@ from typing import Any, Final, cast, final
 import torch
 import torch.utils.dlpack
 
-from spillway.engines.locks import renew_in_children
-from spillway.engines.tensors.base import AbstractTensorEngine
-from spillway.engines.tensors.compiled import forget_steps
-from spillway.engines.tensors.host_reads import make_them_ask
-from spillway.engines.tensors.private import owners, storage_address, storage_of
+from spillway.engines.tensors.abstract import AbstractTensorEngine
+from spillway.engines.tensors.torch_compile import forget_steps
 from spillway.engines.tensors.turns import forget_turns
+from spillway.internals.host_reads import make_them_ask
+from spillway.internals.locks import renew_in_children
+from spillway.internals.private import owners, storage_address, storage_of
 from spillway.ir.timeline import Kind
 from spillway.units import Bytes
 

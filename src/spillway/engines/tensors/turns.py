@@ -18,9 +18,9 @@ from typing import Final, NamedTuple, Protocol
 
 import torch
 
-from spillway.engines.tensors.base import AbstractTensorEngine
-from spillway.engines.tensors.private import storage_address
+from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.errors import SessionError
+from spillway.internals.private import storage_address
 
 
 class Taker(Protocol):

@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.tensors.private import function_modes
+from spillway.internals.private import function_modes
 
 _autograd: Final[Any] = torch._C._autograd
 

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias, final
 
 import numpy
 
-from spillway.costs.laws import DEGREE as HIGHEST
-from spillway.costs.laws import QUANTA, Law, argument, exact_laws, rivals
+from spillway.costs.scaling import DEGREE as HIGHEST
+from spillway.costs.scaling import QUANTA, Law, argument, exact_laws, rivals
 from spillway.methods.by_block import InputSize
 from spillway.units import Bytes
 

@@ -1,0 +1,52 @@
+"""From what a user calls a device to the device; torch is loaded only to measure this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from spillway.costs.device import DEVICES, HERE, Device, device_named
+from spillway.costs.device_files import read_device
+from spillway.errors import SpillwayError, UsageError
+
+FILE_ENDING: Final = ".json"
+
+
+def device_of(name: str | Device, *, refresh: bool = False) -> Device:
+    """A device from `"here"`, from one of `DEVICES` in any case, or from a file that `write_device` wrote.
+
+    Args:
+        refresh: Measure this machine again, if it is what is asked for.
+
+    Raises:
+        UsageError: There is no such device or file.
+        SpillwayError: The file cannot be read, this machine cannot be measured, or torch is not installed to do so.
+    """
+    if isinstance(name, Device):
+        return name
+    if name.lower() == HERE:
+        return _measured(refresh=refresh)
+    if name.lower().endswith(FILE_ENDING):
+        return _of_file(Path(name).expanduser())
+    try:
+        return device_named(name)
+    except UsageError:
+        choices = ", ".join((HERE, *DEVICES))
+        raise UsageError(f"There is no device {name!r}; choose one of {choices}, or a device's .json file.") from None
+
+
+def _measured(*, refresh: bool) -> Device:
+    try:
+        from spillway.calibration.measured import this_machine
+    except ImportError as error:
+        raise SpillwayError(f"Measuring this machine takes torch, which cannot be imported: {error}.") from error
+    return this_machine(refresh=refresh)
+
+
+def _of_file(path: Path) -> Device:
+    if not path.is_file():
+        raise UsageError(f"There is no file {path} to read a device from.")
+    try:
+        return read_device(path)[0]
+    except OSError as error:
+        raise SpillwayError(f"{path}: {error.strerror or error}.") from error

@@ -1,0 +1,487 @@
+"""The block engine: an action for every call of a block, and what each call took."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from os import PathLike
+from types import TracebackType
+from typing import Any, Final, Literal, TypeAlias, final
+
+import numpy as np
+import torch
+from torch import nn
+
+from spillway.budgets import parse_budget
+from spillway.engines.blocks.arithmetic import compiled as compiled_for
+from spillway.engines.blocks.block import Block, Figures
+from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing
+from spillway.engines.blocks.compiled_blocks import (
+    CompiledHook,
+    check_compiled,
+    check_still,
+    hook_for,
+    in_front_of,
+    is_compiled,
+)
+from spillway.engines.blocks.compress import Compressor
+from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.discovery import discover, named
+from spillway.engines.blocks.environment import Environment, Generator
+from spillway.engines.blocks.extra_forward import aside, without_locals
+from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.host_lanes import HostLanes
+from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.observer import Observer
+from spillway.engines.blocks.selective import Selected, selected_modules
+from spillway.engines.blocks.stores import DiskLanes, Freed, Store
+from spillway.errors import ModelError, UsageError
+from spillway.internals.interrupts import by_signal
+from spillway.internals.machine_memory import usable_memory
+from spillway.methods.actions import Action, check_bits
+from spillway.tiers.cuda_streams import CudaStreams
+from spillway.tiers.disk import DiskTier
+from spillway.tiers.host import HostPool
+from spillway.tiers.spill_file import SpillIO
+from spillway.units import Bytes, Seconds
+
+Unit: TypeAlias = tuple[str, int]
+"""The name of a block and the number of one of its calls in a forward of the model, from 0."""
+Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
+
+_CHECKPOINTED: Final = "torch.utils.checkpoint, which somebody put there, runs it again itself"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReport:
+    """What one call of a block took."""
+
+    block: str
+    call: int
+    action: Action
+    seconds: Seconds
+    """Of the forward, without what the engine did before and after it."""
+    saved_bytes: Bytes
+    """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
+    own_bytes: Bytes
+    """Those of them that are neither arguments nor results of the block."""
+    argument_bytes: Bytes
+    """Storages of the tensors that the block was called with."""
+    kept_bytes: Bytes
+    """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    packed_bytes: Bytes
+    """What became of storages that were compressed; of one that several calls share, with the first of them."""
+    recomputes: int
+    skipped_ops: int
+    """Ops that did not run in second runs, since their results had been kept."""
+    recompute_seconds: Seconds
+    kept_because: str
+    """Why the block cannot run again, a clause; empty if it can."""
+
+
+@final
+class BlockEngine:
+    """Carries out an action for each call of each block of a model, under gradients; without them blocks run plainly.
+
+    Blocks are found in one forward, or named. A block may lie inside another. `close` gives the
+    model its forwards back.
+
+    Args:
+        model: On one device. Copies of it, by `deepcopy` or pickle, are plain.
+        blocks: Names of modules. If left out, `sample` has to be given.
+        sample: Runs the model once under gradients, to find the blocks; it draws random numbers and changes buffers
+            as any forward does. What it returns has to hold the graph.
+        actions: By (block, call) or as a function of both; what is not named is kept. May be set at any time, and
+            counts from the next call on.
+        generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
+            are attributes of modules are found.
+        selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
+            function of name and module; what is made inside such a module is held until it ends. If left out: the
+            results of products with weights, convolutions and fused attention, whatever calls them.
+        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
+            values, by fingerprints.
+        spill_directory: Where offloaded bytes wait; the file is made when the first do.
+        spill_io: Through the page cache or past it, as for `spillway.manage`.
+        host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
+            bytes, as "6GiB" or as a share of the memory that this process may use.
+        read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
+            will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
+        write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
+            default those of one block; 0 for none.
+        lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
+        bits: An element, of what is quantized: 2, 4 or 8.
+        rounding_seed: Of the chance by which elements are rounded, a stream of its own.
+        compiled: What quantizes is compiled by torch.compile: the same bits, a good part of the time, and some seconds
+            the first time in a process.
+
+    Raises:
+        UsageError: `check` is neither, `bits` are none of these, nothing can be compiled here, or an action is lossy
+            and that is not allowed; the latter also by a forward, where `actions` is a function.
+        ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[str] | None = None,
+        *,
+        sample: Callable[[], object] | None = None,
+        actions: Actions | None = None,
+        generators: Iterable[Generator] = (),
+        selected: Selected | None = None,
+        check: Literal["shapes", "values"] = "shapes",
+        spill_directory: str | PathLike[str] | None = None,
+        spill_io: SpillIO = "buffered",
+        host_budget: Bytes | str = "50%",
+        read_ahead: Bytes | None = None,
+        write_behind: Bytes | None = None,
+        lossy: bool = False,
+        bits: int = 4,
+        rounding_seed: int = 0,
+        compiled: bool = False,
+    ) -> None:
+        check_runs_once(model)
+        check_bits(bits)
+        if check not in ("shapes", "values"):
+            raise UsageError(f'check is "shapes" or "values", not {check!r}.')
+        self._modules = chosen = _chosen(model, blocks, sample)
+        self.model, self._lossy = model, lossy
+        self.blocks = tuple(chosen)
+        self.actions = actions if actions is not None else {}
+        check_compiled(model, chosen)
+        self.when_freed: list[Freed] = []
+        """Told of every storage that a thread of the engine's frees, by that thread."""
+        where = partial(_open_store, _device_of(model), spill_directory, spill_io)
+        open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
+        compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)
+        self._runtime = BlockRuntime(
+            environment_of(model, generators), open_store, read_ahead, compressor=compressor,
+            by_module=selected is not None, checks_values=check == "values",
+        )  # fmt: skip
+        self._figures: list[Figures] = []
+        self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
+        self.closed = False
+        self.bypassed = False
+        """Whether blocks run as if nobody watched, for forwards that are known to fit: no call added per op, nothing is
+        counted and nothing can be revoked."""
+        self.rehearses = False
+        """Whether every block runs once more before it runs, and is forgotten: the published way to measure."""
+        self.observer: Observer | None = None
+        self.called: tuple[Any, dict[str, Any]] | None = None
+        """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
+        self._hooks: list[Hook | CompiledHook] = []
+        try:
+            for module in selected_modules(chosen, selected) if selected is not None else ():
+                self._install(module, partial(self._runtime.call_selected, module.forward))
+            self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
+            self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
+            self._model_forward = model.forward
+            self._install(model, self._forward)
+        except BaseException:
+            self._remove_hooks()
+            raise
+
+    def __enter__(self) -> BlockEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def actions(self) -> Actions:
+        """By (block, call), or as a function of both.
+
+        Raises:
+            ModelError: When set: one of them is for a block that is not there.
+            UsageError: When set: one of them is lossy, and that is not allowed.
+        """
+        return self._actions
+
+    @actions.setter
+    def actions(self, actions: Actions) -> None:
+        unknown = [] if callable(actions) else [block for block, _ in actions if block not in self.blocks]
+        if unknown:
+            raise ModelError(
+                f"There is an action for {unknown[0]!r}, which is none of the {len(self.blocks)} blocks: "
+                f"`BlockEngine.blocks` names them, the first is {self.blocks[0]!r}."
+            )
+        for action in () if callable(actions) else actions.values():
+            self._check_lossy(action)
+        self._actions = actions
+
+    @property
+    def calls(self) -> list[CallReport]:
+        """What each call took since the model's forward last began, in the order in which the calls began."""
+        return [
+            CallReport(**{field.name: getattr(figures, field.name) for field in fields(CallReport)})
+            for figures in self._figures
+        ]
+
+    @property
+    def read_ahead(self) -> Bytes | None:
+        """Bytes that a backward may have read before it wants them; None for those of one block."""
+        return self._runtime.ahead
+
+    @read_ahead.setter
+    def read_ahead(self, nbytes: Bytes | None) -> None:
+        self._runtime.ahead = nbytes
+
+    @property
+    def leaving_bytes(self) -> Bytes:
+        """Bytes of offloaded storages that are still resident, since their copies out are not done."""
+        return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
+
+    @property
+    def transfers(self) -> tuple[int, Bytes, Bytes, Seconds]:
+        """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited."""
+        store = self._runtime.store
+        return (0, 0, 0, 0.0) if store is None else (store.sent, store.bytes_out, store.bytes_in, store.stall_seconds)
+
+    def settle(self) -> None:
+        """Wait until what is offloaded has left.
+
+        Raises:
+            SpillFullError: There was no room for it; it is where it was.
+        """
+        if self._runtime.store is not None:
+            self._runtime.store.settle()
+
+    @property
+    def figures(self) -> Sequence[Figures]:
+        """What `calls` copies: it goes on to change as long as the calls are run again."""
+        return self._figures
+
+    @property
+    def begun(self) -> int:
+        """How many calls have begun since the model's forward last began."""
+        return len(self._figures)
+
+    def module(self, number: int) -> nn.Module:
+        """Whose call it was, by its number."""
+        return self._modules[self._figures[number].block]
+
+    def saved_bytes(self, number: int) -> Bytes:
+        """What autograd saved in a call, by its number (`CallReport.saved_bytes`)."""
+        return self._figures[number].saved_bytes
+
+    def unit(self, number: int) -> Unit:
+        """Of a call, by its number in the order in which they began."""
+        figures = self._figures[number]
+        return figures.block, figures.call
+
+    def giver(self, number: int) -> Callable[[], Bytes]:
+        """What revokes a call, by its number; it can be called after another forward has begun."""
+        return partial(self._revoke, self._calls[self.unit(number)])
+
+    def revoke(self, block: str, call: int = 0) -> Bytes:
+        """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
+
+        At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
+        nothing left, or cannot run again; `CallReport.kept_because` then says why.
+        """
+        return self._revoke(self._calls.get((block, call), lambda: None))
+
+    def _revoke(self, of: Callable[[], BlockCall | None]) -> Bytes:
+        call = of()
+        if call is None:
+            return 0
+        with self._runtime.lock:
+            return call.revoke()
+
+    def learn_from(self, other: BlockEngine) -> None:
+        """Take over what calls of the same blocks, of a model of the same modules, have taught another engine."""
+        for mine, theirs in zip(self._found, other._found, strict=True):
+            mine.learn_from(theirs)
+
+    def close(self) -> None:
+        """Give the model its own forwards back. Graphs that are still there can be run backward."""
+        self.closed = True  # blocks run plainly; what follows may be done again, where it was interrupted
+        self._remove_hooks()
+        self._runtime.removed = tuple(self._hooks)
+        self._runtime.close()
+
+    def _remove_hooks(self) -> None:
+        for hook in reversed(self._hooks):
+            hook.remove()
+
+    def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
+        hook = hook_for(module, instead)
+        self._hooks.append(hook)
+        hook.install()
+        return hook
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
+        watched = torch.is_grad_enabled() and self._runtime.runs_nothing
+        if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
+            if self.observer is not None:
+                self.observer.forward_is_over()
+            for block, front in zip(self._found, self._fronts, strict=True):
+                if not self.closed:
+                    check_still(front, block.name)
+                block.calls = 0
+            self._figures, self._calls = [], {}
+            self._runtime.begin_step()
+            if self.observer is not None:
+                self.called = without_bytes(args, kwargs)
+                self.observer.forward_begins()
+        elif self.observer is not None and not torch.is_grad_enabled() and self._runtime.runs_nothing:
+            self.observer.evaluation_begins(args, kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.begin_forward(args, kwargs)
+        return self._model_forward(*args, **kwargs)
+
+    def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
+        runtime = self._runtime
+        replay = runtime.replay
+        # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
+        off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
+        if off or not torch.is_grad_enabled() or hooks_are_off():
+            return block.forward(*args, **kwargs)
+        if isinstance(replay, Passing):
+            return block.forward(*args, **kwargs)
+        if runtime.is_checkpointed() or block.checkpoints_itself():
+            if replay is None and torch._C._current_graph_task_id() == -1:
+                self._pass_by(block)
+            return block.forward(*args, **kwargs)
+        if replay is not None:
+            return replay.call(block, args, kwargs)
+        figures = Figures(block.name, block.calls, self._action(block.name, block.calls))
+        block.calls += 1
+        rehearses = self.rehearses and not block.may_communicate()
+        interruption = self._rehearse(block, args, kwargs) if rehearses else None
+        observer, number = self.observer, len(self._figures)
+        reached = observer.block_begins(number) if observer is not None else None
+        call = BlockCall(runtime, block, figures, runtime.call)
+        self._figures.append(figures)
+        self._calls[figures.block, figures.call] = weakref.ref(call)
+        call.when_reached = reached
+        output = call.run(args, kwargs)
+        if observer is not None:
+            observer.block_ended(number)
+        if interruption is not None:
+            try:
+                raise interruption
+            finally:
+                del interruption  # which holds this frame
+        return output
+
+    def _rehearse(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseException | None:
+        """The first of the two forwards of Mimose's shuttling collector (section 4.2), after which all is as it was.
+        A call whose arguments cannot be copied has but one, and one that fails does so again where it counts.
+
+        Returns what is no failure and is to be raised at the latest when the other one has ended.
+        """
+        around = aside(self._runtime.environment, (block.module,), args, kwargs)
+        try:
+            with around as (given, named):
+                block.forward(*given, **named)
+        except BaseException as error:
+            if by_signal(error):
+                raise
+            return None if isinstance(error, Exception) else without_locals(error)
+        return None
+
+    def _pass_by(self, block: Block) -> None:
+        """A call that is only counted."""
+        self._figures.append(Figures(block.name, block.calls, self._action(block.name, block.calls)))
+        self._figures[-1].kept_because = _CHECKPOINTED
+        block.calls += 1
+
+    def _action(self, block: str, call: int) -> Action:
+        if not callable(self.actions):
+            return self.actions.get((block, call), Action.KEEP)
+        action = self.actions(block, call)
+        self._check_lossy(action)
+        return action
+
+    def _check_lossy(self, action: Action) -> None:
+        if action.lossy and not self._lossy:
+            raise UsageError(
+                f"Action.{action.name} quantizes what the backward reads, so that gradients are other than plain "
+                f"PyTorch's; allow that with lossy=True, or choose another action."
+            )
+
+
+def _chosen(
+    model: nn.Module, blocks: Sequence[str] | None, sample: Callable[[], object] | None
+) -> dict[str, nn.Module]:
+    if blocks is not None:
+        return named(model, blocks)
+    if sample is None:
+        raise ModelError("Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=.")
+    return named(model, discover(model, sample))
+
+
+def _open_store(
+    device: torch.device,
+    directory: str | PathLike[str] | None,
+    io: SpillIO,
+    pinned: Bytes,
+    write_behind: Bytes | None,
+    when_freed: Sequence[Freed],
+) -> Store:
+    if device.type == "cuda":
+        streams = CudaStreams(device)
+        return Store(HostLanes(streams, HostPool(streams.pin, pinned)), write_behind)
+    return Store(DiskLanes(DiskTier(directory, io), when_freed), write_behind)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> Environment:
+    """What a forward of this model reads: the random streams of its devices and modules, and those that are named."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    return Environment(devices, [*generators, *_generators_of(model)])
+
+
+def without_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """What a forward is called with, tensors without their content; None where that cannot be told."""
+    try:
+        called: tuple[Any, dict[str, Any]] = rebuilt((args, kwargs), lambda tensor: tensor.detach().to("meta"))
+    except (CannotCopyError, RuntimeError):  # or tensors without strides
+        return None
+    return called
+
+
+def hooks_are_off() -> bool:
+    """Whether nothing is saved for a later backward here: traced by a compiler, or under a functional transform."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None
+    )
+
+
+def _generators_of(model: nn.Module) -> list[Generator]:
+    """Random streams that modules hold as attributes."""
+    found: dict[int, Generator] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator | np.random.Generator | np.random.RandomState | random.Random):
+                found[id(value)] = value
+    return list(found.values())
+
+
+def check_runs_once(model: nn.Module) -> None:
+    """Raises ModelError for a model that checkpoints its layers itself, or is compiled as a whole."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False):
+            raise ModelError(
+                f"{name or type(model).__name__} checkpoints its layers itself, so that they would run three times; "
+                f"switch that off first: in transformers by model.activation_checkpointing_disable(), which older "
+                f"versions call gradient_checkpointing_disable(), and by Trainer's own gradient_checkpointing=False."
+            )
+    if is_compiled(model):
+        raise ModelError(
+            "The model is compiled as a whole, and so passes its blocks by; compile the blocks instead "
+            "(block.compile()) before they are managed, or do not compile it."
+        )

@@ -1,0 +1,180 @@
+"""Runs beside the training: an extra forward, of which nothing is left when it has ended.
+
+NOTE [Aside]. What a forward changes is put back: random streams and flags (`Environment`), what Python code can reach
+(`Reach`), and the bytes of every tensor that was there before. Of these nobody knows beforehand which will be written
+to, and copies of all would not fit. So the ops of the extra forward are watched, and the bytes of a storage are copied
+before the first op that writes to it, unless it was made since the run began. Under the mode that watches them some
+ops take other formulas; of this run nobody uses the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast, final
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+
+from spillway.engines.blocks.containers import rebuilt
+from spillway.engines.blocks.environment import Environment
+from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.quiet import quiet
+from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.blocks.saved import over
+from spillway.internals.private import function_modes
+from spillway.internals.private import storage_address as address
+
+_UNDECLARED: Final = frozenset({"running_mean", "running_var"})
+"""Arguments that `native_batch_norm` and its kin write to without saying so."""
+
+
+def without_locals(error: BaseException) -> BaseException:
+    """The same, and what the frames that it went through hold is let go."""
+    traceback.clear_frames(error.__traceback__)
+    return error
+
+
+def is_the_models(error: BaseException) -> bool:
+    """Whether it was not raised at a line of ours: a forward that counts will raise it as well."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return not str(frame.f_globals.get("__name__", "")).startswith("spillway.")
+
+
+@contextlib.contextmanager
+def aside(
+    environment: Environment, modules: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Around an extra forward of modules; gives what it is to be called with: the same bytes, and no graph behind.
+
+    Raises:
+        CannotCopyError: It is called with something that cannot be told from the rest of the program, more can be
+            reached than is looked at, or the forward moves a generator on.
+    """
+    modes = *_get_current_dispatch_mode_stack(), *function_modes()
+    reach = Reach(reach_of(modules, args, kwargs, *modes))
+    if reach.too_much:
+        raise CannotCopyError(reach.too_much)
+    writes = _Writes()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet())
+        stack.enter_context(reach.lent())
+        stack.callback(writes.undo)
+        stack.enter_context(environment(environment.capture()))
+        if "torch._dynamo" in sys.modules:  # what is compiled would be given up by its compiler under a mode
+            stack.enter_context(cast(Any, torch.compiler).set_stance("force_eager"))
+        if any(isinstance(part, torch.jit.ScriptModule) for one in modules for part in one.modules()):
+            stack.enter_context(cast(Any, torch.jit).optimized_execution(False))  # or it would count as a run
+            stack.callback(register_module_forward_pre_hook(_prepared).remove)
+        stack.enter_context(torch.enable_grad())
+        alone = rebuilt((args, kwargs), _without_graph)
+        stack.enter_context(writes)
+        yield alone
+
+
+def _prepared(module: nn.Module, _: Any) -> None:
+    """TorchScript prepares a graph (inlines it, casts as autocast says) when it first runs, and not where that does not
+    count; it would run unprepared for good."""
+    if isinstance(module, torch.jit.ScriptModule):
+        with contextlib.suppress(RuntimeError), cast(Any, torch.jit).optimized_execution(True):  # asked too early
+            cast(Any, module).get_debug_state()
+
+
+class _Fresh(torch.autograd.Function):
+    """Makes a tensor that hangs in a graph, and can be written to, of one that does not."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, held: list[Tensor]) -> Tensor:
+        return held.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[None, None]:
+        return None, None
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    alias = tensor.detach()
+    if not tensor.requires_grad or tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return alias.requires_grad_(tensor.requires_grad)
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        fresh: Tensor = cast(Any, _Fresh).apply(leaf, [over(alias.untyped_storage(), alias)])
+    return fresh
+
+
+@final
+class _Writes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's class has no annotations
+    """Copies the bytes of what is going to be written to and was there before."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Any] = {}
+        """Weak references to the storages of results, by address: one that died is not taken for what is there now."""
+        self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            for part in _parts(tensor):
+                self._before(part)
+        given = {address(part) for tensor in _tensors((args, kwargs)) for part in _parts(tensor)}
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            for part in _parts(tensor):
+                if address(part) not in given:
+                    self._made[address(part)] = cast(Any, StorageWeakRef)(part.untyped_storage())
+        return result
+
+    def _before(self, tensor: Tensor) -> None:
+        key = address(tensor)
+        made = self._made.get(key)
+        if made is not None and not made.expired():
+            return
+        if not tensor.is_inference():
+            self._versions.append((tensor, tensor._version))  # an alias made here would have a counter of its own
+        if key not in self._copies:
+            storage = tensor.untyped_storage()
+            self._copies[key] = storage, cast(Any, storage).clone()
+
+    def undo(self) -> None:
+        """Put back what was written to. For whoever has saved one of these tensors nothing was written."""
+        for storage, was in self._copies.values():
+            if storage.nbytes() != was.nbytes():
+                cast(Any, storage).resize_(was.nbytes())
+            cast(Any, storage).copy_(was)
+        for tensor, version in reversed(self._versions):
+            torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """What an op writes to."""
+    found: list[Any] = []
+    schema = getattr(func, "_schema", None)
+    for number, argument in enumerate(schema.arguments if schema is not None else ()):
+        declared = argument.alias_info is not None and argument.alias_info.is_write
+        if declared or argument.name in _UNDECLARED:
+            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return _tensors(found)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with storages that a tensor consists of."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    if tensor.layout is torch.strided and torch._C._has_storage(tensor):
+        return [tensor]
+    return []

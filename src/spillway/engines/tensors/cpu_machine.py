@@ -1,0 +1,272 @@
+"""The CPU machine: moves the bytes of real storages, in place.
+
+A storage's bytes are exchanged under it (`UntypedStorage._swap_data_ptr_`), so that tensors, views and what autograd
+saved stay valid and its address as a storage never changes. A moved storage points at the mapped spill file. A
+dropped one points at an address range that cannot be read: whoever reaches it without asking the engine stops there
+and does not get wrong numbers (`torch_patches` makes the usual ways ask).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import Final, NamedTuple, final
+
+import torch
+
+from spillway.engines.tensors.calls import Call
+from spillway.errors import EngineError, SpillError
+from spillway.internals.private import fresh_storage, storage_at, swap_bytes
+from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
+from spillway.memory.records import Recipe, Storage
+from spillway.tiers.disk import DiskTier, Slot
+from spillway.units import Bytes, Seconds
+
+UNREADABLE_RANGE: Final = 1 << 40
+"""Length of the range that dropped storages point at: address space, not memory."""
+
+_PROBE: Final = 1 << 20
+_PROBES: Final = 4
+"""Bytes of a copy that measures the link, and how many there are."""
+
+_CPU: Final = torch.device("cpu")
+
+
+@final
+class Watch(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a real storage that knows its record; the handle of every storage that somebody else owns."""
+
+    __slots__ = ("kept", "record")
+    kept: torch.UntypedStorage | None
+    record: Storage
+
+
+class Arrival(NamedTuple):
+    """Bytes that a worker brings back."""
+
+    fresh: torch.UntypedStorage
+    reading: Future[bool]
+
+
+@final
+class CpuMachine:
+    """Carries out what the controller decides, on CPU tensors, with the disk as the slower tier."""
+
+    readable_in_place = True
+    """Whether a moved storage can be read where it is."""
+    now = staticmethod(time.perf_counter)
+
+    def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
+        self.tier = tier
+        self._reclaimer = reclaimer
+        self.returns_pages = True
+        """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
+        self._unreadable = unreadable_range()
+        self._leaving: list[tuple[Slot, torch.UntypedStorage]] = []  # what workers read is kept alive
+
+    def run(self, recipe: Recipe, bindings: Sequence[Storage]) -> Sequence[torch.UntypedStorage]:
+        """Make the recorded call again; the storages it created, in the order of `recipe.creates`."""
+        call = Call.unpacked(recipe.payload)
+        inputs = [real_storage(storage) for storage in bindings]
+        self._reclaimer.expect(recipe.nbytes)
+        with memory_for(f"what {recipe.name} made, which is computed again"):
+            results = call.again(inputs)
+        self._reclaimer.created(recipe.nbytes)
+        flat = tensors_of(results)
+        return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
+
+    def page_out(self, storage: Storage) -> Slot:
+        """Write the bytes to a slot and point the storage at its mapping."""
+        self.wait_for_readers(storage)
+        real = real_storage(storage)
+        slot = self.tier.write(real.data_ptr(), storage.nbytes)
+        slot.storage = storage.number
+        self._exchange(real, self._mapping(slot))
+        return slot
+
+    def leave(self, storage: Storage, home: Slot) -> None:
+        """The slot holds the same content, or will in a moment: point the storage at it."""
+        self.tier.finish_write(home)
+        self.wait_for_readers(storage)  # an older version may still be on its way out
+        self._exchange(real_storage(storage), self._mapping(home))
+
+    def page_in(self, storage: Storage, home: Slot) -> bool:
+        """Read the bytes into fresh memory and point the storage there."""
+        fresh = self._fresh(storage.nbytes)
+        unchanged = self.tier.read(home, fresh.data_ptr())
+        self._reclaimer.created(storage.nbytes)
+        swap_bytes(real_storage(storage), fresh)
+        return unchanged
+
+    def start_out(self, storage: Storage) -> Slot:
+        """Let a worker write the bytes to a slot."""
+        real = real_storage(storage)
+        slot = self.tier.start_write(real.data_ptr(), storage.nbytes)
+        slot.storage = storage.number
+        self._leaving.append((slot, real))
+        return slot
+
+    def start_in(self, storage: Storage, home: Slot) -> Arrival:
+        """Let a worker read the bytes into fresh memory."""
+        fresh = self._fresh(storage.nbytes)
+        arrival = Arrival(fresh, self.tier.start_read(home, fresh.data_ptr()))
+        self._reclaimer.arrives(fresh.nbytes())
+        return arrival
+
+    def arrived(self, arrival: Arrival) -> bool:
+        """Whether the worker is done."""
+        return arrival.reading.done()
+
+    def finish_in(self, storage: Storage, arrival: Arrival) -> bool:
+        """Wait for the worker and point the storage at what it read."""
+        try:
+            unchanged = arrival.reading.result()
+        finally:
+            self._reclaimer.arrived(arrival.fresh.nbytes())
+        swap_bytes(real_storage(storage), arrival.fresh)
+        return unchanged
+
+    def abandon(self, arrival: Arrival) -> None:
+        """Its memory dies with the arrival, once the worker has let go of it."""
+        if not arrival.reading.cancel():
+            self.tier.log.wait([arrival.reading])
+        self._reclaimer.arrived(arrival.fresh.nbytes())
+
+    def reap(self) -> None:
+        """Let go of storages that a worker has read; some may die here, and not in the worker's thread."""
+        if self._leaving:
+            self._leaving = [(slot, real) for slot, real in self._leaving if not self.tier.written(slot)]
+
+    def wait_for_readers(self, storage: Storage) -> None:
+        """No worker reads the bytes afterwards: they are about to be put elsewhere."""
+        if not self._leaving:
+            return
+        real = real_storage(storage)
+        self.tier.log.wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
+
+    def await_workers(self, arrivals: Sequence[Arrival]) -> None:
+        """Nothing is read or written by a worker afterwards; what they have to tell is not heard yet."""
+        wait([arrival.reading for arrival in arrivals])
+        wait([writing for slot, _ in list(self._leaving) if (writing := slot.writing) is not None])
+
+    def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
+        self._reclaimer.expect(nbytes)
+        with memory_for("what comes back from the spill file"):
+            fresh = fresh_storage(nbytes)
+        prefer_huge_pages(fresh.data_ptr(), nbytes)
+        return fresh
+
+    def release(self, storage: Storage) -> None:
+        """Free the bytes; the storage points at memory that cannot be read."""
+        if storage.nbytes > UNREADABLE_RANGE:
+            raise EngineError(f"A storage of {storage.nbytes} bytes is larger than the range for dropped storages.")
+        nowhere = storage_at(self._unreadable, storage.nbytes, _CPU)
+        self.wait_for_readers(storage)
+        self._exchange(real_storage(storage), nowhere)
+
+    def transfer(self, source: Storage, target: Storage) -> None:
+        """The target's storage takes the temporary's bytes."""
+        swap_bytes(real_storage(target), real_storage(source))
+
+    def hold(self, storage: Storage) -> None:
+        """Own the storage, so that it outlives its last tensor."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = watch()
+
+    def unhold(self, storage: Storage) -> None:
+        """Stop owning it; it dies here if nobody else does."""
+        watch = storage.handle
+        if isinstance(watch, Watch):
+            watch.kept = None
+
+    def discard(self, home: Slot) -> None:
+        """Free the slot."""
+        self.tier.free(home)
+
+    def escaped(self, storage: Storage) -> bool:
+        """Whether NumPy, dlpack or another process shares it (it cannot be resized then), or it was resized unseen."""
+        watch = storage.handle
+        real = watch() if isinstance(watch, Watch) else watch
+        return real is None or not real.resizable() or real.nbytes() != storage.nbytes or bool(real.is_shared())
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the disk does the copying, or this process has more processors than torch computes with."""
+        return self.tier.io == "direct" or len(os.sched_getaffinity(0)) > torch.get_num_threads()
+
+    def measure_link(self) -> None:
+        """Copy a little out and in; the disk tier keeps account of how long copies take."""
+        with memory_for("the copies that tell how quick the spill file is"):
+            scratch = fresh_storage(_PROBE)
+        with contextlib.suppress(SpillError):  # whoever needs the room will hear of it
+            for _ in range(_PROBES):
+                slot = self.tier.write(scratch.data_ptr(), _PROBE)
+                self.tier.read(slot, scratch.data_ptr())
+                self.tier.free(slot)
+
+    def transfer_seconds(self, nbytes: Bytes) -> Seconds:
+        """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""
+        return 2 * self.tier.seconds_for(nbytes)
+
+    def seconds_of(self, recipe: Recipe) -> Seconds:
+        """As long as it took."""
+        return recipe.seconds
+
+    def settle(self) -> None:
+        """Return freed memory to the system when the resident set has outgrown the account."""
+        self._reclaimer.settle()
+
+    def _exchange(self, real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
+        """Point a storage elsewhere and free the bytes it had, pages and all if they are to be returned."""
+        swap_bytes(real, instead)
+        if self.returns_pages:
+            give_pages_back(instead.data_ptr(), instead.nbytes())
+
+    def _mapping(self, slot: Slot) -> torch.UntypedStorage:
+        mapped = self.tier.mapped(slot)
+        view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
+        return view.untyped_storage()
+
+
+def real_storage(storage: Storage) -> torch.UntypedStorage:
+    """The real storage behind a record."""
+    handle = storage.handle
+    real = handle() if isinstance(handle, Watch) else handle
+    if not isinstance(real, torch.UntypedStorage):
+        raise EngineError(f"{storage!r} died while the engine was using it.")
+    return real
+
+
+def tensors_of(results: object) -> list[torch.Tensor]:
+    """Tensors of an op's result in order, lists flattened."""
+    if isinstance(results, torch.Tensor):
+        return [results]
+    found: list[torch.Tensor] = []
+    if isinstance(results, list | tuple):
+        for result in results:
+            found.extend(tensors_of(result))
+    return found
+
+
+@functools.cache
+def unreadable_range() -> int:
+    """An address range without memory behind it, readable by nobody; one for the process, because it is never given
+    back."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    address = libc.mmap(None, UNREADABLE_RANGE, 0, flags, -1, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        raise SpillError(
+            "The system gives no address range of 1 TiB, which takes no memory, for dropped storages; lift `ulimit -v`."
+        )
+    return int(address)

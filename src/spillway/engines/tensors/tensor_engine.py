@@ -1,0 +1,693 @@
+"""The tensor engine: handlers of ops in front, the controller behind, a machine below.
+
+It knows every storage by address from the moment an op first touches it until it dies, and hears of its death through
+a weak reference.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen
+from spillway.engines.tensors.calls import Geometry, inner_tensors
+from spillway.engines.tensors.collectives import Collectives
+from spillway.engines.tensors.cpu_backend import CpuBackend
+from spillway.engines.tensors.cpu_machine import Watch, real_storage
+from spillway.engines.tensors.followed import Followed
+from spillway.engines.tensors.history import StepHistory
+from spillway.engines.tensors.mode import Dispatch
+from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
+from spillway.engines.tensors.torch_patches import TorchPatches, held_elsewhere
+from spillway.engines.tensors.turns import end_turn
+from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.interrupts import deliver
+from spillway.internals.private import is_wrapper, unheard
+from spillway.internals.private import storage_address as _address
+from spillway.internals.private import storage_of as _storage_of
+from spillway.internals.process_memory import Reclaimer, ResidentSet
+from spillway.ir.spans import Transfers, total
+from spillway.ir.step import Phase
+from spillway.ir.timeline import Kind
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.controller import Controller
+from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
+from spillway.memory.ledger import SMALLEST_MOVABLE
+from spillway.memory.records import DROPPED, LARGE, Storage, Value
+from spillway.methods.base import AbstractPolicy
+from spillway.tiers.disk import DiskTier
+from spillway.tiers.spill_file import SpillIO
+from spillway.units import Bytes, Seconds
+
+Named = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
+
+_has_storage = torch._C._has_storage
+
+NO_ADDRESS: Final = -1
+"""In place of the address of a storage, where there is none."""
+
+
+@final
+class TensorEngine(AbstractTensorEngine):
+    """Pages storages of the tensors of one device under one budget.
+
+    Arguments:
+        policy: Decides what leaves.
+        allowed: The budget in bytes; `UNLIMITED` keeps account only.
+        spill_directory: Where the spill file goes; the system's temporary directory by default.
+        spill_io: Through the page cache, or past it where the file system can.
+        backend: The device, where it is not the CPU.
+    """
+
+    def __init__(
+        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
+        spill_io: SpillIO = "buffered", *, backend: AbstractBackend | None = None,
+    ) -> None:  # fmt: skip
+        self.backend = backend if backend is not None else CpuBackend(spill_directory, spill_io)
+        self.log = self.backend.log
+        """Copies as they were made, and what waited for them."""
+        self.machine = self.backend.machine
+        self.creations = self.backend.creations
+        self.controller = Controller(self.machine, policy, allowed)
+        self.budget = self.controller.budget
+        self.table: dict[int, Storage] = {}
+        self.infos: dict[int, OpInfo] = {}
+        self.geometries: dict[Geometry, Geometry] = {}
+        """Each geometry that recipes of this step mention, once: what many recipes share is one thing to walk for the
+        garbage collector."""
+        self.sizes = Sizes()
+        self.interrupts: list[Callable[[], None]] = []
+        self.odd_tensors = self.sparse_tensors = False
+        self.unmanaged = 0
+        self._newcomers: list[torch.Tensor] = []
+        self._foreign: list[Storage] = []
+        self.register = build_register(self)
+        self.fused_updates = 0
+        """Fused optimizer ops in this step; torch counts no version for what they write."""
+        self.ran_eagerly = False
+        """Whether something that is compiled ran op by op, because a step was watched."""
+        self.in_step = False
+        """Whether ops are watched."""
+        self._begun = False
+        """Whether a step began whose end is not done."""
+        self.recording = True
+        """Whether recipes are written where the policy uses them: not in a step of a size that is known to fit, until
+        its room gets short."""
+        self.foresees = policy.foresees and allowed < UNLIMITED
+        """Whether the policy is asked while ops run."""
+        self.start_bytes: Bytes = 0
+        self.ops = 0
+        self.transfers = Transfers(seconds=0.0, hidden_seconds=0.0)
+        """The copies of the step that ended last."""
+        self.began: Seconds = 0.0
+        """When the step began, by `time.perf_counter`."""
+        self.history: StepHistory | None = None
+        self.following = Followed(self) if policy.follows and allowed < UNLIMITED else None
+        self._first_op = 0
+        self._patches = TorchPatches(self)
+        self._closed = False
+        self.collectives: Collectives = Collectives(self)
+        self._dispatch = Dispatch(self)
+        self.backend.attach(self)
+
+    @property
+    def tier(self) -> DiskTier:
+        """The spill file of a session on the CPU."""
+        return self._on_cpu.tier
+
+    @property
+    def resident_set(self) -> ResidentSet:
+        """Of the process, for a session on the CPU."""
+        return self._on_cpu.resident_set
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        """What keeps it near the account."""
+        return self._on_cpu.reclaimer
+
+    @property
+    def _on_cpu(self) -> CpuBackend:
+        if not isinstance(self.backend, CpuBackend):
+            raise EngineError(f"A session on {self.backend.device} was asked for what only one on the CPU has.")
+        return self.backend
+
+    # ------------------------------------------------------------------ storages
+
+    def learn_op(self, func: Any) -> OpInfo:
+        """Read the op's schema, once."""
+        info = self.infos[id(func)] = OpInfo(func)  # which keeps `func` alive, and so its id
+        if self.odd_tensors:
+            info.take_the_long_way()
+        self.backend.learn_op(info)
+        return info
+
+    def info_of(self, func: Any) -> OpInfo:
+        """What is known about an op."""
+        return self.infos.get(id(func)) or self.learn_op(func)
+
+    def note_odd_tensors(self) -> None:
+        """Nested tensors, or some with a conjugate or negative bit, are about: the short way, which does not look for
+        them, is closed."""
+        if self.odd_tensors:
+            return
+        self.odd_tensors = True
+        for info in self.infos.values():
+            info.take_the_long_way()
+        self._dispatch.start_anew()
+
+    def note_eager(self) -> None:
+        """Something that is compiled is about to run op by op."""
+        self.ran_eagerly = True
+
+    def find(self, tensor: torch.Tensor) -> Storage | None:
+        """The tensor's storage if it is known."""
+        return self.table.get(_address_or_none(tensor))
+
+    def lookup(self, tensor: torch.Tensor) -> Storage | None:
+        """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
+        return self.table.get(_address_or_none(tensor)) or self.adopt(tensor)
+
+    @unheard
+    def adopt(self, tensor: torch.Tensor) -> Storage | None:
+        """Take a storage into account that existed before the engine saw it. Sparse, meta and the like are passed
+        by."""
+        if tensor.layout is not torch.strided or tensor.device not in self.backend.devices or not _has_storage(tensor):
+            self.pass_by(tensor)
+            return None
+        key = _address_or_none(tensor)
+        if key == NO_ADDRESS or is_wrapper(tensor) or tensor._is_zerotensor():  # the last two: a size and no memory
+            self.unmanaged += 1
+            return None
+        if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
+            self.note_odd_tensors()
+        if self.in_step:
+            with self.controller.lock:
+                self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
+        storage = self.register(tensor, key)
+        if storage.nbytes >= SMALLEST_MOVABLE and self.budget.limited:
+            self._newcomers.append(tensor)
+            if self.in_step:
+                self._leave_alone_what_others_hold(())
+        return storage
+
+    def _leave_alone_what_others_hold(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Rule 10 for what came from outside, where nobody was asked who got hold of the bytes."""
+        newcomers, self._newcomers = self._newcomers, []
+        for tensor in held_elsewhere(newcomers, named, running=self.in_step):
+            self.table[_address(tensor)].escaped = True
+        if self.machine.readable_in_place:
+            self._leave_alone_what_overlaps([self.table[_address(tensor)] for tensor in newcomers])
+
+    def _leave_alone_what_overlaps(self, newcomers: Sequence[Storage]) -> None:
+        """Memory that is not torch's own (which cannot be resized, and stays) may be that of another storage."""
+        foreign = [storage for storage in newcomers if not real_storage(storage).resizable()]
+        self._foreign = [storage for storage in self._foreign if storage.value is not None] + foreign
+        if not self._foreign:
+            return
+        ranges = sorted(filter(None, map(_range_of, self._foreign)))
+        starts, ends = [start for start, _ in ranges], list(itertools.accumulate((end for _, end in ranges), max))
+        for storage in list(self.table.values()) if foreign else newcomers:
+            if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE and (place := _range_of(storage)):
+                before = bisect.bisect_left(starts, place[1])
+                storage.escaped |= before > 0 and ends[before - 1] > place[0]
+
+    def stay(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Their bytes do not leave any more (rule 10)."""
+        for storage in filter(None, map(self.lookup, tensors)):
+            storage.escaped = True
+
+    def pass_by(self, out: torch.Tensor | None) -> None:
+        """It is not managed, but for what a sparse tensor consists of."""
+        if isinstance(out, torch.Tensor):
+            self.unmanaged += 1
+            self.take_in_parts(out)
+
+    def take_in_parts(self, tensor: torch.Tensor) -> None:
+        """Take into account what a sparse tensor consists of."""
+        if tensor.layout is not torch.strided and tensor.device in self.backend.devices:
+            if not self.sparse_tensors:
+                self.sparse_tensors = True
+                self._dispatch.start_anew()
+            with unwatched():
+                parts = list(inner_tensors(tensor))
+            for part in parts:
+                storage = self.lookup(part)
+                if storage is not None:
+                    self.check_size(storage)  # an op on the whole may have changed it
+
+    def register_new(self, tensor: torch.Tensor) -> Storage | None:
+        """A storage that an op created; None if it is an operand's, or not ours to manage."""
+        key = _address_or_none(tensor)
+        if key == NO_ADDRESS or tensor.device not in self.backend.devices or is_wrapper(tensor):
+            self.pass_by(tensor)
+            return None
+        return None if key in self.table else self.register(tensor, key)
+
+    def current(self, storage: Storage) -> Value:
+        """The storage's current value."""
+        if storage.value is None:
+            raise EngineError(f"{storage!r} is dead and was used all the same.")
+        return storage.value
+
+    def check_size(self, storage: Storage) -> bool:
+        """An op may have changed the size of what it wrote: whether it did."""
+        real = storage.handle() if storage.handle is not None else None
+        if real is None or real.nbytes() == storage.nbytes:
+            return False
+        self.controller.resize(storage, real.nbytes())
+        return True
+
+    def growth(self, storages: Iterable[Storage]) -> Bytes:
+        """By how much they have grown out of sight, as a lazily negated `out=` does before `copy_` fills it."""
+        real = ((storage.nbytes, storage.handle()) for storage in storages if storage.handle is not None)
+        return sum(max(now.nbytes() - known, 0) for known, now in real if now is not None)
+
+    # ------------------------------------------------------------------ ops
+
+    def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
+        """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
+        info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
+        if info.resizes:
+            for storage in seen.writes:
+                self.machine.wait_for_readers(storage)
+        if info.creates(seen.args):
+            bound = info.bound(seen.args) if info.bound is not None and seen.args and not seen.opaque else None
+            needed = bound or 0
+            if bound is None or not ready or self.budget.short(bound) > 0:
+                self._restore_what_sizes_read(seen)
+                key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
+                needed = needed if bound is None else min(needed, bound)
+        needed += self.growth(seen.writes) if info.resized else 0
+        guess = 0
+        if self.backend.workspaces is not None and key is not None:
+            guess = self.backend.workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
+            needed += self.backend.workspaces.expected(key)
+        if ready and self.budget.short(needed + guess) <= 0:
+            return self._run_and_learn(seen, complete, key, needed)
+        self.record_from_here()
+        with controller.lock:
+            controller.prepare(info.name, seen.reads, seen.writes, needed)
+            try:
+                if guess:
+                    self._make_room_if_possible(needed + guess, info.name)
+                return self._run_and_learn(seen, complete, key, needed)
+            finally:
+                controller.finish(seen.reads, seen.writes)
+                self.look_ahead()
+
+    def record_from_here(self) -> None:
+        """Room is short in a step that was known to fit. What came before has no recipe: it can be moved."""
+        if not self.recording:
+            self.recording = True
+            self._dispatch.rearm()
+
+    def fits_at_once(self, seen: Seen) -> bool:
+        """Whether everything that an op needs can be there without anything else leaving."""
+        together = {value.storage: value for value in seen.reads}
+        absent = sum(storage.nbytes for storage, value in together.items() if value.absent)
+        needed = 0
+        if seen.info.fresh and self.budget.limited:
+            _, needed = self.sizes.expected(seen.info, seen.args, seen.kwargs or {})
+        return absent + needed == 0 or self.budget.short(absent + needed) <= 0
+
+    def never_leaves(self) -> Bytes:
+        """Bytes of what stays in memory whatever happens: what has escaped, and what is too small to be worth it."""
+        return sum(s.nbytes for s in list(self.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
+
+    def _make_room_if_possible(self, needed: Bytes, name: str) -> None:
+        """For what an op may need and may not: as much of it as can be had."""
+        with contextlib.suppress(BudgetInfeasible, SpillFullError):
+            self.controller.make_room(needed, name)
+
+    def look_ahead(self) -> None:
+        """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
+        if self.foresees and self.in_step and self._foresee not in self.interrupts:
+            self.controller.phase = self._phase()  # asked or not: a short backward may pass without a question
+            if self.controller.copies.asks():
+                self.interrupts.append(self._foresee)
+
+    def _foresee(self) -> None:
+        controller = self.controller
+        if self.in_step:
+            with controller.lock, unwatched():
+                controller.foresee(self._phase())
+
+    def _phase(self) -> Phase:
+        """Where the step is. What runs without a graph is a part of the forward until there was a backward."""
+        if torch._C._current_graph_task_id() >= 0:
+            return Phase.BACKWARD
+        forward = torch.is_grad_enabled() or self.controller.phase is Phase.FORWARD
+        return Phase.FORWARD if forward else Phase.OPTIMIZER
+
+    def _restore_what_sizes_read(self, seen: Seen) -> None:
+        if seen.info.name in READS_CONTENT:
+            with self.controller.lock:
+                for value in seen.reads:
+                    self.controller.restore(value)
+
+    def _run_and_learn(self, seen: Seen, complete: Completion, key: Any, needed: Bytes) -> Any:
+        before = self.budget.created
+        if needed >= LARGE:
+            self.creations.expect(needed if key is not None else needed // seen.info.safety)
+        if self.backend.workspaces is None:
+            out = seen.run(complete)
+        else:
+            out = self.backend.workspaces.watch(self.controller, key, lambda: seen.run(complete))
+        if key is not None and not seen.info.resizes:
+            self.sizes.learn(key, self.budget.created - before)
+        if self.budget.short(0) > 0:
+            self.controller.make_room(0, seen.info.name)
+        return out
+
+    # ------------------------------------------------------------------ reached from outside
+
+    def reveal(self, tensor: torch.Tensor | torch.UntypedStorage, *, by_address: bool) -> None:
+        """Something is about to read `tensor` without asking the dispatcher.
+
+        With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
+        where it is, and a dropped one comes back and is not dropped again. Where a moved one cannot be read, it is
+        the same as with an address.
+        """
+        by_address = by_address or not self.machine.readable_in_place
+        key = tensor._cdata if isinstance(tensor, torch.UntypedStorage) else _address_or_none(tensor)
+        storage = self.table.get(key)
+        if storage is None or storage.value is None:
+            return
+        with self.controller.lock, unwatched():
+            storage.locks += 1
+            try:
+                self.machine.wait_for_readers(storage)  # whoever has the storage may give it another size
+                if by_address:
+                    self.controller.restore_dependents(storage)  # a write through the address would not be seen
+                if storage.value.absent == DROPPED or (by_address and storage.value.absent):
+                    self.fetch(storage)
+                storage.exposed = True
+                storage.escaped = storage.escaped or by_address
+            finally:
+                storage.locks -= 1
+
+    def reveal_inside(self, tensor: torch.Tensor) -> None:
+        """`tensor` has no bytes of its own and an op is about to use it: what is in it comes back and stays."""
+        with unwatched():
+            inner = list(inner_tensors(tensor))
+        for part in inner:
+            self.reveal(part, by_address=True)
+
+    def recall(self, tensor: torch.Tensor) -> None:
+        """`tensor` is about to get another size: its bytes come back."""
+        storage = self.table.get(_address_or_none(tensor))
+        if storage is None or storage.value is None:
+            return
+        self.machine.wait_for_readers(storage)
+        if not storage.value.absent:
+            return
+        with self.controller.lock, unwatched():
+            self.fetch(storage)
+
+    @contextlib.contextmanager
+    def resizing(self, real: torch.UntypedStorage, nbytes: Bytes) -> Iterator[None]:
+        """A storage is about to get another size by its own method, which is no op: it comes back, and a next version
+        begins."""
+        storage = self.table.get(real._cdata)
+        if storage is None or storage.value is None:
+            yield
+            return
+        with self.controller.lock, unwatched():
+            self.machine.wait_for_readers(storage)
+            reads, prepared = [storage.value], self.in_step
+            if prepared:
+                self.controller.prepare("resize of a storage", reads, [storage], max(nbytes - storage.nbytes, 0))
+            elif storage.value.absent:
+                self.fetch(storage)
+            try:
+                yield
+                self.controller.overwrite(storage, None)
+                self.check_size(storage)
+            finally:
+                if prepared:
+                    self.controller.finish(reads, [storage])
+
+    @contextlib.contextmanager
+    def steadying(
+        self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], needed: Bytes
+    ) -> Iterator[None]:  # fmt: skip
+        """What an op reads and writes by address, between the ops that it consists of too: it is in memory until the
+        op is done. Between steps nothing leaves, and what is moved can be read where it is. If it can be had, there is
+        room for `needed` bytes, which are not seen."""
+        values = [self.current(storage) for tensor in read if (storage := self.find(tensor)) is not None]
+        writes = [storage for tensor in written if (storage := self.find(tensor)) is not None]
+        if not (values or writes) or not (writes or self.in_step):
+            yield
+            return
+        prepared = self.in_step
+        with self.controller.lock, unwatched():
+            if prepared:
+                self.controller.prepare(name, values, writes, 0)
+                self._make_room_if_possible(needed, name)
+            else:
+                for storage in writes:
+                    self.fetch(storage)
+        try:
+            yield
+        finally:
+            with self.controller.lock, unwatched():
+                for storage in writes:
+                    self.controller.overwrite(storage, None)
+                if prepared:
+                    self.controller.finish(values, writes)
+
+    def fetch(self, storage: Storage) -> None:
+        """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
+        refused."""
+        if self.in_step:
+            self.controller.restore(self.current(storage))
+        else:
+            self.controller.restore_all([storage])
+
+    # ------------------------------------------------------------------ steps
+
+    def begin_step(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None,
+        record: Named | None = None, signature: str = "", recipes: bool = True,
+    ) -> None:  # fmt: skip
+        """Take the given tensors into account, come under the budget, and start watching.
+
+        `base_rss` is the resident set without any of this; it and the budget together are what the resident set is
+        kept to, and without it freed memory stays with the allocator. `record` gives the tensors known by name to a
+        timeline; steps of one `signature` are expected to be alike. One that is known to fit needs no `recipes`.
+
+        Raises:
+            BudgetInfeasible: What cannot leave is more than the budget.
+        """
+        self.began = time.perf_counter()
+        self.recording = recipes
+        self.label(tensors)
+        controller = self.controller
+        for storage in list(self.table.values()):
+            self.check_size(storage)  # the user may have changed it between steps
+        self.collectives.land()
+        there = [s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent]
+        self.budget.begin(controller.flights.beside + sum(there))
+        self.backend.begin_step(self.budget.allowed, base_rss, signature)
+        self._begun = True
+        try:
+            self.log.begin_step()
+            controller.begin_step(signature)
+            if self.following is not None:
+                self.following.begin_step()
+            controller.make_room(0, "begin step")
+            self.budget.begin()
+            self.start_bytes = self.budget.resident
+            self._first_op = controller.clock
+            self.fused_updates = 0
+            self.unmanaged = 0
+            self.history = StepHistory(self, record) if record is not None else None
+            self.in_step = True
+            self._dispatch.push(self._around())
+            self.poll_flights()
+        except BaseException:
+            with contextlib.suppress(BudgetInfeasible, SpillFullError):
+                self.end_step()
+            raise
+
+    def _around(self) -> Around | None:
+        """What stands around handlers in this step."""
+        timed = self.history.timed if self.history is not None else None
+        return timed if self.following is None else self.following.around(timed)
+
+    def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Say what storages are for, taking them into account if need be."""
+        tensors = list(tensors)
+        for kind, tensor in tensors:
+            storage = self.lookup(tensor)
+            if storage is not None:
+                storage.kind = kind
+        if self._newcomers:
+            self._leave_alone_what_others_hold(tensors)
+
+    def end_step(self) -> None:
+        """Stop watching; everything the user can reach is right and readable (rules 11 and 12). Does nothing where no
+        step began; what was interrupted half-way is done when it is called again.
+        """
+        if not self._begun:
+            return
+        watched, self.in_step = self.in_step, False
+        self._dispatch.pop()
+        if watched:
+            self.ops = self.controller.clock - self._first_op
+            self.backend.finish_ops()
+            if self.following is not None:
+                self.following.before_op()
+        try:
+            with self.controller.lock:
+                self.controller.end_step()
+        finally:
+            self.geometries.clear()
+            try:
+                self.backend.end_step()
+            finally:
+                self._begun = False
+                self._add_up_lanes()
+
+    def _add_up_lanes(self) -> None:
+        """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
+        counters, log, device = self.controller.counters, self.log, self.backend.measured().lanes
+        if device is None:
+            counters.stalls += unseen(log.waits, counters.stalls)
+        else:  # the host saw when the device was told
+            log.transfers, counters.stalls, counters.replays = device.transfers, device.stalls, device.replays
+            counters.recomputed_seconds = sum(again.ended - again.began for again in device.replays)
+        stalled = stalled_intervals(counters.stalls)
+        counters.stall_seconds = total(stalled)
+        self.transfers = transfers_beside(log.transfers, stalled)
+        if device is not None:
+            known = (0.0, 0.0) if device.synchronised else (self.transfers.seconds, counters.stall_seconds)
+            self.controller.copies.weigh(*known)
+
+    def restore_all(self) -> None:
+        """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
+
+        Raises:
+            BudgetInfeasible: They do not fit together. They are back all the same: right comes before small.
+        """
+        controller = self.controller
+        absent = [
+            storage for storage in list(self.table.values()) if storage.value is not None and storage.value.absent
+        ]
+        together = self.budget.resident + sum(storage.nbytes for storage in absent)
+        controller.restore_all(absent)
+        if together > self.budget.allowed:
+            last = max(self.ops - 1, 0)
+            raise self.budget.refusal(together, "the end of the step", last, together, exact=False)
+
+    def disarm(self) -> None:
+        """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
+        self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
+        self.budget.allow(UNLIMITED)
+        self.controller.flights.forget()
+        self.foresees = False
+        self._dispatch.disarm()
+
+    def await_copies(self) -> None:
+        """No worker is busy afterwards. Changes nothing else: it may be asked by any thread, and at any moment."""
+        self.machine.await_workers(list(self.controller.arriving.values()))
+
+    def close(self) -> None:
+        """Bring everything back, forget everything, give the spill file back to the system. A step that is running is
+        ended first.
+        """
+        if self._closed:
+            return
+        try:
+            with contextlib.suppress(BudgetInfeasible, SpillFullError):  # everything is back all the same
+                self.end_step()
+        finally:
+            try:
+                with self.controller.lock:
+                    self.controller.restore_all(list(self.table.values()))
+                    self.controller.distrust_copies()
+            finally:
+                self._patches.remove()
+                self.controller.flights.forget()
+                self.table.clear()
+                self.backend.close()
+                end_turn(self)
+                self._closed = True
+
+    def raise_interrupt(self) -> None:
+        """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead; let
+        go of what is not in flight any more."""
+        try:
+            deliver(self.interrupts)
+        finally:
+            if len(self.controller.flights):
+                self.collectives.land()
+                self.poll_flights()
+
+    def poll_flights(self) -> None:
+        """Before the next op as well, as long as anything is in flight."""
+        if len(self.controller.flights) and not self.interrupts:
+            self.interrupts.append(lambda: None)
+
+    def escaped_count(self) -> int:
+        """Storages that are left alone because something else holds their address (rule 10)."""
+        return sum(storage.escaped for storage in list(self.table.values()))
+
+
+def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
+    """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
+    controller, table = engine.controller, engine.table
+    adopt, bury, created = controller.adopt, controller.forget, engine.creations.created
+
+    def buried(watch: Any) -> None:
+        try:
+            storage: Storage = watch.record
+        except AttributeError:  # Ctrl-C came before it had one
+            return
+        table.pop(storage.key, None)
+        storage.handle = None
+        bury(storage)
+
+    def register(tensor: torch.Tensor, key: int) -> Storage:
+        real = _storage_of(tensor)
+        nbytes = real.nbytes()
+        watch = Watch(real, buried)
+        storage = watch.record = table[key] = adopt(key, nbytes, watch)
+        if nbytes >= LARGE:
+            created(nbytes)
+            engine.look_ahead()
+        if engine.history is not None:
+            engine.history.note_kind(storage)
+        return storage
+
+    return register
+
+
+def _range_of(storage: Storage) -> tuple[int, int] | None:
+    """Where its bytes lie; nowhere if it is just dying, in a cycle of references that is being collected."""
+    real = storage.handle() if storage.handle is not None else None
+    return None if real is None else (real.data_ptr(), real.data_ptr() + storage.nbytes)
+
+
+def _ready(seen: Seen) -> bool:
+    if any(value.absent for value in seen.reads):
+        return False
+    written = [storage.value for storage in seen.writes if storage.value is not None]
+    return not any(value.absent or value.dependents for value in written)
+
+
+def _address_or_none(tensor: Any) -> int:
+    try:
+        return _address(tensor)
+    except (RuntimeError, TypeError):
+        return NO_ADDRESS

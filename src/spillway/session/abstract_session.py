@@ -1,0 +1,408 @@
+"""What every session is to its user.
+
+NOTE [Entering and leaving]. A Ctrl-C, or any other exception, at whatever line of entering a step, of leaving it and of
+closing, loses nothing and locks nobody out:
+
+ 1. Signals wait before anything is taken, and are told to the user when the books are closed.
+ 2. What a step took is given back by functions that may be called again: what an interruption left half-way is done by
+    the second call.
+ 3. A step that nobody can leave any more, because its `with` statement, its session or its thread is gone, is lost.
+    Whoever comes next ends it first (`AbstractStep.lost`, `engines.tensors.turns`).
+ 4. Leaving and closing never hide what the user's own code raised: what goes wrong besides is a note on that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+import threading
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Self, final
+
+import torch
+
+from spillway.engines.tensors.turns import end_lost_steps, may_end
+from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
+from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
+from spillway.internals.machine_memory import machine_memory
+from spillway.internals.private import process_groups
+from spillway.ir import Kind, RunWriter, StepReport, Timeline
+from spillway.ir.reading import fits_on_a_line
+from spillway.memory.budget import UNLIMITED
+from spillway.report.html import write_report
+from spillway.session.inputs import check_not_sharded, leaves, storages
+from spillway.session.updates import Updates
+from spillway.units import Bytes, format_bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
+
+NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
+
+
+def header(allowed: Bytes, method: str, device: torch.device) -> dict[str, Any]:
+    """The first line of a run file."""
+    return {
+        "budget_bytes": None if allowed >= UNLIMITED else allowed,
+        "method": method,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs, {format_bytes(machine_memory())}",
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }
+
+
+class AbstractStep(ABC):
+    """A step that is running."""
+
+    def __init__(self, session: Session, batch: Any, owner: weakref.ref[Any]) -> None:
+        self.logged: dict[str, float] = {}
+        """What the user attached to it."""
+        self.thread = threading.current_thread()
+        self.within = sys.exception()
+        """What was being handled when it began."""
+        self.deferred = DeferredInterrupts(session._pending, session._uninterrupted)
+        self._session = session
+        self._batch = batch
+        self._owner = owner
+        """Who is to leave it."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Take what it needs. Where this raises, `end` gives back what was taken until then."""
+
+    @abstractmethod
+    def end(self) -> SpillwayError | None:
+        """Give that back; what the user can reach is right afterwards. Called again, it does what was not done.
+
+        Returns why it did not end under its budget, if it did not.
+        """
+
+    @abstractmethod
+    def conclude(self) -> None:
+        """Learn from it, and report it."""
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        """A refusal with the budget to ask for, where more is known of that now."""
+        return refusal
+
+    @property
+    def refused(self) -> BudgetInfeasible | None:
+        """What it was refused with last, said again."""
+        return None
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can leave it any more, so that the running thread may."""
+        gone = self._owner() is None or self.thread is not threading.current_thread()
+        return gone and may_end(self.thread)
+
+    def release(self) -> None:
+        """End it, whatever becomes of that: what goes wrong has been told already, or comes before something else."""
+        try:
+            with contextlib.suppress(Exception):
+                self.end()
+        finally:
+            if self._session._running is self:
+                self._session._running = None
+                self._session._updates.step_ended()
+
+    def give_back(self) -> None:
+        """The same, and signals wait no longer."""
+        try:
+            self.release()
+            self.deferred.shut()
+        except BaseException:
+            self.release()
+            self.deferred.shut()
+            raise
+
+
+@final
+class _Within:
+    """The step of a `with` statement, which holds this as long as it can leave the step."""
+
+    def __init__(self, session: Session, batch: Any) -> None:
+        self._session = session
+        self._batch = batch
+        self._step: AbstractStep | None = None
+
+    def __enter__(self) -> Session:
+        self._step = self._session._enter(self._batch, weakref.ref(self))
+        return self._session
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._step is not None and self._session._running is self._step:  # else the session was closed inside
+            self._session._leave(self._step, error)
+
+
+class Session(ABC):
+    """Training under one budget. Made by `manage`; a context manager that gives everything back at its end."""
+
+    _uninterrupted: tuple[str, ...] = WATCHED
+    """Modules in which signals wait while a step runs, by how their names begin."""
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        writer: RunWriter | None,
+        live: LiveLine | None,
+    ) -> None:
+        self.history: list[StepReport] = []
+        """One report per finished step."""
+        self.timeline: Timeline | None = None
+        """The timeline of the step in which most bytes left and came back, if timelines are kept."""
+        self._models = models
+        self._optimizers = optimizers
+        self._writer = writer
+        self._live = live
+        self._running: AbstractStep | None = None
+        self._pending: list[Callable[[], None]] = []
+        """Signals that wait."""
+        self._closed = False
+        """Whether no step may begin any more."""
+        self._given_up = False
+        """Whether closing is done."""
+        self._closes_with_step = False
+        self._told_left_out = False
+        self._updates = Updates(parameter for model in models for parameter in model.parameters())
+
+    @property
+    @abstractmethod
+    def allowed(self) -> Bytes:
+        """The budget in bytes."""
+
+    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
+        """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
+
+        Raises:
+            SessionError: The session is closed, or a step is running.
+            BudgetInfeasible: The step cannot run under the budget. Model and optimizer are as plain PyTorch leaves them
+                when an op raises.
+        """
+        return _Within(self, batch)
+
+    def begin(self, batch: Any = None) -> None:
+        """Begin a step where no `with` statement can stand around it, as in callbacks; `end` is to end it.
+
+        Raises:
+            SessionError: As for `step`.
+            BudgetInfeasible: As for `step`.
+        """
+        self._enter(batch, weakref.ref(self))
+
+    def end(self) -> None:
+        """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the
+        step counts as failed, and that exception is the one that is seen. Closing ends a running step too.
+
+        Raises:
+            SessionError: No step is running, or it began in another thread.
+            BudgetInfeasible: As for `step`.
+        """
+        step, handled = self._running, sys.exception()
+        if step is not None:
+            self._leave(step, handled if handled is not step.within else None)
+        elif handled is None and not self._closed:
+            raise SessionError("No step is running that could be ended; memory.begin(batch) begins one.")
+
+    def close(self) -> None:
+        """Bring every byte back, give everything back to the system. A step that is running is ended first, and has no
+        report. Closing twice is fine, and what was interrupted can be called again.
+
+        Raises:
+            SessionError: Another thread is in a step; the session closes when that thread leaves it.
+        """
+        if self._given_up:
+            return
+        step = self._running
+        if step is not None and not may_end(step.thread):
+            self._closes_with_step = True
+            raise SessionError(
+                f"Another thread, {step.thread.name!r}, is in a step of this session, and only that thread can leave "
+                f"it; the session closes when it does."
+            )
+        deferred = step.deferred if step is not None else DeferredInterrupts(self._pending, self._uninterrupted)
+        try:
+            deferred.open()
+            if step is not None:
+                step.release()
+            self._closed = True
+            self._updates.close()
+            self._give_up()
+            deferred.shut()
+            self._given_up = True
+        except BaseException as error:
+            deferred.shut()
+            self._given_up = isinstance(error, Exception)  # all that can be given back has been
+            raise
+        self._deliver()
+
+    @abstractmethod
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        """A step that has taken nothing yet."""
+
+    @abstractmethod
+    def _give_up(self) -> None:
+        """Everything that the session took. Called again, it does what was not done."""
+
+    @abstractmethod
+    def _header(self) -> dict[str, Any]:
+        """What a page says of the whole run."""
+
+    def log(self, **numbers: Any) -> None:
+        """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
+        if self._running is None:
+            raise SessionError("log() belongs inside a step: with memory.step(batch): ... memory.log(loss=loss).")
+        for name, value in numbers.items():
+            if not fits_on_a_line(name):
+                raise SessionError(f"log({name!r}=...): give it a name that can be printed on one line.")
+            self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a self-contained HTML page about the run so far."""
+        timelines = [] if self.timeline is None else [self.timeline]
+        write_report(path, self._header(), self.history, timelines)
+
+    def __enter__(self) -> Self:
+        if self._closed:
+            raise SessionError("This session is closed; call spillway.manage() again.")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception as fault:
+            if error is None:
+                raise
+            _add_note(error, "Closing the session", fault)
+
+    def _deliver(self) -> None:
+        """Raise what waited, now that the books are closed."""
+        deliver(self._pending)
+
+    # ------------------------------------------------------------------ for steps
+
+    def _enter(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        """See NOTE [Entering and leaving]."""
+        if self._closed:
+            raise SessionError("This session is closed; call spillway.manage() again.")
+        if process_groups():
+            check_not_sharded(self._models, self._optimizers)  # since the session was opened
+        running = self._running
+        if running is not None:
+            if not running.lost:
+                raise SessionError(
+                    "A step is running already; steps do not nest. Leave it before the next begins: where no `with` "
+                    "statement does that, by memory.end()."
+                )
+            running.give_back()
+        end_lost_steps()
+        step = self._make_step(batch, owner)
+        try:
+            step.deferred.open()
+            self._running = step
+            step.begin()
+            self._updates.step_begins()
+            self._deliver()
+        except BaseException as error:
+            step.give_back()
+            if isinstance(error, BudgetInfeasible) and (told := _told(step, error)) is not error:
+                raise told from None
+            raise
+        return step
+
+    def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        """`error` is what the user's own code raised in it."""
+        if not may_end(step.thread):
+            raise SessionError("This step began in another thread, and has to be left by that thread.")
+        late: SpillwayError | None = None
+        fault: BaseException | None = None
+        try:
+            late = step.end()
+            if error is None and late is None:
+                step.conclude()
+        except BaseException as raised:
+            fault = raised
+        finally:
+            step.give_back()
+        if error is not None and isinstance(fault, Exception):
+            _add_note(error, "Ending the step", fault)
+            fault = None
+        if self._closes_with_step:
+            self.__exit__(None, error or fault, None)
+        try:
+            self._deliver()
+        except BaseException as waited:
+            if isinstance(fault, Exception):
+                _add_note(waited, "Ending the step", fault)
+            raise
+        if fault is not None:
+            raise fault
+        refusal = error or late
+        if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
+            refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
+        told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        if told is not error and told is not None:
+            raise told from None
+
+    def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
+        """Every tensor that is known by name, and what it is for."""
+        parameters, gradients, buffers, states = NAMED  # looking a member up takes as long as the rest
+        for module in (module for model in self._models for module in model.modules()):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    yield parameters, parameter
+                    if parameter.grad is not None:
+                        yield gradients, parameter.grad
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    yield buffers, buffer
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                if isinstance(state, dict | Mapping):
+                    for value in state.values():
+                        if isinstance(value, torch.Tensor):
+                            yield states, value
+        yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+
+    def _named_bytes(self, batch: Any) -> Bytes:
+        """Of the storages of all these tensors."""
+        return sum(storage.nbytes() for storage in storages(self._tensors(batch)))
+
+    def _finish(self, report: StepReport) -> None:
+        self.history.append(report)
+        with contextlib.ExitStack() as stack:
+            if self._live is not None:
+                stack.callback(self._live.update, report)
+            self._write({"step": report.to_json()})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        """Into the run file, if there is one and it could be read afterwards."""
+        try:
+            if self._writer is not None:
+                self._writer.append(record)
+        except ValueError as left_out:
+            if not self._told_left_out:
+                self._told_left_out = True
+                warnings.warn(str(left_out), stacklevel=7)
+
+
+def _told(step: AbstractStep, refusal: BudgetInfeasible) -> BudgetInfeasible:
+    try:
+        return step.told(refusal)
+    except Exception as fault:
+        _add_note(refusal, "Telling the budget that works", fault)
+        return refusal
+
+
+def _add_note(error: BaseException, what: str, fault: Exception) -> None:
+    """What the user's own code raised is what has to be seen."""
+    error.add_note(f"{what} failed as well: {type(fault).__name__}: {fault}")

@@ -1,0 +1,586 @@
+"""Sessions of the block engine: plans per input size, at no cost per op."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+
+import torch
+
+from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
+from spillway.engines.blocks.discovery import find_blocks
+from spillway.engines.blocks.environment import Generator
+from spillway.engines.blocks.extra_forward import is_the_models, without_locals
+from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.meter import meter_for
+from spillway.engines.blocks.stores import Freed
+from spillway.engines.blocks.trace import AbstractTrace, trace_for
+from spillway.engines.tensors.devices import device_of
+from spillway.engines.tensors.optimizers import Update
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
+from spillway.internals.interrupts import by_signal, deliver
+from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
+from spillway.ir import Kind, RunWriter, StepReport
+from spillway.memory.budget import Budget
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeOf, SizeReader
+from spillway.session.inputs import leaves, signature_of, storages
+from spillway.session.needs import Call, least, needs_of, recomputing
+from spillway.session.watch import StepWatch
+from spillway.tiers.disk import DiskTier
+from spillway.tiers.spill_file import SpillIO
+from spillway.units import Bytes, Seconds, format_bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
+
+REMEMBERED: Final = 256
+"""Measured steps that are kept, to be read again when other numbers make up the size."""
+LOSS: Final[Bytes] = 4096
+"""What a loop has in its hands besides when it calls an optimizer, at least."""
+SLACK: Final = 1.05
+"""How far the resident set may be above the budget before freed memory is returned."""
+
+
+Key: TypeAlias = tuple[Shape, bool, Bytes]
+"""An input, whether the step is planned or not, and what is there before it."""
+
+
+@dataclass(slots=True)
+class _Family:
+    """Inputs of one structure: as many tensors, of as many dimensions."""
+
+    reader: SizeReader
+    method: AbstractBlockMethod
+    columns: Columns = NO_COLUMNS
+    """By which the method was told sizes."""
+    learned: list[tuple[Shape, StepSample, list[BlockSample]]] = field(default_factory=list)
+    traced: dict[Key, set[str]] = field(default_factory=dict)
+    """What was measured, and what was done in these steps (`StepWatch.path`)."""
+    rises: dict[Shape, Bytes] = field(default_factory=dict)
+    """What steps of these inputs took, at most, above what was there when they began."""
+
+    def measured(self, key: Key, path: str) -> bool:
+        """Whether a step like this one was measured that began in this way."""
+        return any(one.startswith(path) for one in self.traced.get(key, ()))
+
+    def allows(self, dimensions: Shape, free: Bytes) -> bool:
+        """Whether what was measured says that a step of this size will fit, if it grows with the square of the size."""
+        return any(
+            rise * math.prod(max(mine / one, 1) ** 2 for mine, one in zip(dimensions, other, strict=True)) <= free
+            for other, rise in self.rises.items()
+            if len(other) == len(dimensions) and all(other)
+        )
+
+    def size(self, dimensions: Shape) -> InputSize:
+        """Of an input. If it shows that other numbers count, the method learns everything anew by those."""
+        self.reader.learn(dimensions)
+        if self.columns != self.reader.columns:
+            self.method = self.method.fresh(batched=self.reader.columns.batched)
+            self.columns = self.reader.columns
+            for shape, step, blocks in self.learned:
+                self._tell(shape, step, blocks)
+        return self.reader.size(dimensions)
+
+    def learn(self, dimensions: Shape, step: StepSample, blocks: list[BlockSample]) -> None:
+        """Tell the method of a measured step."""
+        if len(self.learned) < REMEMBERED:
+            self.learned.append((dimensions, step, blocks))
+        self._tell(dimensions, step, blocks)
+
+    def _tell(self, dimensions: Shape, step: StepSample, blocks: Sequence[BlockSample]) -> None:
+        size = self.reader.size(dimensions)
+        try:
+            self.method.end(replace(step, size=size), [replace(block, size=size) for block in blocks])
+        except BaseException:  # an interruption: half a sample is none, and a method cannot give it back
+            self.method, self.learned, self.traced = self.method.fresh(batched=self.columns.batched), [], {}
+            raise
+
+
+@final
+class BlockSession(Session):
+    """A session that watches the seams between blocks.
+
+    The blocks are found in the first forward inside a step, which runs once more for that, unless they are named.
+
+    Args:
+        models: One.
+        blocks: Names of modules; None to find them.
+        method: Decides.
+        allowed: The budget in bytes.
+        size_of: The user's own way to read the size of a batch.
+        generators: Random streams that blocks draw from, beside the global ones and those of modules.
+        pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
+        spill_directory: Where the spill file goes.
+        spill_io: Through the page cache or past it.
+        traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
+        return_freed: Whether freed memory goes back to the system when the resident set is above the budget.
+        lossy: Whether the method's action may quantize.
+
+    Raises:
+        ModelError: More than one model, or one that a block engine cannot have.
+    """
+
+    _uninterrupted = ("spillway.session.abstract_session",)  # the model's own code runs inside of all others
+
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        writer: RunWriter | None,
+        live: LiveLine | None,
+        *,
+        blocks: Sequence[str] | None,
+        method: AbstractBlockMethod,
+        allowed: Bytes,
+        size_of: SizeOf | None,
+        generators: Iterable[Generator],
+        pinned: Bytes,
+        spill_directory: str | os.PathLike[str] | None,
+        spill_io: SpillIO,
+        traces: bool,
+        return_freed: bool,
+        lossy: bool,
+    ) -> None:
+        super().__init__(models, optimizers, writer, live)
+        self._model = _one(models)
+        check_runs_once(self._model)
+        self._method = method
+        self._budget = Budget(allowed)
+        self._size_of = size_of
+        self._generators = tuple(generators)
+        self._pinned = pinned
+        self._spill_directory, self._spill_io = spill_directory, spill_io
+        self._traces = traces
+        self._lossy = lossy
+        self._device = device_of(models)
+        if method.action.moves and self._device.type == "cpu":
+            DiskTier(spill_directory, spill_io).close()  # what is wrong with it is said now, and not within a step
+        self._meter = meter_for(self._device)
+        self._families: dict[tuple[int, ...], _Family] = {}
+        self._engine: BlockEngine | None = None
+        self._finder: Hook | None = None
+        self._told_unseen = self._told_above = False
+        self._needs: dict[tuple[int, int], Update] = {}
+        self._largest: Bytes = 0
+        self._resident_set: ResidentSet | None = None
+        self._heap: HeldHeap | None = None
+        self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
+        self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
+        self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
+        try:
+            if blocks is not None:
+                self._open(blocks)
+            else:
+                self._finder = Hook(self._model, self._find)
+                self._finder.install()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def allowed(self) -> Bytes:
+        return self._budget.allowed
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """Names of the blocks; empty before the first step if they have to be found."""
+        return () if self._engine is None else self._engine.blocks
+
+    @property
+    def when_freed(self) -> list[Freed]:
+        """Told of every storage that a thread of the engine's frees, by that thread; nobody before the first step."""
+        return [] if self._engine is None else self._engine.when_freed
+
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        return _Step(self, batch, owner)
+
+    def _give_up(self) -> None:
+        with ExitStack() as stack:
+            if self._resident_set is not None:
+                stack.callback(self._resident_set.close)
+            if self._heap is not None:
+                stack.callback(self._heap.release)
+            stack.callback(self._meter.close)
+            if self._writer is not None:
+                stack.callback(self._writer.close)
+            if self._live is not None:
+                stack.callback(self._live.close)
+            if self._engine is not None:
+                stack.callback(self._engine.close)
+            if self._finder is not None:
+                stack.callback(self._finder.remove)
+            for handle in self._handles:
+                stack.callback(handle.remove)
+
+    def _header(self) -> dict[str, Any]:
+        return header(self._budget.allowed, self._method.name, self._device)
+
+    def _watch_resident_set(self) -> Reclaimer:
+        self._resident_set = resident_set = ResidentSet()
+        self._heap = HeldHeap()
+        reclaimer = Reclaimer(resident_set)
+        if self._budget.limited:
+            known = self._named_bytes(())
+            reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._budget.allowed)
+        return reclaimer
+
+    # ------------------------------------------------------------------ blocks
+
+    def _open(self, names: Sequence[str]) -> BlockEngine:
+        self._engine = BlockEngine(
+            self._model, names, generators=self._generators, spill_directory=self._spill_directory,
+            spill_io=self._spill_io,
+            host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits, compiled=self._method.compiled,
+            read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
+        )  # fmt: skip
+        self._engine.bypassed = True
+        return self._engine
+
+    def _find(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of the model's forward, until the first one inside a step; and for good if somebody, as Accelerate
+        does, has put something in front of it that calls it."""
+        assert self._finder is not None
+        forward, running = self._finder.original, self._running
+        if (
+            self._engine is not None
+            or self._closed
+            or not isinstance(running, _Step)
+            or not torch.is_grad_enabled()
+            or hooks_are_off()
+        ):
+            return forward(*args, **kwargs)
+        check_runs_once(self._model)
+        names, failure = self._found(forward, args, kwargs)
+        if failure is not None:
+            try:
+                forward(*args, **kwargs)  # fails in the same way, with all that it has changed by then
+                raise failure
+            finally:
+                del failure  # which holds this frame
+        try:
+            self._finder.remove()
+            engine = self._open(names)
+        except BaseException:
+            self._finder.install()
+            raise
+        running.watch()
+        engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
+        return forward(*args, **kwargs)
+
+    def _found(
+        self, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[str], BaseException | None]:
+        """Names of the blocks, or what is raised where the forward that counts does not fail as well."""
+        environment = environment_of(self._model, self._generators)
+        try:
+            return find_blocks(self._model, forward, args, kwargs, environment), None
+        except BaseException as error:
+            refused = isinstance(error, SpillwayError) or not isinstance(error, Exception)
+            if by_signal(error) or (refused and not is_the_models(error)):
+                raise
+            without_locals(error)
+            if not isinstance(error, Exception):
+                return [], error
+            failure = NoBlocksError(
+                f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
+                f"ended in {type(error).__name__} ({error}); name them with blocks=[...].",
+                reason="the forward in which they are looked for failed",
+            )
+            failure.__cause__ = error
+            return [], failure
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_begins(self._needs_of(optimizer))
+
+    def _optimizer_ended(self, *_: Any) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_ended()
+
+    def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
+        """Told anew when it has got state for more parameters."""
+        if not self._budget.limited:
+            return Update()
+        key = id(optimizer), len(optimizer.state)
+        if key not in self._needs:
+            self._needs[key] = needs_of([optimizer])
+        return self._needs[key]
+
+    # ------------------------------------------------------------------ for _Step
+
+    def _transfers(self) -> tuple[float, ...]:
+        return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
+
+    def _family(self, batch: Any) -> _Family:
+        structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
+        key = structure if self._size_of is None else ()
+        if key not in self._families:
+            reader = SizeReader(self._size_of, takes_vectors=self._method.takes_vectors)
+            self._families[key] = _Family(reader, self._method.fresh(batched=False))
+        return self._families[key]
+
+
+@final
+class _Step(AbstractStep):
+    """One step, whose blocks are watched once they are known."""
+
+    _session: BlockSession
+
+    def __init__(self, session: BlockSession, batch: Any, owner: weakref.ref[Any]) -> None:
+        super().__init__(session, batch, owner)
+        self._planning: Seconds = 0.0
+        self._watch: StepWatch | None = None
+        self._trace: AbstractTrace | None = None
+        self._optimized = False
+        self._alone: Bytes = 0
+        """What a step without a forward of the model took, above what was there when it began."""
+
+    def begin(self) -> None:
+        session = self._session
+        self._family = session._family(self._batch)
+        self._dimensions = self._family.reader.dimensions(self._batch)
+        self._size = self._family.size(self._dimensions)
+        self._signature = signature_of(self._batch)
+        known = storages(session._tensors(self._batch))
+        self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
+        self._start = sum(self._known.values())
+        if session._device.type == "cuda":
+            self._start = session._meter.read()
+        self._gradients = storages((Kind.GRADIENT, p.grad) for p in session._model.parameters() if p.grad is not None)
+        self._before = session._transfers()
+        reset_peak()
+        self._began = time.perf_counter()
+        sheltered = self._family.method.sheltered
+        self._key = self._dimensions, sheltered, self._start
+        self._new = sheltered or self._key not in self._family.traced
+        self._base = session._meter.begin(self._start)
+        wanted = session._traces or self._new or session._budget.limited
+        self._trace = trace_for(session._device, self._known) if wanted else None
+        if self._trace is not None:
+            self._trace.mark()
+        if session._engine is not None:
+            self.watch()
+
+    def watch(self) -> None:
+        """From here on the engine's blocks are told what to do, and measured."""
+        session = self._session
+        assert session._engine is not None
+        self._watch = StepWatch(
+            session._engine,
+            session._meter,
+            self._trace,
+            base=self._base,
+            start=self._start,
+            gradients=self._gradients,
+            budget=session._budget,
+            known=partial(session._named_bytes, self._batch),
+            foresight=self,
+            measured=partial(self._family.measured, self._key),
+            decide=self._decide,
+            new=self._new or session._traces or session._method.action.moves,
+            waits=session._method.waits,
+            largest=session._largest,
+            reclaimer=session._reclaimer,
+        )
+        self._gradients = []
+        session._engine.observer = self._watch
+
+    def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
+        """A call of the model, as things are now."""
+        engine, model = self._session._engine, self._session._model
+        assert engine is not None
+        gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
+        return Call(engine, called, gradients)
+
+    def least(self, call: Call, level: Bytes) -> Bytes | None:
+        """None as well for a size that should fit by what smaller and larger ones took."""
+        enough = self._session._budget.allowed - level
+        if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
+            return None
+        return least(call, environment_of(self._session._model, self._session._generators), enough)
+
+    def recomputing(self, call: Call) -> Bytes | None:
+        """And the state that the optimizers add, with which the next step begins."""
+        rise = recomputing(call, environment_of(self._session._model, self._session._generators))
+        return None if rise is None else rise + self.state
+
+    @property
+    def state(self) -> Bytes:
+        """Of the optimizers, that is not there yet."""
+        return needs_of(self._session._optimizers).state
+
+    @property
+    def update(self) -> Bytes:
+        """What their update needs above what is there when a step begins: gradients, state and temporaries."""
+        groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
+        without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
+        missing: Bytes = sum(one.numel() * one.element_size() for one in without)
+        needs = needs_of(self._session._optimizers)
+        return missing + needs.state + needs.working + LOSS
+
+    def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        deliver(self._session._pending)  # a signal at the last line of entering
+        engine = self._session._engine
+        assert engine is not None
+        if not self._session._budget.limited:  # nothing is in want of room
+            nothing = BlockPlan.nothing_kept(self._size, available, self._session._method.action)
+            return Decision(Phase.RESPONSIVE, nothing, False), None, self._size, True
+        began = time.perf_counter()
+        method = self._family.method
+        decision = method.begin(self._size, available)
+        self._planning += time.perf_counter() - began
+        engine.rehearses = decision.collects and method.forwards > 1
+        forecast = method.forecast(self._size)
+        fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.given_up
+        watch = self._watch
+        return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
+
+    def optimizer_begins(self, needs: Update) -> None:
+        """An optimizer is about to change something."""
+        self._optimized = True
+        if self._watch is not None:
+            self._watch.optimizer_begins(needs)
+
+    def optimizer_ended(self) -> None:
+        """It has changed what it was to change."""
+        if self._watch is not None:
+            self._watch.optimizer_ended()
+
+    def end(self) -> BudgetInfeasible | None:
+        session = self._session
+        if session._engine is not None:
+            session._engine.observer = None
+            session._engine.bypassed = True
+            session._engine.actions = {}
+        if self._watch is not None:
+            self._watch.stop()
+            session._largest = max(session._largest, self._watch.largest)
+        elif self._trace is not None:
+            self._alone = max((window.peak for window in self._trace.stop()), default=0)
+        return self._refusal()
+
+    def _refusal(self) -> BudgetInfeasible | None:
+        """Of a step that took too much after the last seam, and not in its optimizer."""
+        session, watch = self._session, self._watch
+        taken = watch.passed if watch is not None else 0 if self._optimized else self._start + self._alone
+        if taken <= session._budget.allowed:
+            return None
+        calls = session._engine.begun if watch is not None and session._engine is not None else 0
+        return session._budget.refusal(taken, "the step", calls, taken, exact=True)
+
+    @property
+    def refused(self) -> BudgetInfeasible | None:
+        return self._session._budget.refused
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        """What this step has left behind, such as gradients, is there when one like it begins."""
+        session, watch = self._session, self._watch
+        left = session._named_bytes(self._batch)
+        if refusal.op != "the step" or self._optimized or left <= self._start or watch is None:
+            return refusal
+        rise = watch.recomputing_again()
+        if rise is None:
+            return refusal
+        return BudgetInfeasible(
+            needed=refusal.needed, allowed=refusal.allowed, op=refusal.op, op_index=refusal.op_index,
+            smallest_budget=max(refusal.smallest_budget, left + rise), exact=True,
+        )  # fmt: skip
+
+    def conclude(self) -> None:
+        seconds = time.perf_counter() - self._began
+        try:
+            self._learn()
+            self._report(seconds)
+        finally:
+            self._say_if_unseen()
+
+    def _say_if_unseen(self) -> None:
+        if self._optimized and not (self._watch is not None and self._watch.passes) and not self._session._told_unseen:
+            self._session._told_unseen = True
+            warnings.warn(
+                f"This step updated {type(self._session._model).__name__} without calling it: only what its forward "
+                f"runs is kept under the budget. Give manage() the module that the steps call.",
+                stacklevel=5,
+            )
+
+    def _learn(self) -> None:
+        watch = self._watch
+        if watch is None:
+            return
+        more = any(0 < one.expected < watch.peak for one in watch.passes)
+        moves = self._session._method.action.moves  # how long copies take is not the same in every step
+        if not (self._new or more or moves or watch.unmeasured):
+            return  # there is nothing to learn from it
+        if not watch.traced:
+            self._family.traced.pop(self._key, None)  # measure it the next time
+            return
+        self._family.rises[self._dimensions] = max(
+            self._family.rises.get(self._dimensions, 0), watch.peak - self._start
+        )
+        for one, step, blocks in watch.samples():
+            self._family.learn(self._dimensions, step, blocks)
+            unlimited = not self._session._budget.limited
+            if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
+                self._family.traced.setdefault(self._key, set()).add(watch.path)
+
+    def _report(self, seconds: Seconds) -> None:
+        session, watch = self._session, self._watch
+        passes = watch.passes if watch is not None else []
+        calls = [call for one in passes for call in one.calls]
+        again = [call for call in calls if call.recomputes]
+        peak = watch.peak if watch is not None else self._start
+        sent, bytes_out, bytes_in, stall = (
+            now - then for now, then in zip(session._transfers(), self._before, strict=True)
+        )
+        report = StepReport(
+            step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
+            start_bytes=self._start, peak_bytes=peak,
+            end_bytes=session._named_bytes(self._batch),
+            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=stall, recomputed_ops=0,
+            recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0,
+            bytes_out=int(bytes_out), bytes_in=int(bytes_in),
+            dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
+            escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
+            recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
+            projected_bytes=max((one.expected for one in passes), default=0),
+            planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
+        )  # fmt: skip
+        session._finish(report)
+        if report.peak_measured and peak > session.allowed and not session._told_above:
+            session._told_above = True  # it has updated the model: the next one is refused before its optimizer begins
+            warnings.warn(
+                f"This step took {format_bytes(peak)} where {format_bytes(session.allowed)} are allowed, in what its "
+                f"optimizer needs for itself, which could not be told beforehand.",
+                stacklevel=4,
+            )
+
+
+def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
+    if len(models) != 1:
+        raise ModelError(
+            f"The block engine takes one model, and got {len(models)}; give several to a method of the tensor engine, "
+            f"such as method='delta'."
+        )
+    model = models[0]
+    if isinstance(vars(model).get("forward"), Hook):
+        raise ModelError("This model is managed by another session; close that first.")
+    return model

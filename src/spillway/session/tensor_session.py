@@ -1,0 +1,274 @@
+"""Sessions of the tensor engine: every storage, whatever the model."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+import warnings
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+
+from spillway.engines.tensors.cpu_backend import CpuBackend
+from spillway.engines.tensors.probe import smallest_budget
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.engines.tensors.torch_compile import check_not_compiling
+from spillway.engines.tensors.torch_patches import others_open
+from spillway.engines.tensors.turns import end_turn, take_turn
+from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
+from spillway.internals.interrupts import DeferredInterrupts
+from spillway.internals.private import process_groups, unheard
+from spillway.internals.process_memory import peak_rss, reset_peak
+from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.called import Calls
+from spillway.session.inputs import signature_of
+from spillway.units import Bytes
+
+if TYPE_CHECKING:
+    from spillway.report.live import LiveLine
+
+_TRAINING: Final = operator.attrgetter("training")
+_REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
+
+
+@final
+class TensorSession(Session):
+    """A session that watches every op."""
+
+    @unheard
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        engine: TensorEngine,
+        writer: RunWriter | None,
+        live: LiveLine | None,
+        *,
+        keep_timeline: bool,
+        return_freed: bool,
+    ) -> None:
+        super().__init__(models, optimizers, writer, live)
+        self._engine = engine
+        self._pending = engine.interrupts
+        self._keep_timeline = keep_timeline
+        self._return_freed = return_freed
+        self._fits: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
+        """Of steps that kept everything, resident bytes when they began and from there to the peak. Another like one is
+        expected to, not promised: it is watched all the same."""
+        self._most_pressure = (-1, 0)
+        self._told_eager = False
+        self._unwritten: Timeline | None = None
+        """The timeline, until it stands in the run file."""
+        self._parts = [module for model in models for module in model.modules()]
+        self._parameters = [parameter for model in models for parameter in model.parameters()]
+        known = self._named_bytes(())
+        on_cpu = isinstance(engine.backend, CpuBackend)
+        self._base_rss = max(engine.resident_set.read() - known, 0) if return_freed and on_cpu else None
+
+    @property
+    def allowed(self) -> Bytes:
+        """The budget in bytes."""
+        return self._engine.budget.named
+
+    def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
+        return _Step(self, batch, owner)
+
+    def _deliver(self) -> None:
+        self._engine.raise_interrupt()
+
+    def _header(self) -> dict[str, Any]:
+        return tensor_header(self.allowed, self._engine, return_freed=self._return_freed)
+
+    def _give_up(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._engine.close)
+            if self._live is not None:
+                stack.callback(self._live.close)
+            if self._writer is not None:
+                stack.callback(self._writer.close)
+                unwritten, self._unwritten = self._unwritten, None
+                if unwritten is not None:
+                    self._write({"timeline": unwritten.to_json()})
+
+    # ------------------------------------------------------------------ for _Step
+
+    def _check_no_nccl(self) -> None:
+        """What NCCL has under way is ordered by streams, which was never tried here.
+
+        Raises:
+            SessionError: Collectives might run on a CUDA device.
+        """
+        if self._engine.backend.device.type != "cpu" and process_groups():
+            raise SessionError(
+                f"A process group of {torch.distributed.get_world_size()} is initialised, and on a CUDA device what "
+                f"collectives write is not seen by methods that watch every op: use a method of the block engine, such "
+                f"as method='mimose', or leave the process group (torch.distributed.destroy_process_group()) before "
+                f"the step."
+            )
+
+    def _circumstances(self, signature: str) -> tuple[Any, ...]:
+        """What a step on inputs of that signature depends on besides: what trains, and in which modes."""
+        kind = self._engine.backend.device.type
+        modes = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        # `map` over getters in C: this is asked before every step, watched or not.
+        return signature, modes, tuple(map(_TRAINING, self._parts)), tuple(map(_REQUIRES_GRAD, self._parameters))
+
+    def _state_entries(self) -> int:
+        return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+    def _versions(self) -> list[int]:
+        """One number per optimizer that moves when it updates what it was made for; one for all without optimizers."""
+        groups = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
+        return [sum([parameter._version for parameter in parameters]) for parameters in groups or [self._parameters]]
+
+    def _known_to_fit(self, circumstances: tuple[Any, ...]) -> bool:
+        """Whether the same step on the same sizes ran before, kept everything, and would again from where memory stands
+        now, or stood then: what it found there may come again."""
+        controller = self._engine.controller
+        start, growth = self._fits.get(circumstances, (0, controller.budget.allowed + 1))
+        if self._keep_timeline or controller.away or controller.policy.follows:
+            return False
+        return max(controller.budget.resident, start) + growth <= controller.budget.allowed
+
+    def _say_what_ran_eagerly(self) -> None:
+        if self._engine.ran_eagerly and not self._told_eager:
+            self._told_eager = True
+            warnings.warn(
+                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
+                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
+                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
+                stacklevel=6,
+            )
+
+    def _presses_most(self, report: StepReport) -> bool:
+        return _pressure(report) > self._most_pressure
+
+    def _conclude(self, report: StepReport, timeline: Timeline | None) -> None:
+        if timeline is not None:
+            self.timeline = self._unwritten = timeline
+            self._most_pressure = _pressure(report)
+        self._finish(report)
+
+
+def _pressure(report: StepReport) -> tuple[Bytes, Bytes]:
+    return report.bytes_out + report.bytes_in + report.dropped_bytes, report.peak_bytes
+
+
+@final
+class _Step(AbstractStep):
+    """One step, watched op by op."""
+
+    _session: TensorSession
+
+    def __init__(self, session: TensorSession, batch: Any, owner: weakref.ref[Any]) -> None:
+        super().__init__(session, batch, owner)
+        self._engine = session._engine
+        self._calls = Calls()
+        self._ended = False
+
+    @unheard
+    def begin(self) -> None:
+        session, engine = self._session, self._engine
+        session._check_no_nccl()
+        check_not_compiling()
+        self._signature = signature_of(self._batch)
+        self._circumstances = session._circumstances(self._signature)
+        known_to_fit = session._known_to_fit(self._circumstances)
+        self._states, self._versions = session._state_entries(), session._versions()
+        self._began = time.perf_counter()
+        named = functools.partial(session._tensors, self._batch)
+        abandon = functools.partial(_abandon, engine, self._calls, self.deferred)
+        take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        reset_peak()
+        engine.begin_step(
+            named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
+            signature=self._signature, recipes=not known_to_fit,
+        )  # fmt: skip
+        self._calls.begin(session._models)
+
+    def end(self) -> SpillwayError | None:
+        self._calls.end()
+        if self._ended:
+            return None
+        late: SpillwayError | None = None
+        try:
+            self._engine.end_step()
+        except (BudgetInfeasible, SpillFullError) as at_the_end:
+            late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
+        finally:
+            end_turn(self._engine)
+        self._ended = True
+        return late
+
+    @property
+    def refused(self) -> BudgetInfeasible | None:
+        return self._engine.budget.refused
+
+    def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        session = self._session
+        found = self._calls.found
+        return smallest_budget(refusal, session._engine, session._models, session._optimizers, self._batch, found)
+
+    @unheard
+    def conclude(self) -> None:
+        session, engine = self._session, self._engine
+        report = self._report(time.perf_counter() - self._began)
+        kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
+        if not kept_all:
+            session._fits.pop(self._circumstances, None)
+        elif self._signature and self._is_whole():
+            session._fits[self._circumstances] = report.start_bytes, report.peak_bytes - report.start_bytes
+        timeline = None
+        if engine.history is not None:
+            timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
+            engine.history = None
+        session._conclude(report, timeline)
+        session._say_what_ran_eagerly()
+
+    def _is_whole(self) -> bool:
+        """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
+        needs less than the step that follows on inputs of the same size.
+        """
+        session = self._session
+        updated = [one != other for one, other in zip(self._versions, session._versions(), strict=True)]
+        if session._engine.fused_updates:  # which no version tells of
+            fused = [bool(optimizer.defaults.get("fused")) for optimizer in session._optimizers]
+            updated = [any(pair) for pair in zip(updated, fused, strict=True)] if fused else updated
+        return all(updated) and self._states == session._state_entries()
+
+    def _report(self, seconds: float) -> StepReport:
+        engine, counters = self._session._engine, self._session._engine.controller.counters
+        measured = engine.backend.measured()
+        return StepReport(
+            step=len(self._session.history), signature=self._signature, managed=engine.recording,
+            allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
+            end_bytes=engine.budget.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
+            seconds=seconds, stall_seconds=counters.stall_seconds,
+            recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
+            bytes_out=counters.bytes_out,
+            bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
+            moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
+            unmanaged=engine.unmanaged, logged=self.logged, transfer_seconds=engine.transfers.seconds,
+            hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
+            bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=engine.budget.reserved,
+        )  # fmt: skip
+
+
+def _abandon(engine: TensorEngine, calls: Calls, deferred: DeferredInterrupts) -> None:
+    """The step of a session that is gone."""
+    try:
+        calls.end()
+        engine.close()
+    finally:
+        deferred.shut()
+
+
+def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:
+    """The first line of a run file."""
+    own = {"spill_io": engine.backend.spill_io, "return_freed": return_freed}
+    return header(allowed, engine.controller.policy.name, engine.backend.device) | own

@@ -1,0 +1,112 @@
+"""`spillway.plan` and `spillway.simulate`: a recorded step, a budget, a method and a device, by name or as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spillway.budgets import budget_of_peak, parse_bytes
+from spillway.calibration.named_device import device_of
+from spillway.costs.device import Device
+from spillway.errors import UnknownMethodError
+from spillway.ir import Plan, StepReport, verify
+from spillway.methods import METHODS, AbstractPlanner, AbstractPolicy, method_named
+from spillway.simulation.paper_machine import Tier
+from spillway.simulation.problem import StepLike, problem_of, step_of, with_seconds
+from spillway.simulation.simulated_engine import Simulation
+from spillway.simulation.simulated_engine import simulate as simulate_step
+
+Method = str | AbstractPolicy | AbstractPlanner | Plan
+
+
+def simulate(
+    step: StepLike,
+    budget: int | float | str,
+    method: Method = "delta",
+    device: str | Device = "a100",
+    *,
+    allocator: str = "exact",
+    limit: int | str | None = None,
+    tier: Tier = "host",
+    measured: bool = False,
+    steps: int = 2,
+) -> Simulation:
+    """What a method would do to a recorded step, under a budget, on a device: without the device.
+
+    Arguments:
+        step: As recorded, or the path of a file: of a recorded step, an operator log of DTR, or `logs.zip:NAME`.
+        budget: Bytes, "6GiB", or a share of the plain peak: 0.5, "0.5" or "50%".
+        method: A name, a policy, a planner, or a plan for this step.
+        device: One of `costs.DEVICES`, "here" for this machine, a file that `costs.write_device` wrote, or a device.
+        allocator: The model that `reserved_bytes` is read from: "exact", "caching" as PyTorch's, or "chunks".
+        limit: Device memory; by default the device has no end, and the budget alone limits.
+        tier: Where moved bytes wait, "host" or "disk".
+        measured: Take the seconds that were recorded; else the ops are modelled for the device. What has no counts of
+            operations and traffic, as logs of DTR, keeps its seconds in any case.
+        steps: Repetitions; the figures are of the last. The first knows nothing of a step before.
+
+    Raises:
+        UsageError: An argument makes no sense.
+        FileFormatError: The file is foreign or damaged.
+        BudgetInfeasible: A planner has no plan for so little.
+    """
+    found, on = step_of(step), device_of(device)
+    chosen = method_named(method) if isinstance(method, str) else method
+    return simulate_step(
+        with_seconds(found, on, measured=measured), allowed=budget_of_peak(budget, found.plain_peak()), method=chosen,
+        device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
+    )  # fmt: skip
+
+
+def report_of(ran: Simulation) -> StepReport:
+    """The figures as run files have them; what only a real run has is 0."""
+    timeline = ran.timeline
+    at_start = sum(line.nbytes for line in timeline.storages if line.present_at_start)
+    changes: dict[str, Any] = {"escaped": 0, "unmanaged": 0, "logged": {}, "peak_rss_bytes": 0, "working_bytes": 0}
+    return StepReport(
+        step=timeline.step, signature="simulated", managed=True, allowed=timeline.allowed, start_bytes=at_start,
+        peak_bytes=ran.peak_bytes, end_bytes=ran.end_bytes, seconds=ran.seconds, stall_seconds=ran.stall_seconds,
+        recomputed_ops=ran.recomputed_ops, recomputed_seconds=ran.recomputed_seconds, ops=timeline.ops,
+        bytes_out=ran.bytes_out, bytes_in=ran.bytes_in, dropped_bytes=ran.dropped_bytes, drops=ran.drops,
+        moves=ran.moves, refusals=ran.refusals, transfer_seconds=timeline.transfers().seconds,
+        hidden_seconds=ran.hidden_seconds, bytes_out_beside=ran.bytes_out_beside, bytes_in_beside=ran.bytes_in_beside,
+        device_peak_bytes=ran.reserved_bytes, **changes,
+    )  # fmt: skip
+
+
+def plan(
+    step: StepLike, *, budget: int | float | str, method: str | AbstractPlanner, device: str | Device = "a100"
+) -> Plan:
+    """Decide before the step what is gone when, and where it comes back from.
+
+    Arguments:
+        step: A recorded step, or a file: of `spillway.record`, or a log of DTR.
+        budget: Bytes, `"6GiB"`, or a share of the step's plain peak: 0.5, `"0.5"` or `"50%"`.
+        method: A planner, or the name of one.
+        device: Whose seconds the planner counts with: the name of a preset, or a device.
+
+    Returns:
+        A plan that was verified against the step.
+
+    Raises:
+        BudgetInfeasible: This method needs more; it says how much.
+        UnknownMethodError: No planner has that name.
+        NoPlanFound: The planner's time was up before it had a plan.
+        FileFormatError: The file is no recorded step.
+    """
+    problem = problem_of(step, budget=budget, device=device)
+    found = planner_named(method).plan(problem)
+    verify(found, problem.step, problem.allowed)
+    return found
+
+
+def planner_named(method: str | AbstractPlanner) -> AbstractPlanner:
+    """The planner behind a name; a planner is taken as it is. Raises UnknownMethodError for policies too."""
+    if isinstance(method, AbstractPlanner):
+        return method
+    found = method_named(method)
+    if isinstance(found, AbstractPlanner):
+        return found
+    planners = sorted(name for name, make in METHODS.items() if isinstance(make(), AbstractPlanner))
+    raise UnknownMethodError(
+        f"{method!r} decides while the step runs and makes no plan; choose one of {', '.join(planners)}."
+    )

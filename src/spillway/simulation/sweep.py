@@ -1,0 +1,331 @@
+"""Every method under every budget, simulated on one recorded step, by several processes: a row for each; no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal, final
+
+from spillway.costs.device import HERE, Device
+from spillway.costs.roofline import step_seconds, timed
+from spillway.errors import BudgetInfeasible, NoPlanFound, SpillwayError, UnknownMethodError, UsageError
+from spillway.ir import Recorded, Step
+from spillway.methods import METHODS, Problem
+from spillway.methods.base import AbstractPlanner, AbstractPolicy
+from spillway.methods.checkmate import lower_bound
+from spillway.processes import Unanswered, answers, cores
+from spillway.simulation.problem import counted
+from spillway.simulation.simulated_engine import Status, simulate
+from spillway.units import Bytes, Seconds, format_bytes, format_seconds
+
+ALL: Final = "all"
+"""Every method there is."""
+
+LIMITED: Final = "time_limit"
+"""A method whose constructor takes this may search for as long as it is given."""
+
+MOST_OPS: Final = 100
+"""Ops of a step whose relaxation is tried over all of them: the program grows with their square."""
+
+MORE: Final = 1 + 1e-6
+"""What is not this much more than the plain step's seconds says nothing."""
+
+FEWEST_NODES: Final = 3
+"""What Checkmate takes."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A step whose ops have seconds, on a device."""
+
+    step: Step
+    """The step."""
+    workload: str
+    """What it is the step of."""
+    device: Device
+    """How fast copies are, and ops unless they were measured."""
+    costs: str
+    """Where the ops' seconds are from, in a sentence."""
+
+    @property
+    def plain_peak(self) -> Bytes:
+        """What the plain step needs."""
+        return self.step.plain_peak()
+
+    @property
+    def plain_seconds(self) -> Seconds:
+        """What its ops take."""
+        return step_seconds(self.step)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What a method did under a budget. Figures are of whole steps: None where no step ended."""
+
+    method: str
+    """The name on the command line."""
+    budget_bytes: Bytes
+    """The budget."""
+    status: Status
+    """`ok`; `oom` if it does not fit, or no plan was found; `thrash` if more was recomputed than is worth it."""
+    overhead: float | None = None
+    """Seconds over those of the plain step."""
+    seconds: Seconds | None = None
+    """Of the step."""
+    peak_bytes: Bytes | None = None
+    """Most bytes resident at once, by account."""
+    bytes_out: Bytes | None = None
+    """Copied to host memory."""
+    bytes_in: Bytes | None = None
+    """Copied back."""
+    recomputed_seconds: Seconds | None = None
+    """Time that ops took which ran again."""
+    why: str = ""
+    """A sentence on why it is not `ok`; else empty."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON can hold it."""
+        return dataclasses.asdict(self)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """The seconds that a step takes at least under a budget, if nothing is moved."""
+
+    budget_bytes: Bytes
+    """The budget."""
+    seconds: Seconds
+    """The bound."""
+    kind: Literal["relaxation", "plain"]
+    """Checkmate's linear relaxation over all ops, or the plain step's seconds where that says no more."""
+    coarse_seconds: Seconds | None = None
+    """The relaxation of the step cut into intervals of ops, which Checkmate plans then; no bound for what is finer."""
+    why: str = ""
+    """A sentence on why there is no relaxation over all ops; empty where there is, or where the plain step fits."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A row or a bound that could not be worked out."""
+
+    method: str | None
+    """None for a bound."""
+    budget_bytes: Bytes
+    """The budget."""
+    why: str
+    """A whole sentence."""
+
+    def __str__(self) -> str:
+        what = "The lower bound" if self.method is None else f"{self.method}"
+        return f"{what} under {format_bytes(self.budget_bytes)}: {self.why}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that was found out, complete or not."""
+
+    subject: Subject
+    """What was compared."""
+    methods: Sequence[str]
+    """In the order in which they were asked for."""
+    budgets: Sequence[Bytes]
+    """Ascending."""
+    rows: Sequence[Row]
+    """By method, then by budget; those that are there."""
+    bounds: Sequence[Bound]
+    """By budget; those that are there."""
+    failures: Sequence[Failure]
+    """What could not be worked out."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every method has a row under every budget."""
+        return len(self.rows) == len(self.methods) * len(self.budgets)
+
+    @classmethod
+    def of(
+        cls, subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes],
+        found: Sequence[Row | Bound | Failure],
+    ) -> Comparison:  # fmt: skip
+        """What was found, in whatever order, put into its own."""
+        rows = [row for row in found if isinstance(row, Row)]
+        bounds = [bound for bound in found if isinstance(bound, Bound)]
+        return cls(
+            subject=subject, methods=tuple(methods), budgets=tuple(budgets),
+            rows=sorted(rows, key=lambda row: (methods.index(row.method), row.budget_bytes)),
+            bounds=sorted(bounds, key=lambda bound: bound.budget_bytes),
+            failures=[failure for failure in found if isinstance(failure, Failure)],
+        )  # fmt: skip
+
+
+def subject_of(recorded: Recorded, device: Device) -> Subject:
+    """Put seconds on the ops of a recorded step.
+
+    Measured seconds stay if nobody counted what the ops do, as in a log of DTR, whatever the device; and if the device
+    is this machine. All others are modelled for the device.
+    """
+    step = recorded.step
+    kept = not counted(step) or device.name == HERE
+    measured = sum(op.seconds is not None for op in step.ops) if kept else 0
+    costs = f"modelled for {device.name} by roofline"
+    if measured:
+        rest = f"; of {len(step.ops) - measured} ops without, {costs}" if measured < len(step.ops) else ""
+        costs = f"those measured when it was recorded{rest}"
+    return Subject(
+        step=timed(step, device, keep_measured=kept), workload=recorded.workload, device=device,
+        costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.",
+    )  # fmt: skip
+
+
+def parse_methods(text: str) -> list[str]:
+    """Read names of methods, separated by commas, or `all`; each once, in their order.
+
+    Raises UnknownMethodError for a name that no method has, UsageError for no name at all.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UsageError(f"No method is named; write {ALL!r}, or some of {', '.join(METHODS)}, with commas between.")
+    for name in names:
+        if name != ALL and name not in METHODS:
+            raise UnknownMethodError(f"There is no method {name!r}; choose {ALL!r} or some of {', '.join(METHODS)}.")
+    return list(METHODS) if ALL in names else list(dict.fromkeys(names))
+
+
+def compare(
+    subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes], *,
+    plan_seconds: Seconds = 30.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
+) -> Generator[Row | Bound | Failure, None, None]:  # fmt: skip
+    """Yield a row for every method under every budget, and a bound for every budget, as they come.
+
+    The rows do not depend on the number of processes, but for those of a method that searches until its time is up.
+    Those come last, after the bounds.
+
+    Arguments:
+        methods: Names of `METHODS`.
+        plan_seconds: How long a method that searches, as Checkmate does, may take for one plan.
+        bound_seconds: How long the bound of one budget may take; 0 for no bounds.
+        processes: As many as there are processors if None; with 1, this one.
+
+    Raises:
+        UsageError: An argument makes no sense.
+    """
+    if not (plan_seconds > 0 and bound_seconds >= 0) or (processes is not None and processes < 1):
+        raise UsageError(
+            f"A comparison takes plan_seconds above 0, bound_seconds of 0 or more and processes of 1 or more; got "
+            f"{plan_seconds}, {bound_seconds} and {processes}."
+        )
+    ask = partial(work_out, subject, plan_seconds, bound_seconds)
+    cells = cells_of(methods, budgets, bounds=bound_seconds > 0)
+    for found in answers(ask, cells, cores() if processes is None else processes):
+        if isinstance(found, Unanswered):
+            yield Failure(method=found.task.method, budget_bytes=found.task.budget_bytes, why=found.why)
+        else:
+            yield found
+
+
+def cells_of(methods: Sequence[str], budgets: Sequence[Bytes], *, bounds: bool) -> list[Cell]:
+    """What is to be worked out: what is quick, by budget, the largest first; then the bounds; then what searches."""
+    quick = [method for method in methods if not searches(method)]
+    groups = (quick, [None] * bounds, [method for method in methods if searches(method)])
+    falling = sorted(budgets, reverse=True)
+    return [Cell(method=method, budget_bytes=budget) for group in groups for budget in falling for method in group]
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A method under a budget, or the bound of a budget."""
+
+    method: str | None
+    """None for the bound."""
+    budget_bytes: Bytes
+    """The budget."""
+
+
+def work_out(subject: Subject, plan_seconds: Seconds, bound_seconds: Seconds, cell: Cell) -> Row | Bound:
+    """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
+    method, budget = cell.method, cell.budget_bytes
+    if method is None:
+        return _bound(subject, budget, bound_seconds)
+    try:
+        done = simulate(subject.step, allowed=budget, device=subject.device, method=made(method, plan_seconds))
+    except (BudgetInfeasible, NoPlanFound) as error:
+        return Row(method=method, budget_bytes=budget, status="oom", why=str(error))
+    if done.status != "ok":
+        return Row(method=method, budget_bytes=budget, status=done.status, why=done.why)
+    return Row(
+        method=method, budget_bytes=budget, status="ok", overhead=done.overhead, seconds=done.seconds,
+        peak_bytes=done.peak_bytes, bytes_out=done.bytes_out, bytes_in=done.bytes_in,
+        recomputed_seconds=done.recomputed_seconds,
+    )  # fmt: skip
+
+
+def searches(method: str) -> bool:
+    """Whether the method takes as long as it is given."""
+    return LIMITED in inspect.signature(METHODS[method]).parameters
+
+
+def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner:
+    """The method by its name; one that searches does so for `plan_seconds`."""
+    factory: Callable[..., AbstractPolicy | AbstractPlanner] = METHODS[method]
+    return factory(**{LIMITED: plan_seconds}) if searches(method) else factory()
+
+
+def _bound(subject: Subject, budget: Bytes, limit: Seconds) -> Bound:
+    """The relaxation over all ops, if it is found in time and says more than the plain step's seconds."""
+    step, plain = subject.step, subject.plain_seconds
+    if budget >= step.plain_peak():
+        return Bound(budget_bytes=budget, seconds=plain, kind="plain")
+    problem = Problem(step=step, allowed=budget, device=subject.device)
+    try:
+        if len(step.ops) <= MOST_OPS:
+            found = lower_bound(problem, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
+            if found > plain * MORE:
+                return Bound(budget_bytes=budget, seconds=found, kind="relaxation")
+            why = f"The relaxation says no more in {format_seconds(limit)}."
+        else:
+            why = f"The relaxation over {len(step.ops)} ops is too large to solve; over {MOST_OPS} it is tried."
+        coarse = lower_bound(problem, limit)
+    except SpillwayError as error:
+        return Bound(budget_bytes=budget, seconds=plain, kind="plain", why=str(error))
+    more = coarse if coarse > plain * MORE else None
+    return Bound(budget_bytes=budget, seconds=plain, kind="plain", coarse_seconds=more, why=why)
+
+
+def bound_sentence(comparison: Comparison) -> str:
+    """Which lower bound is there, and what else the relaxation says."""
+    bounds = comparison.bounds
+    relaxed = [bound for bound in bounds if bound.kind == "relaxation"]
+    coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
+    missing = [bound for bound in bounds if bound.why]
+    sentences = [
+        f"Lower bound: the plain step's {format_seconds(comparison.subject.plain_seconds)}"
+        + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
+           relaxed else ".")
+    ]  # fmt: skip
+    if missing:
+        ((why, _),) = Counter(bound.why for bound in missing).most_common(1)
+        sentences.append(f"Without the LP bound under {len(missing)} of {len(bounds)} budgets: {why}")
+    if coarse:
+        sentences.append(
+            "The LP of the step cut into intervals of ops bounds what Checkmate plans for these intervals; "
+            "what recomputes single ops can be faster."
+        )
+    return " ".join(sentences)
+
+
+def missing_sentence(comparison: Comparison) -> str:
+    """How much is not there; empty if everything is."""
+    if comparison.complete:
+        return ""
+    wanted = len(comparison.methods) * len(comparison.budgets)
+    return f"Incomplete: {len(comparison.rows)} of {wanted} rows were worked out."
