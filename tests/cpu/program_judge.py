@@ -199,8 +199,9 @@ def many(first: int, count: int, policies: int = len(POLICIES)) -> Iterator[dict
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                yield json.loads(line)
-                first += 1
+                if line.startswith("{"):  # MKL prints what it thinks of singular matrices
+                    yield json.loads(line)
+                    first += 1
         if first < end:
             alone = subprocess.run(
                 [*command[:5], str(first), "1", "0", "--plain"], env=environment, capture_output=True
