@@ -95,7 +95,9 @@ def another_storage(world: World, i: Instruction) -> Any:
         lambda: x.set_(y),
         lambda: x.set_(y.untyped_storage(), 0, (min(n, y.numel()),)) if x.dtype == y.dtype else None,
         lambda: (
-            x.set_(y.detach(), 1, (4, 4), (4, 1)) if y.untyped_storage().nbytes() >= 17 * y.element_size() else None
+            x.set_(y.detach(), 1, (4, 4), (4, 1))
+            if y.untyped_storage().nbytes() >= (y.storage_offset() + 17) * x.element_size()
+            else None
         ),
         lambda: x.set_(),
         lambda: setattr(x, "data", y),

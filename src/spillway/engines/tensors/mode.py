@@ -330,6 +330,14 @@ class General:
             else:
                 seen.reads.append(engine.current(storage))
                 places.append(place)
+        if info.resizes:
+            for given in args:  # `set_` gives a tensor another storage, which grows if the tensor is longer
+                storage = engine.table.get(given._cdata) if isinstance(given, torch.UntypedStorage) else None
+                if storage is not None:
+                    storage.touched = engine.controller.clock
+                    seen.reads.append(engine.current(storage))
+                    writes.append(storage)
+                    seen.opaque = True
         seen.places, seen.scratch, seen.writes = places, scratch, writes
         return seen
 

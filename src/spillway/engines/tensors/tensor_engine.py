@@ -288,6 +288,7 @@ class TensorEngine(AbstractTensorEngine):
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
                 needed = needed if bound is None else min(needed, bound)
         needed += self.growth(seen.writes) if info.resized else 0
+        needed += _grown_by_set(seen.args) if info.resizes else 0
         guess = 0
         if self.backend.workspaces is not None and key is not None:
             guess = self.backend.workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
@@ -677,6 +678,15 @@ def _range_of(storage: Storage) -> tuple[int, int] | None:
     """Where its bytes lie; nowhere if it is just dying, in a cycle of references that is being collected."""
     real = storage.handle() if storage.handle is not None else None
     return None if real is None else (real.data_ptr(), real.data_ptr() + storage.nbytes)
+
+
+def _grown_by_set(args: Sequence[Any]) -> Bytes:
+    """What `set_(storage, offset, sizes, strides)` adds to a storage that is shorter than the tensor is to be."""
+    if len(args) < 5 or not isinstance(args[1], torch.UntypedStorage):
+        return 0
+    tensor, real, offset, sizes, strides = args[:5]
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=False))
+    return max((offset + last + 1) * tensor.element_size() - real.nbytes(), 0) if min(sizes, default=1) else 0
 
 
 def _ready(seen: Seen) -> bool:
