@@ -306,7 +306,7 @@ class AbstractTensorEngine(ABC):
         """`tensor` has no bytes of its own and an op is about to use it: what is in it comes back and stays."""
 
     @abstractmethod
-    def recall(self, tensor: torch.Tensor) -> None:
+    def ensure_resident(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to get another size: its bytes come back."""
 
     @abstractmethod

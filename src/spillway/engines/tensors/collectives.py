@@ -142,7 +142,7 @@ class Collectives(AbstractCollectives):
     def begin_elsewhere(self, given: object) -> None:
         """Outside of a step a collective is about to begin: what it is given comes back."""
         for tensor in _tensors(given):
-            self._engine.recall(tensor)
+            self._engine.ensure_resident(tensor)
 
     def begun_elsewhere(self, work: Any, given: object) -> None:
         """It has begun."""

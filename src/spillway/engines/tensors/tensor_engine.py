@@ -404,7 +404,7 @@ class TensorEngine(AbstractTensorEngine):
         for part in inner:
             self.reveal(part, by_address=True)
 
-    def recall(self, tensor: torch.Tensor) -> None:
+    def ensure_resident(self, tensor: torch.Tensor) -> None:
         """`tensor` is about to get another size: its bytes come back."""
         storage = self.table.get(_address_or_none(tensor))
         if storage is None or storage.value is None:

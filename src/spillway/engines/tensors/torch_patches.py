@@ -191,7 +191,7 @@ def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:
     def method(self: torch.Tensor | torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         for engine in tuple(_open):
             if resizing:
-                engine.recall(cast(torch.Tensor, self))
+                engine.ensure_resident(cast(torch.Tensor, self))
             else:
                 engine.reveal(self, by_address=by_address)
         return original(self, *args, **kwargs)
