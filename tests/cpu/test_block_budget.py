@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 import spillway
 from spillway.errors import BudgetInfeasible
 from spillway.session import block_session as blocks
+from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
 from tests.cpu.block_cases import WIDTH, Chain, Residual
 
@@ -216,3 +219,90 @@ def test_without_a_trace_of_sizes_that_fitted_that_is_found_out(monkeypatch: pyt
     monkeypatch.setattr(blocks, "trace_for", lambda *given: trace(*given) if next(steps) < 5 else None)
     reports, refused, _ = turned([*ways, 30], "checkpoint", budget)
     assert not (refused and all(report.peak_measured for report in reports))
+
+
+class Hoarding(nn.Module):
+    """Has buffers and draws from every stream, and keeps memory of its own when it is told to, and where."""
+
+    where = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.drop = Residual(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mask", torch.zeros(64, 512))
+        self.held: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + x.detach().sum()  # another tensor every time
+        x = self.drop(self.norm(self.inner(x))) * random.random() * numpy.random.rand()
+        if self.where == "forward":
+            self.held.append(torch.ones(1 << 20))
+        elif self.where == "backward":
+            x.register_hook(lambda _: self.held.append(torch.ones(1 << 20)))
+        return x
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All that a refused step leaves alone."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(optimizer), torch.get_rng_state()]
+    numbers = [random.getstate(), numpy.random.get_state()[1].tolist(), numpy.random.get_state()[2:]]
+    return [tensor.detach().clone().numpy().tobytes() for tensor in tensors] + numbers
+
+
+def refused_at(where: str, method: str, known: int) -> tuple[list[Any], list[Any]]:
+    """Before and after a step that is refused there, behind so many that fitted."""
+    torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
+    model = Chain(*(Hoarding() for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    names = [f"blocks.{number}" for number in range(4)]
+    with spillway.manage(model, optimizer, budget="3MiB", method=method, blocks=names) as memory:
+        x = torch.randn(64, WIDTH)
+        for number in range(known + 1):
+            before = everything(model, optimizer)
+            if number == known:
+                model.blocks[1].where = where
+                with pytest.raises(BudgetInfeasible) as refused, memory.step(x):
+                    backward(model, optimizer, x)
+                    held = torch.ones(1 << 20) if where == "optimizer" else None
+                    optimizer.step()
+                    del held
+                assert not getattr(refused.value, "__notes__", None)
+            else:
+                with memory.step(x):
+                    update(model, optimizer, x)
+        return before, everything(model, optimizer)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("known", [0, 3])
+def test_a_refused_step_leaves_all_but_gradients_as_it_was_when_it_began(known: int, where: str, method: str) -> None:
+    before, after = refused_at(where, method, known)
+    assert before == after
+
+
+def test_without_what_is_put_back_that_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault of the test above."""
+    monkeypatch.setattr(Before, "put_back", lambda _: "")
+    before, after = refused_at("backward", "checkpoint", 3)
+    assert before != after
+
+
+def test_a_large_buffer_that_never_changed_and_then_does_is_named_where_it_cannot_be_put_back() -> None:
+    model, optimizer = model_of()
+    mask = torch.zeros(128, 1024)
+    model.register_buffer("mask", mask)
+    with spillway.manage(model, optimizer, budget="4MiB", method="checkpoint") as memory:
+        x = torch.randn(8, WIDTH)
+        with memory.step(x):
+            update(model, optimizer, x)
+        for note in ("mask", None):  # from then on it is copied
+            with pytest.raises(BudgetInfeasible) as refused, memory.step(x):
+                mask.add_(1)
+                backward(model, optimizer, x)
+                held = torch.ones(1 << 20)
+                optimizer.step()
+            del held
+            assert ("mask" in str(getattr(refused.value, "__notes__", ""))) == (note is not None)
+        assert mask.eq(1).all()

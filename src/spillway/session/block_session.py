@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -41,6 +41,7 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeOf, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
@@ -180,6 +181,8 @@ class BlockSession(Session):
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = False
         self._needs: dict[tuple[int, int], Update] = {}
+        self._before: Before | None = None
+        """Made in the first step, under a budget."""
         self._largest: Bytes = 0
         self._resident_set: ResidentSet | None = None
         self._heap: HeldHeap | None = None
@@ -327,6 +330,18 @@ class BlockSession(Session):
 
     # ------------------------------------------------------------------ for _Step
 
+    def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
+        yield from super()._tensors(batch)
+        if self._before is not None:
+            yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
+
+    def _remember(self) -> None:
+        """What a refusal is to put back."""
+        if self._budget.limited:
+            if self._before is None:
+                self._before = Before(self._model, environment_of(self._model, self._generators))
+            self._before.remember()
+
     def _transfers(self) -> tuple[float, ...]:
         return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
 
@@ -350,7 +365,8 @@ class _Step(AbstractStep):
         self._planning: Seconds = 0.0
         self._watch: StepWatch | None = None
         self._trace: AbstractTrace | None = None
-        self._optimized = False
+        self._optimized = self._updated = False
+        """Whether an optimizer has begun, and whether it was granted what it needs."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
 
@@ -360,6 +376,7 @@ class _Step(AbstractStep):
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
+        session._remember()
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
@@ -459,6 +476,7 @@ class _Step(AbstractStep):
         self._optimized = True
         if self._watch is not None:
             self._watch.optimizer_begins(needs)
+        self._updated = True
 
     def optimizer_ended(self) -> None:
         """It has changed what it was to change."""
@@ -494,6 +512,10 @@ class _Step(AbstractStep):
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
         session, watch = self._session, self._watch
+        if session._before is not None and not self._updated:
+            lost = session._before.put_back()
+            if lost:
+                refusal.add_note(f"The buffer {lost!r}, which no step had changed before, could not be put back.")
         left = session._named_bytes(self._batch)
         if refusal.op != "the step" or self._optimized or left <= self._start or watch is None:
             return refusal
@@ -508,6 +530,8 @@ class _Step(AbstractStep):
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
         try:
+            if self._session._before is not None:
+                self._session._before.learn()
             self._learn()
             self._report(seconds)
         finally:

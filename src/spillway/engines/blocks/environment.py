@@ -168,10 +168,14 @@ class Environment:
             *(stream(generator) for generator in generators),
         ]
 
+    def streams(self) -> list[Any]:
+        """Where the random streams stand."""
+        return [one.get() for one in self._streams]
+
     def capture(self) -> Captured:
         """The environment now."""
         return Captured(
-            [one.get() for one in self._streams],
+            self.streams(),
             [_autocast(kind) for kind in self._types],
             [get() for get, _ in _FLAGS],
             _device_context(),
@@ -181,13 +185,13 @@ class Environment:
     @contextlib.contextmanager
     def __call__(self, wanted: Captured) -> Iterator[None]:
         """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before."""
-        streams = [one.get() for one in self._streams]
+        streams = self.streams()
         flags = [get() for get, _ in _FLAGS]
         with contextlib.ExitStack() as stack:
             # Each stands before what it undoes: an interrupt in between leaves nothing behind.
             stack.callback(_set_flags, wanted.flags, flags)
             _set_flags(flags, wanted.flags)
-            stack.callback(self._set_streams, streams)
+            stack.callback(self.set_streams, streams)
             for one, old, new in zip(self._streams, streams, wanted.streams, strict=True):
                 if old is not new:
                     one.set(new)
@@ -200,7 +204,8 @@ class Environment:
             stack.enter_context(_within(wanted.variables.copy()))
             yield
 
-    def _set_streams(self, states: list[Any]) -> None:
+    def set_streams(self, states: list[Any]) -> None:
+        """Put the random streams back there."""
         for one, state in zip(self._streams, states, strict=True):
             one.set(state)
 
