@@ -18,12 +18,12 @@ from typing import Any, Final, final
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell
-from spillway.methods import BLOCK_METHODS, METHODS
-from spillway.methods.base import AbstractPolicy
+from spillway.methods import METHODS
 from tests.cpu.process_judge import group, judged, plainly
 from tests.cpu.process_programs import PROGRAMS
 
-TENSOR_METHODS: Final = tuple(name for name, make in METHODS.items() if isinstance(make(), AbstractPolicy))
+TENSOR_METHODS: Final = tuple(name for name, one in METHODS.items() if one.runs == "tensor engine")
+BLOCK_METHODS: Final = tuple(name for name, one in METHODS.items() if one.runs == "block engine")
 SHARES: Final = (0.8, 0.65, 0.5)
 """Budgets, of the peak of a session that only keeps account."""
 AMONG_THREE: Final = (

@@ -22,7 +22,7 @@ from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import CompressedHome, Compressor
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.quantize import pack
-from spillway.methods.actions import Action
+from spillway.methods.actions import Action, ActionOptions
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
 
@@ -149,9 +149,15 @@ EXACT_ZEROS: Final = "values, zeros exact"
 KINDS: Final = ("values", EXACT_ZEROS, "masks")
 
 
+def _in(bits: int) -> dict[Action, ActionOptions]:
+    return {action: ActionOptions(bits=bits) for action in Action}
+
+
 def _engine(workload: Workload, bits: int) -> BlockEngine:
     batch = next(iter(workload.batches(1)))
-    return BlockEngine(workload.model, sample=lambda: workload.loss(workload.model, batch), lossy=True, bits=bits)
+    return BlockEngine(
+        workload.model, sample=lambda: workload.loss(workload.model, batch), lossy=True, options=_in(bits)
+    )
 
 
 def _held(workload: Workload, batch: Batch, around: contextlib.AbstractContextManager[None]) -> Bytes:
@@ -269,7 +275,7 @@ def _gradients(name: str, draws: int) -> Row:
     build, shape = NETS[name]
     torch.manual_seed(0)
     net, x = build(), _normal(*shape)
-    with BlockEngine(net, [str(number) for number in range(len(net))], lossy=True, bits=ISSUE) as engine:
+    with BlockEngine(net, [str(number) for number in range(len(net))], lossy=True, options=_in(ISSUE)) as engine:
         bias = _Bias(_gradient(net, x))
         engine.actions = lambda block, call: Action.COMPRESS
         for _ in range(draws):

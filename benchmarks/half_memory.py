@@ -87,7 +87,7 @@ NOTES: Final = (
     "Checkpoint: `torch.utils.checkpoint` (not reentrant) around every block. Peak: by our account; that of the "
     "plain and of the checkpointed run by a session that only keeps account, in another process. RSS: the process's "
     "highest resident set above its start, without pages of files. The sessions have half of the plain peak as "
-    "their budget. Freed memory kept: with `return_freed=False`.",
+    "their budget. Freed memory kept: with `SpillOptions(return_freed=False)`.",
     "System: what of the CPU time the kernel took, nearly all of it for page faults (touching memory that was returned "
     "before). At 97 % next to nothing has to leave: what that costs over plain is the price of returning freed memory, "
     "which half of the memory can only raise. That and what the session costs with freed memory kept are a bound for "

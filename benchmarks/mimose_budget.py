@@ -215,7 +215,9 @@ def _train(
     if method is None:
         return [_step(model, optimizer, batch, subject) for batch in batches], []
     losses: list[str | None] = []
-    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+    with spillway.manage(
+        model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         for batch in batches:
             loss = None
             try:

@@ -62,8 +62,8 @@ class Competitor:
         if method is not None:
             chosen: Any = Mimose.static(largest_size(batches)) if method == STATIC else method
             self._session = spillway.manage(
-                self._workload.model, self._workload.optimizers, budget=budget, method=chosen, timeline=traced,
-                return_freed=False,
+                self._workload.model, self._workload.optimizers, budget=budget, method=chosen,
+                report=spillway.ReportOptions(timeline=traced), spill=spillway.SpillOptions(return_freed=False),
             )  # fmt: skip
 
     def __call__(self) -> dict[str, Any]:

@@ -81,8 +81,8 @@ NOTES: Final = (
     "`activation_memory_budget` under `torch.compile(backend='aot_eager')`, with dropout off because a compiled "
     "dropout draws other numbers; it is compared with a plain run without dropout where the model has any. Its peak is "
     "that of the profiler's allocations, the other peaks are by our account.",
-    "`kept`: with `return_freed=False`. Freed memory that is returned to the system costs page faults when it is asked "
-    "for again, which on a virtual machine take most of the difference between the two.",
+    "`kept`: with `SpillOptions(return_freed=False)`. Freed memory that is returned to the system costs page faults "
+    "when it is asked for again, which on a virtual machine take most of the difference between the two.",
 )
 
 

@@ -69,7 +69,11 @@ def measured(workload: tuple[str, dict[str, Any]], allowed: Bytes, method: Abstr
         one.train_step(batch)
     times: tuple[list[float], list[float]] = ([], [])
     with spillway.manage(
-        managed.model, managed.optimizers, budget=allowed, method=method, return_freed=False
+        managed.model,
+        managed.optimizers,
+        budget=allowed,
+        method=method,
+        spill=spillway.SpillOptions(return_freed=False),
     ) as memory:
         for number in range(WARM + steps):
             with memory.step(batch):
@@ -123,7 +127,7 @@ def _row(
 
 
 def _policy(name: str) -> AbstractPolicy:
-    policy = METHODS[name]()
+    policy = METHODS[name].on_paper()
     if not isinstance(policy, AbstractPolicy):
         raise TypeError(f"{name} is no policy.")
     return policy

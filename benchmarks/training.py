@@ -205,8 +205,8 @@ def trainer(
     session = None
     if method is not None:
         session = spillway.manage(
-            built.model, built.optimizers, budget=budget, method=METHODS[method](), return_freed=return_freed,
-            spill_io=spill_io,
+            built.model, built.optimizers, budget=budget, method=METHODS[method](),
+            spill=spillway.SpillOptions(return_freed=return_freed, io=spill_io),
         )  # fmt: skip
     return Trainer(built, inputs, session, memory)
 

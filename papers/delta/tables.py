@@ -90,7 +90,7 @@ def _methods(
     step = lab.step(model, batch)
     least = lab.least(model, batch)
     dtr = [
-        run_softly(step, METHODS[HERITAGE](), ran.budget, device)
+        run_softly(step, METHODS[HERITAGE].on_paper(), ran.budget, device)
         for ran, device in zip(least, lab.size.devices, strict=True)
     ]
 
@@ -275,7 +275,7 @@ def _largest(lab: Lab, model: str, method: str, plain: int, shares: Sequence[flo
 
 def _largest_on(lab: Lab, model: str, method: str, plain: int, shares: Sequence[float], device: Device) -> Found:
     def policy() -> AbstractPolicy:
-        return published() if method == "DELTA" else METHODS[HERITAGE]()
+        return published() if method == "DELTA" else METHODS[HERITAGE].on_paper()
 
     def tried(batch: int) -> Ran | None:
         step = lab.step(model, batch)

@@ -167,7 +167,9 @@ def _under_the_controller(step: Step, runs: Sequence[Ran], ratios: Sequence[floa
         ours: Simulation | None = None
         if heuristic in POLICIES:
             allowed = int(step.plain_peak() * ratio)
-            ours = simulate(step, allowed=allowed, method=METHODS[heuristic](), device=device_named(DEVICE), steps=1)
+            ours = simulate(
+                step, allowed=allowed, method=METHODS[heuristic].on_paper(), device=device_named(DEVICE), steps=1
+            )
             found |= {
                 f"status_{ratio}": ours.status, f"overhead_{ratio}": ours.overhead, f"moves_{ratio}": ours.moves,
                 f"peak_bytes_{ratio}": ours.peak_bytes,

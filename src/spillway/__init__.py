@@ -16,13 +16,16 @@ from spillway.ir.step_report import StepReport
 from spillway.version import __version__
 
 if TYPE_CHECKING:
-    from spillway.session import Session, manage
+    from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
     from spillway.simulation.plan_and_simulate import plan, simulate
     from spillway.workloads.recorded import record
 
 __all__ = [
+    "BlockOptions",
     "BudgetInfeasible",
+    "ReportOptions",
     "Session",
+    "SpillOptions",
     "SpillwayError",
     "StepReport",
     "__version__",
@@ -33,7 +36,10 @@ __all__ = [
 ]
 
 _LATE = {
+    "BlockOptions": "spillway.session",
+    "ReportOptions": "spillway.session",
     "Session": "spillway.session",
+    "SpillOptions": "spillway.session",
     "manage": "spillway.session",
     "plan": "spillway.simulation.plan_and_simulate",
     "record": "spillway.workloads.recorded",

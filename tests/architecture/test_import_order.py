@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import pytest
 
-from spillway.methods import BLOCK_METHODS, METHODS
+from spillway.methods import METHODS
 from tests.architecture.source import Import, imports, package_sources
 
 # Later may import earlier: a rank for every top folder, without exceptions. Names on one line do not import each
@@ -249,7 +249,7 @@ def names_with_two_meanings(sources: Mapping[str, str], methods: Collection[str]
 
 
 def test_a_modules_name_and_a_methods_name_mean_one_thing() -> None:
-    assert names_with_two_meanings(package_sources(), METHODS.keys() | BLOCK_METHODS.keys()) == []
+    assert names_with_two_meanings(package_sources(), METHODS.keys()) == []
 
 
 def test_a_name_with_two_meanings_is_found() -> None:

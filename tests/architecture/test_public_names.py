@@ -8,7 +8,10 @@ import spillway
 
 # A name is added here, to `spillway.__all__` and to CHANGELOG.md in one commit. Taking one away breaks its users.
 PUBLIC_NAMES = {
+    "BlockOptions",
     "BudgetInfeasible",
+    "ReportOptions",
+    "SpillOptions",
     "Session",
     "SpillwayError",
     "StepReport",

@@ -53,7 +53,13 @@ def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> 
     try:
         with (
             _listening() as said,
-            spillway.manage(program.model, program.optimizer, method=method, budget=budget, timeline=True) as memory,
+            spillway.manage(
+                program.model,
+                program.optimizer,
+                method=method,
+                budget=budget,
+                report=spillway.ReportOptions(timeline=True),
+            ) as memory,
         ):
             for number, loss in enumerate(steps(program, memory.step)):
                 wrong = _different(expected[number], loss, program)

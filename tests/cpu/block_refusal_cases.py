@@ -138,7 +138,9 @@ def training_of(seed: int) -> Training:
 def trained(seed: int, method: str, budget: Bytes) -> Bytes | BudgetInfeasible:
     """The highest peak of its steps, or why one was refused."""
     model, optimizer, batch, loss = training_of(seed)
-    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+    with spillway.manage(
+        model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         try:
             for _ in range(STEPS):
                 with memory.step(batch):

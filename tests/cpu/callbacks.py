@@ -129,7 +129,13 @@ class Training:
         if method in TENSORS:
             return spillway.manage(self.model, self.optimizer, budget="230 KiB", method=method)
         blocks = ["0", "2", "3"]
-        return spillway.manage(self.model, self.optimizer, budget="32 MiB", method=BLOCKS[method], blocks=blocks)
+        return spillway.manage(
+            self.model,
+            self.optimizer,
+            budget="32 MiB",
+            method=BLOCKS[method],
+            blocks=spillway.BlockOptions(names=blocks),
+        )
 
 
 Place: TypeAlias = Callable[[Training, Fault], AbstractContextManager[Any]]

@@ -126,13 +126,14 @@ class Chain(nn.Module):
         return x
 
 
-def training(audit: Audit, material: Material, budget: str | None, method: str, **options: Any) -> None:
+def training(audit: Audit, material: Material, budget: str | None, method: str, **told: Any) -> None:
     import spillway
 
     audit.look("import spillway")
     model, optimizer, batch = material
     with io.StringIO() as said, contextlib.redirect_stderr(said):
-        session = spillway.manage(model, optimizer, budget=budget, method=method, **options)
+        report = spillway.ReportOptions(**told)
+        session = spillway.manage(model, optimizer, budget=budget, method=method, report=report)
     audit.look("manage", WITHIN_A_SESSION)
     for _ in range(3):
         with audit.step(session, batch):

@@ -110,7 +110,13 @@ class Training:
     def manage(self, method: str) -> spillway.Session:
         if method in TENSORS:
             return spillway.manage(self.model, self.optimizer, budget="230 KiB", method=method)
-        return spillway.manage(self.model, self.optimizer, budget="32 MiB", method=BLOCKS[method], blocks=["0", "1"])
+        return spillway.manage(
+            self.model,
+            self.optimizer,
+            budget="32 MiB",
+            method=BLOCKS[method],
+            blocks=spillway.BlockOptions(names=["0", "1"]),
+        )
 
     def state(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]

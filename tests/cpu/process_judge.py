@@ -13,12 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from spillway.methods import BLOCK_METHODS
-
 ROOT: Final = Path(__file__).parents[2]
 LIMIT: Final = 300
 """Seconds after which processes are killed that have not answered."""
-BLOCKS: Final = [f"blocks.{number}" for number in range(4)]
 TRIES: Final = 8
 """How often a budget is tried that a refusal named."""
 
@@ -144,10 +141,9 @@ def judged(processes: Group, program: str, method: str, plain: Plain, share: flo
     The peak of every step is measured, also where the block engine would not do that by itself.
     """
     budget, refusals = int(share * plain.peak), 0
-    options = {"blocks": BLOCKS, "timeline": True} if method in BLOCK_METHODS else {}
     while True:
         try:
-            answers = processes.ask(program=program, method=method, budget=budget, plant=plant, **options)
+            answers = processes.ask(program=program, method=method, budget=budget, plant=plant)
         except GroupDied as death:
             return Verdict([str(death)], refusals)
         named = [answer["refused"] for answer in answers if "refused" in answer]

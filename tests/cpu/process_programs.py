@@ -31,8 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 import spillway
 from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.memory.copies import Flights
+from spillway.methods import METHODS
 
 STEPS: Final = 3
+BLOCKS: Final = [f"blocks.{number}" for number in range(4)]
 PATIENCE: Final = timedelta(seconds=60)
 """What a collective waits for the others, before it fails in all of them."""
 
@@ -500,7 +502,9 @@ def one_run(asked: dict[str, Any]) -> dict[str, Any]:
     if "method" not in asked:
         found = digest(program.train(whole, optimizer, lambda batch: contextlib.nullcontext()))
         return {"trace": found, "weights": digest(iter(whole.parameters()))}
-    options = {name: asked[name] for name in ("blocks", "timeline") if asked.get(name)}
+    options = {}
+    if METHODS[asked["method"]].runs == "block engine":
+        options = {"blocks": spillway.BlockOptions(names=BLOCKS), "report": spillway.ReportOptions(timeline=True)}
     if asked.get("plant"):
         with mock.patch.object(Flights, "begin", return_value=None):
             return under_a_session(program, whole, managed, optimizer, asked, options)

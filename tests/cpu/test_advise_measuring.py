@@ -159,13 +159,17 @@ def test_the_peak_is_the_one_that_a_session_measures_and_its_kinds_add_up(worklo
     first, second = made.batches(2)
     action = way_of(method).action
     if action is None:
-        with spillway.manage(made.model, made.optimizers, budget=None, method="checkpoint", timeline=True) as memory:
+        with spillway.manage(
+            made.model, made.optimizers, budget=None, method="checkpoint", report=spillway.ReportOptions(timeline=True)
+        ) as memory:
             for batch in (first, second):
                 with memory.step(batch):
                     made.train_step(batch)
     else:
         decides = Checkpoint(action, waits=action is Action.OFFLOAD)
-        with spillway.manage(made.model, made.optimizers, budget="100%", method=decides, timeline=True) as memory:
+        with spillway.manage(
+            made.model, made.optimizers, budget="100%", method=decides, report=spillway.ReportOptions(timeline=True)
+        ) as memory:
             for batch in (first, second):
                 with memory.step(batch):
                     made.train_step(batch)

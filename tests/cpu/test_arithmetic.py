@@ -70,7 +70,9 @@ def test_a_session_that_compiles_trains_as_one_that_does_not() -> None:
     for made in (Checkpoint(Action.COMPRESS), Checkpoint(Action.COMPRESS, compiled=True)):
         training = Training((24, 40))
         torch.manual_seed(1)
-        with spillway.manage(training.model, training.optimizer, budget="1GiB", method=made, lossy=True) as memory:
+        with spillway.manage(
+            training.model, training.optimizer, budget="1GiB", method=made, blocks=spillway.BlockOptions(lossy=True)
+        ) as memory:
             for tokens in training.batches:
                 with memory.step(tokens):
                     losses.append(training.step(tokens).item())

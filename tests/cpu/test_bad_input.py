@@ -123,7 +123,7 @@ def test_a_spill_directory_that_cannot_be_used_is_refused(directory: str, tmp_pa
     (tmp_path / "file").write_text("")
     before = sorted(os.listdir("/proc/self/fd"))
     with pytest.raises(SpillDirectoryError) as error:
-        spillway.manage(network(), budget="1 MiB", spill_directory=tmp_path / directory)
+        spillway.manage(network(), budget="1 MiB", spill=spillway.SpillOptions(directory=tmp_path / directory))
     assert_one_sentence(error.value)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -131,7 +131,9 @@ def test_a_spill_directory_that_cannot_be_used_is_refused(directory: str, tmp_pa
 def test_a_run_file_that_cannot_be_written_leaves_nothing_open(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd")), torch.Tensor.numpy
     with pytest.raises(OSError, match="missing"):
-        spillway.manage(network(), budget="1 MiB", run_file=tmp_path / "missing" / "run.jsonl")
+        spillway.manage(
+            network(), budget="1 MiB", report=spillway.ReportOptions(run_file=tmp_path / "missing" / "run.jsonl")
+        )
     assert (sorted(os.listdir("/proc/self/fd")), torch.Tensor.numpy) == before
 
 

@@ -69,7 +69,9 @@ WAYS: dict[str, Way] = {
 def trained(ways: Sequence[tuple[Way, int]], method: str, budget: int) -> list[int] | BudgetInfeasible:
     """Peaks of the steps, each on so many rows, or why one was refused; no reported peak is above the budget."""
     model, optimizer = model_of()
-    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+    with spillway.manage(
+        model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         try:
             for way, rows in ways:
                 x = torch.ones(rows, WIDTH)
@@ -134,7 +136,9 @@ def retain_many(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Ten
 def test_a_refused_micro_step_is_refused_before_its_first_op(method: str) -> None:
     model, optimizer = model_of()
     before = torch.get_rng_state()
-    with spillway.manage(model, optimizer, budget=64 * 1024, method=method, blocks=["blocks.0", "blocks.1"]) as memory:
+    with spillway.manage(
+        model, optimizer, budget=64 * 1024, method=method, blocks=spillway.BlockOptions(names=["blocks.0", "blocks.1"])
+    ) as memory:
         ran: list[Any] = []
         model.blocks[0].register_forward_hook(lambda *_: ran.append(1))
         with pytest.raises(BudgetInfeasible), memory.step(torch.ones(256, WIDTH)):
@@ -158,7 +162,9 @@ def test_a_larger_later_batch_is_refused_again_and_what_is_named_holds_for_it(me
 @pytest.mark.parametrize("method", METHODS)
 def test_an_error_of_the_users_in_a_step_above_the_budget_is_theirs_and_the_next_step_is_kept(method: str) -> None:
     model, optimizer = model_of()
-    with spillway.manage(model, optimizer, budget="512KiB", method=method, timeline=True) as memory:
+    with spillway.manage(
+        model, optimizer, budget="512KiB", method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         with pytest.raises(ZeroDivisionError), memory.step(torch.ones(8, WIDTH)):
             backward(model, optimizer, torch.ones(8, WIDTH))
             torch.ones(1 << 20)
@@ -183,7 +189,9 @@ def turned(turns: Sequence[int], method: str, budget: int) -> tuple[list[spillwa
     model = Chain(Turning(), Turning())
     optimizer = torch.optim.Adam(model.parameters())
     names = ["blocks.0", "blocks.1"]
-    with spillway.manage(model, optimizer, budget=budget, method=method, blocks=names) as memory:
+    with spillway.manage(
+        model, optimizer, budget=budget, method=method, blocks=spillway.BlockOptions(names=names)
+    ) as memory:
         for number in turns:
             x = torch.zeros(512, WIDTH)
             x[0, 0] = number
@@ -256,7 +264,9 @@ def refused_at(where: str, method: str, known: int) -> tuple[list[Any], list[Any
     model = Chain(*(Hoarding() for _ in range(4)))
     optimizer = torch.optim.Adam(model.parameters())
     names = [f"blocks.{number}" for number in range(4)]
-    with spillway.manage(model, optimizer, budget="3MiB", method=method, blocks=names) as memory:
+    with spillway.manage(
+        model, optimizer, budget="3MiB", method=method, blocks=spillway.BlockOptions(names=names)
+    ) as memory:
         x = torch.randn(64, WIDTH)
         for number in range(known + 1):
             before = everything(model, optimizer)

@@ -16,7 +16,7 @@ from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.saved import SpilledTensor, storages
 from spillway.errors import UsageError
-from spillway.methods.actions import LOSSLESS, Action
+from spillway.methods.actions import LOSSLESS, Action, ActionOptions
 from tests.cpu.block_cases import Chain, Functional, Residual, mean_square
 from tests.cpu.test_block_engine import batch, engine_of, gradients, holders, same, used
 
@@ -73,7 +73,7 @@ def test_an_engine_that_may_lose_bits_loses_none_under_other_actions(tmp_path: P
 @pytest.mark.parametrize("bits", [0, 3, 16, "4", None])
 def test_bits_are_two_four_or_eight(bits: Any) -> None:
     with pytest.raises(UsageError, match="2, 4 or 8 bits; got bits="):
-        BlockEngine(Chain(Residual()), ["blocks.0"], lossy=True, bits=bits)
+        ActionOptions(bits=bits)
 
 
 # --------------------------------------------------------------------------------------------------- what is quantized
@@ -96,7 +96,7 @@ def test_saved_activations_are_held_in_an_eighth_each_once(action: Action, tmp_p
 
 def test_views_of_one_storage_come_back_as_views_of_one() -> None:
     base = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    found = Compressor(8, 0).compress(base, lossy=True)
+    found = Compressor(0).compress(base, ActionOptions(bits=8))
     assert found is not None
     home, nbytes = found
     assert nbytes == base.numel() + 10 * 8
@@ -110,17 +110,17 @@ def test_views_of_one_storage_come_back_as_views_of_one() -> None:
 
 
 def test_an_exact_copy_may_stand_for_a_lossy_one_and_not_the_other_way_round() -> None:
-    compressor, tensor = Compressor(4, 0), torch.randn(1000)
-    lossy = compressor.compress(tensor, lossy=True)
+    compressor, tensor = Compressor(0), torch.randn(1000)
+    lossy = compressor.compress(tensor, ActionOptions())
     assert lossy is not None
-    assert compressor.compress(tensor, lossy=True) == (lossy[0], 0)
-    assert compressor.compress(tensor, lossy=False) is None
+    assert compressor.compress(tensor, ActionOptions()) == (lossy[0], 0)
+    assert compressor.compress(tensor, None) is None
     mask = torch.rand(1000) < 0.5
-    exact = compressor.compress(mask, lossy=False)
+    exact = compressor.compress(mask, None)
     assert exact is not None
-    assert compressor.compress(mask, lossy=True) == (exact[0], 0)
+    assert compressor.compress(mask, ActionOptions()) == (exact[0], 0)
     tensor.add_(1)
-    written = compressor.compress(tensor, lossy=True)
+    written = compressor.compress(tensor, ActionOptions())
     assert written is not None
     assert written[0] is not lossy[0], "it is another value"
 
@@ -152,11 +152,38 @@ def test_what_the_forward_reads_is_never_changed() -> None:
 # ------------------------------------------------------------------------------------------------------ what comes back
 
 
+def test_each_action_of_a_forward_has_options_of_its_own(tmp_path: Path) -> None:
+    mixed = [Action.COMPRESS, Action.RECOMPUTE_COMPRESSED, Action.OFFLOAD, Action.COMPRESS_OFFLOADED]
+
+    def taken(**of: ActionOptions) -> tuple[list[int], list[int]]:
+        """What each call takes packed, and what is leaving when it has ended."""
+        model, engine = engine_of(relus, Action.COMPRESS, count=4, spill_directory=tmp_path)
+        engine.actions = {(f"blocks.{number}", 0): action for number, action in enumerate(mixed)}
+        engine.options = {action: of.get(action.name, ActionOptions()) for action in mixed}
+        hidden, leaving = model.embed(batch()), []
+        for block in model.blocks:
+            hidden = block(hidden)
+            leaving.append(engine.leaving_bytes)
+        packed = [call.packed_bytes for call in engine.calls]
+        hidden.sum().backward()
+        engine.close()
+        return packed, leaving
+
+    usual, _ = taken()
+    for number, name in ((0, "COMPRESS"), (1, "RECOMPUTE_COMPRESSED"), (3, "COMPRESS_OFFLOADED")):
+        packed, _ = taken(**{name: ActionOptions(bits=8)})
+        assert [more > few for more, few in zip(packed, usual, strict=True)] == [at == number for at in range(4)]
+    assert taken(OFFLOAD=ActionOptions(waits=True))[1][2] == 0
+    assert taken(OFFLOAD=ActionOptions(bits=8))[0] == usual, "what another action is told does not count for these"
+
+
 @pytest.mark.parametrize(("action", "bits", "most"), [(a, *b) for a in LOSSY for b in ((2, 0.7), (4, 0.15), (8, 0.01))])
 def test_gradients_are_near_by_as_many_bits_as_there_are(
     action: Action, bits: int, most: float, tmp_path: Path
 ) -> None:
-    model, engine = engine_of(relus, action, count=3, bits=bits, spill_directory=tmp_path)
+    model, engine = engine_of(
+        relus, action, count=3, options={action: ActionOptions(bits=bits)}, spill_directory=tmp_path
+    )
     lossy = gradients(model, mean_square(model, batch()))
     engine.close()
     assert 0 < far(gradients(model, mean_square(model, batch())), lossy) < most

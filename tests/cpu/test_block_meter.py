@@ -80,7 +80,7 @@ def test_what_others_gave_up_between_steps_makes_no_room() -> None:
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_step_is_not_refused_for_what_a_library_reserves(when: str, reserve: Callable[[], None]) -> None:
     training = Training((64,))
-    with managed(training, "1GiB", "checkpoint", timeline=True) as memory:
+    with managed(training, "1GiB", "checkpoint", report=spillway.ReportOptions(timeline=True)) as memory:
         run(training, memory)
     budget = memory.history[0].peak_bytes + 3 * MiB
     assert budget < RESERVED
@@ -102,7 +102,9 @@ def test_a_step_that_takes_too_much_is_refused_all_the_same(reserve: Callable[[]
 
 def test_what_others_give_up_within_a_step_makes_no_room() -> None:
     training = Training()
-    with managed(training, "1GiB", Checkpoint(Action.OFFLOAD, waits=True), timeline=True) as memory:
+    with managed(
+        training, "1GiB", Checkpoint(Action.OFFLOAD, waits=True), report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         run(training, memory)
     budget = int(1.1 * max(report.peak_bytes for report in memory.history))
     training, others = Training(), [torch.ones(16 * MiB, dtype=torch.uint8) for _ in range(10)]
@@ -110,6 +112,6 @@ def test_what_others_give_up_within_a_step_makes_no_room() -> None:
         side_effect=lambda *_: others.clear() if len(others) < 2 else others.__delitem__(0)
     )
     training.model.blocks[1].register_forward_pre_hook(given_up)
-    with managed(training, budget, Checkpoint(Action.OFFLOAD), timeline=True) as memory:
+    with managed(training, budget, Checkpoint(Action.OFFLOAD), report=spillway.ReportOptions(timeline=True)) as memory:
         assert run(training, memory) == run(Training(), None)
     assert max(report.peak_bytes for report in memory.history) <= budget

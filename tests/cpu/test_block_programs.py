@@ -164,7 +164,11 @@ def test_nested_tensors_of_changing_lengths(method: str) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0).linear1 for _ in range(2)))
         blocks = nn.Sequential(*(nn.Sequential(one, nn.Tanh()) for one in model))
-        memory = spillway.manage(blocks, budget="1GiB", method=method, blocks=["0", "1"]) if managed else None
+        memory = (
+            spillway.manage(blocks, budget="1GiB", method=method, blocks=spillway.BlockOptions(names=["0", "1"]))
+            if managed
+            else None
+        )
         for number in range(4):
             x = torch.nested.nested_tensor([torch.randn(n, 8) for n in (2, 3 + number)], layout=torch.jagged)
             with memory.step(x) if memory is not None else pytest.MonkeyPatch.context():

@@ -21,7 +21,7 @@ from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.errors import RecomputeError
-from spillway.methods.actions import Action
+from spillway.methods.actions import Action, ActionOptions
 from tests.cpu.block_cases import Chain, Functional, Normalised, Outer, Residual, mean_square
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.families_of_sequences import Mixture
@@ -459,7 +459,13 @@ def test_a_block_that_decides_by_values_is_told_to_compress_what_it_saves() -> N
     model = Chain(Functional(function))
     x = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(1))
     with (
-        BlockEngine(model, ["blocks.0"], actions=lambda block, call: Action.RECOMPUTE_COMPRESSED, lossy=True, bits=2),
+        BlockEngine(
+            model,
+            ["blocks.0"],
+            actions=lambda block, call: Action.RECOMPUTE_COMPRESSED,
+            lossy=True,
+            options={Action.RECOMPUTE_COMPRESSED: ActionOptions(bits=2)},
+        ),
         pytest.raises(RecomputeError, match=r"arguments that had been quantized.* \(Action\.COMPRESS\), or keep"),
     ):
         mean_square(model, x).backward()

@@ -89,7 +89,7 @@ def peaks() -> tuple[int, int]:
     found = []
     for method, budget in (("checkpoint", "1GiB"), ("mimose", None)):
         training = Training()
-        with managed(training, budget, method, timeline=True) as memory:
+        with managed(training, budget, method, report=spillway.ReportOptions(timeline=True)) as memory:
             run(training, memory)
         assert all(report.peak_measured for report in memory.history)
         found.append(max(report.peak_bytes for report in memory.history))
@@ -108,7 +108,7 @@ def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(
 ) -> None:
     budget = int(peaks[0] + share * (peaks[1] - peaks[0]))
     training = Training()
-    with managed(training, budget, method, timeline=True) as memory:
+    with managed(training, budget, method, report=spillway.ReportOptions(timeline=True)) as memory:
         assert run(training, memory) == plainly
     assert max(report.peak_bytes for report in memory.history) <= budget
     assert memory.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
@@ -116,7 +116,7 @@ def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(
 
 def test_once_there_are_plans_the_peak_is_what_they_expected(peaks: tuple[int, int]) -> None:
     training = Training()
-    with managed(training, sum(peaks) // 2, timeline=True) as memory:
+    with managed(training, sum(peaks) // 2, report=spillway.ReportOptions(timeline=True)) as memory:
         run(training, memory)
     planned = memory.history[4:]
     assert all(report.projected_bytes for report in planned)
@@ -174,7 +174,7 @@ class TooHopeful(AbstractBlockMethod):
 def test_kept_blocks_are_revoked_when_room_gets_short(peaks: tuple[int, int], plainly: list[bytes]) -> None:
     budget = peaks[0] + (peaks[1] - peaks[0]) // 2
     training = Training()
-    with managed(training, budget, TooHopeful(), timeline=True) as memory:
+    with managed(training, budget, TooHopeful(), report=spillway.ReportOptions(timeline=True)) as memory:
         assert run(training, memory) == plainly
     assert max(report.revoked_blocks for report in memory.history) > 0
     assert max(report.peak_bytes for report in memory.history) <= budget
@@ -182,20 +182,23 @@ def test_kept_blocks_are_revoked_when_room_gets_short(peaks: tuple[int, int], pl
 
 def test_a_budget_below_what_recomputing_everything_takes_is_refused_with_one_that_works() -> None:
     training = Training((64, 64, 64))
-    with managed(training, "1GiB", "checkpoint", timeline=True) as memory:
+    with managed(training, "1GiB", "checkpoint", report=spillway.ReportOptions(timeline=True)) as memory:
         run(training, memory)
     first, *_, last = (report.peak_bytes for report in memory.history)
     assert first < last  # by the state that the optimizer has then
     for budget in (first - 64 * KiB, first // 3):
         training = Training((64, 64, 64))
         before = training.state()
-        with managed(training, budget, timeline=True) as memory, pytest.raises(BudgetInfeasible) as refused:
+        with (
+            managed(training, budget, report=spillway.ReportOptions(timeline=True)) as memory,
+            pytest.raises(BudgetInfeasible) as refused,
+        ):
             run(training, memory)
         assert memory.history == []
         assert last <= refused.value.smallest_budget <= 1.1 * last
         assert before[:-1] == training.state()[:-1]  # the optimizer had not begun
         training = Training((64, 64, 64))
-        with managed(training, refused.value.smallest_budget, timeline=True) as memory:
+        with managed(training, refused.value.smallest_budget, report=spillway.ReportOptions(timeline=True)) as memory:
             run(training, memory)
 
 
@@ -206,7 +209,9 @@ def test_what_an_optimizer_needs_for_itself_is_known_before_it_begins(method: st
         model = Chain(*(Residual() for _ in range(3)))
         optimizer, begun = torch.optim.Adam(model.parameters(), foreach=True), []
         optimizer.register_step_post_hook(lambda *_: begun.append(True))
-        with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+        with spillway.manage(
+            model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+        ) as memory:
             try:
                 for _ in range(3):
                     with memory.step(torch.ones(64, 32)):
@@ -316,7 +321,9 @@ def test_the_published_collector_runs_every_block_once_more() -> None:
     training = Training((24, 64, 40))
     count = mock.Mock(return_value=None)  # what a hook of its own would count is put back with all the rest
     published = Mimose(Options.as_published(reserve=0))
-    with managed(training, "1GiB", published, blocks=[f"blocks.{i}" for i in range(4)]) as memory:
+    with managed(
+        training, "1GiB", published, blocks=spillway.BlockOptions(names=[f"blocks.{i}" for i in range(4)])
+    ) as memory:
         handle = training.model.blocks[0].norm_mlp.register_forward_hook(count)  # inside: the block itself is hooked
         run(training, memory)
         handle.remove()
@@ -327,7 +334,7 @@ def test_the_published_collector_runs_every_block_once_more() -> None:
 def test_the_number_of_samples_may_differ_as_well(batches: Sequence[int], peaks: tuple[int, int]) -> None:
     plain = run(Training(LENGTHS * 2, batches=batches), None)
     training = Training(LENGTHS * 2, batches=batches)
-    with managed(training, int(1.2 * peaks[1]), timeline=True) as memory:
+    with managed(training, int(1.2 * peaks[1]), report=spillway.ReportOptions(timeline=True)) as memory:
         assert run(training, memory) == plain
     assert all(len(report.input_size or ()) == 2 for report in memory.history[4:])
     assert max(report.peak_bytes for report in memory.history) <= int(1.2 * peaks[1])
@@ -336,9 +343,18 @@ def test_the_number_of_samples_may_differ_as_well(batches: Sequence[int], peaks:
 def bad() -> Iterator[tuple[Any, str]]:
     one = nn.Linear(4, 4)
     yield lambda: spillway.manage([one, nn.Linear(4, 4)], budget="1GiB", method="mimose"), "takes one model, and got 2"
-    yield lambda: spillway.manage(one, budget="1GiB", method="lru", blocks=["a"]), "methods of the block engine"
-    yield lambda: spillway.manage(one, budget="1GiB", method="mimose", host_budget="1GiB"), "moves nothing"
-    yield lambda: spillway.manage(one, budget="1GiB", method="mimose", blocks=["nowhere"]), "no module named 'nowhere'"
+    yield (
+        lambda: spillway.manage(one, budget="1GiB", method="lru", blocks=spillway.BlockOptions(names=["a"])),
+        "methods of the block engine",
+    )
+    yield (
+        lambda: spillway.manage(one, budget="1GiB", method="mimose", spill=spillway.SpillOptions(host_budget="1GiB")),
+        "moves nothing",
+    )
+    yield (
+        lambda: spillway.manage(one, budget="1GiB", method="mimose", blocks=spillway.BlockOptions(names=["nowhere"])),
+        "no module named 'nowhere'",
+    )
 
 
 @pytest.mark.parametrize(("attempt", "sentence"), list(bad()))
@@ -385,7 +401,7 @@ def test_an_evaluation_between_forward_and_backward_changes_nothing(
         return loss.detach()
 
     training.step = step  # type: ignore[method-assign]
-    with managed(training, sum(peaks) // 2, timeline=True) as memory:
+    with managed(training, sum(peaks) // 2, report=spillway.ReportOptions(timeline=True)) as memory:
         assert run(training, memory) == plainly
     assert {report.blocks for report in memory.history} == {4}
     assert all(report.projected_bytes for report in memory.history[4:])
@@ -410,7 +426,7 @@ def test_two_forwards_before_one_backward_are_recomputed_and_never_the_reason_of
 
 def test_an_optimizer_that_steps_twice_in_a_step_is_seen_twice() -> None:
     training = Training()
-    with managed(training, "1GiB", timeline=True) as memory:
+    with managed(training, "1GiB", report=spillway.ReportOptions(timeline=True)) as memory:
         for tokens in training.batches[:6]:
             with memory.step(tokens):
                 training.step(tokens)
@@ -458,7 +474,7 @@ def test_a_profiler_of_the_users_goes_on_and_what_it_hides_is_not_called_measure
 def test_what_fails_to_open_leaves_nothing_behind() -> None:
     training = Training()
     with pytest.raises(ModelError):
-        managed(training, "1GiB", blocks=["nowhere"])
+        managed(training, "1GiB", blocks=spillway.BlockOptions(names=["nowhere"]))
     assert not training.optimizer._optimizer_step_pre_hooks
     assert "forward" not in vars(training.model)
 

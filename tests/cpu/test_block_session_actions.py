@@ -24,7 +24,8 @@ LOSSY = tuple(action for action in Action if action.lossy)
 
 def trained(action: Action, budget: Any = "1GiB", **options: Any) -> tuple[list[bytes], list[spillway.StepReport]]:
     training = Training()
-    with managed(training, budget, Checkpoint(action), timeline=True, **options) as memory:
+    options = {"report": spillway.ReportOptions(timeline=True)} | options
+    with managed(training, budget, Checkpoint(action), **options) as memory:
         return run(training, memory), memory.history
 
 
@@ -32,7 +33,7 @@ def trained(action: Action, budget: Any = "1GiB", **options: Any) -> tuple[list[
 def most() -> int:
     """Bytes at the peak with everything kept."""
     training = Training()
-    with managed(training, None, timeline=True) as memory:
+    with managed(training, None, report=spillway.ReportOptions(timeline=True)) as memory:
         run(training, memory)
     return max(report.peak_bytes for report in memory.history)
 
@@ -64,7 +65,7 @@ def test_copies_ahead_give_way_to_the_budget() -> None:
 
 
 def test_the_spill_file_goes_where_it_is_told_to_and_leaves_nothing(tmp_path: Path) -> None:
-    _, reports = trained(Action.OFFLOAD, spill_directory=tmp_path)
+    _, reports = trained(Action.OFFLOAD, spill=spillway.SpillOptions(directory=tmp_path))
     assert reports[-1].bytes_out
     assert not list(tmp_path.iterdir())
 
@@ -78,22 +79,24 @@ def test_only_actions_that_save_memory_are_taken(action: Any) -> None:
 def test_a_host_budget_is_for_what_is_moved_on_cuda() -> None:
     training = Training()
     with pytest.raises(BudgetError, match="moves nothing"):
-        managed(training, "1GiB", "checkpoint", host_budget="1GiB")
+        managed(training, "1GiB", "checkpoint", spill=spillway.SpillOptions(host_budget="1GiB"))
     with pytest.raises(BudgetError, match="on the CPU goes to disk"):
-        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), host_budget="1GiB")
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(host_budget="1GiB"))
 
 
 @pytest.mark.parametrize("action", LOSSY)
 def test_a_session_quantizes_only_where_it_is_allowed_to(action: Action) -> None:
     training = Training()
-    with pytest.raises(UsageError, match=rf"'checkpoint' is to {action.value} \(.*\), in 4 bits .* with lossy=True"):
+    with pytest.raises(
+        UsageError, match=rf"'checkpoint' is to {action.value} \(.*\), in 4 bits .* with blocks=BlockOptions.lossy=True"
+    ):
         managed(training, "1GiB", Checkpoint(action))
     assert run(training, None) == run(Training(), None), "nothing was begun"
 
 
 @pytest.mark.parametrize("action", LOSSY)
 def test_lossy_training_holds_less_and_its_losses_are_near_the_plain_ones(action: Action, most: int) -> None:
-    plain, (found, reports) = run(Training(), None), trained(action, lossy=True)
+    plain, (found, reports) = run(Training(), None), trained(action, blocks=spillway.BlockOptions(lossy=True))
     count = len(Training().batches)
     losses, expected = (
         [torch.frombuffer(bytearray(one), dtype=torch.float32) for one in all[:count]] for all in (found, plain)
@@ -111,7 +114,9 @@ def test_lossy_training_holds_less_and_its_losses_are_near_the_plain_ones(action
 def test_the_same_seed_trains_to_the_same_bits_twice_in_as_many_bits_as_are_asked_for() -> None:
     def once(bits: int) -> list[bytes]:
         training = Training()
-        with managed(training, "1GiB", Checkpoint(Action.COMPRESS, bits=bits), lossy=True) as memory:
+        with managed(
+            training, "1GiB", Checkpoint(Action.COMPRESS, bits=bits), blocks=spillway.BlockOptions(lossy=True)
+        ) as memory:
             return run(training, memory)
 
     assert once(4) == once(4)
@@ -121,7 +126,7 @@ def test_the_same_seed_trains_to_the_same_bits_twice_in_as_many_bits_as_are_aske
 
 
 def test_lossy_is_a_permission_and_changes_nothing_else() -> None:
-    found, _ = trained(Action.RECOMPUTE, lossy=True)
+    found, _ = trained(Action.RECOMPUTE, blocks=spillway.BlockOptions(lossy=True))
     assert found == run(Training(), None)
 
 
@@ -178,7 +183,10 @@ def uneven_peaks(budget: Any, monkeypatch: pytest.MonkeyPatch, *, late: bool) ->
     monkeypatch.setattr(DiskTier, "start_write", starting)
     monkeypatch.setattr(threading.Condition, "wait", opening)
     with spillway.manage(
-        model, budget=budget, method=Checkpoint(Action.OFFLOAD), blocks=["blocks.0", "blocks.1"]
+        model,
+        budget=budget,
+        method=Checkpoint(Action.OFFLOAD),
+        blocks=spillway.BlockOptions(names=["blocks.0", "blocks.1"]),
     ) as memory:
         for number in range(3):
             if late and number:
@@ -204,13 +212,13 @@ def test_a_slower_disk_in_later_steps_is_seen_and_makes_no_step_larger(monkeypat
 def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> None:
     training = Training()
     with pytest.raises(UsageError, match="spill_io is"):
-        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill_io="nonsense")
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(io="nonsense"))
     with pytest.raises(SpillDirectoryError):
-        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill_directory=tmp_path / "none")
+        managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(directory=tmp_path / "none"))
 
 
 def test_the_run_file_tells_the_action(tmp_path: Path) -> None:
-    trained(Action.SELECTIVE, run_file=tmp_path / "run.jsonl")
+    trained(Action.SELECTIVE, report=spillway.ReportOptions(run_file=tmp_path / "run.jsonl"))
     assert '"action":"selective"' in (tmp_path / "run.jsonl").read_text("utf-8").splitlines()[0].replace(": ", ":")
 
 
@@ -228,7 +236,9 @@ def test_copies_that_compute_waits_for_never_run_beside_it(action: Action, monke
 
         monkeypatch.setattr(DiskTier, "start_read", counted)
         training = Training()
-        with managed(training, "1GiB", Checkpoint(action, waits=waits), lossy=action.lossy) as memory:
+        with managed(
+            training, "1GiB", Checkpoint(action, waits=waits), blocks=spillway.BlockOptions(lossy=action.lossy)
+        ) as memory:
             make_room = StepWatch._make_room
 
             def looked(watch: StepWatch, needed: int, number: int) -> None:
@@ -252,4 +262,4 @@ def test_compute_waits_only_where_something_moves() -> None:
     with pytest.raises(UsageError, match=r"Action\.RECOMPUTE moves nothing"):
         Checkpoint(waits=True)
     assert Checkpoint(Action.OFFLOAD, waits=True).in_header() == {"action": "offload", "waits": True}
-    assert Checkpoint(Action.OFFLOAD, waits=True).fresh(batched=True).waits
+    assert Checkpoint(Action.OFFLOAD, waits=True).fresh(batched=True).action_options[Action.OFFLOAD].waits

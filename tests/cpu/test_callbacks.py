@@ -164,8 +164,8 @@ def test_what_the_users_code_raises_leaves_all_as_plainly_and_the_same_thread_tr
 WAYS: Final[Mapping[str, Any]] = MappingProxyType(
     {
         "finding": (1, {"method": "checkpoint"}),
-        "rehearsing": (2, {"method": "mimose-published", "blocks": ["0", "2", "3"]}),
-        "without content": (3, {"method": "checkpoint", "blocks": ["0", "2", "3"]}),
+        "rehearsing": (2, {"method": "mimose-published", "blocks": spillway.BlockOptions(names=["0", "2", "3"])}),
+        "without content": (3, {"method": "checkpoint", "blocks": spillway.BlockOptions(names=["0", "2", "3"])}),
     }
 )
 """Forwards of which plain PyTorch knows nothing, and the step in which they come."""

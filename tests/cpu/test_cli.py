@@ -360,7 +360,9 @@ def test_a_page_never_replaces_its_run_file(spillway: Command) -> None:
 def test_a_trace_of_a_run_without_lanes_is_refused_before_anything_is_written(spillway: Command) -> None:
     RunWriter("run.jsonl", {}).close()
     refusal = sentence(spillway("report", "run.jsonl", "--perfetto", "trace.json"))
-    assert refusal.startswith("run.jsonl holds no lanes: record them with spillway.manage(..., timeline=True")
+    assert refusal.startswith(
+        "run.jsonl holds no lanes: record them with spillway.manage(..., report=ReportOptions(timeline=True"
+    )
     assert sorted(path.name for path in Path().iterdir()) == ["run.jsonl", "workloads.py"]
 
 

@@ -20,7 +20,7 @@ from spillway.costs.device import device_named
 from spillway.costs.roofline import timed
 from spillway.errors import UsageError
 from spillway.ir import Recorded, write_step
-from spillway.methods import METHODS
+from spillway.methods import METHODS, Method
 from spillway.report import drawing
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import MiB
@@ -67,7 +67,10 @@ def test_json_is_a_list_of_rows_as_a_direct_simulation_has_them(spillway: Comman
     ]
     for row in document:
         alone = simulate(
-            layers(12), allowed=row["budget_bytes"], method=METHODS[row["method"]](), device=device_named("a100")
+            layers(12),
+            allowed=row["budget_bytes"],
+            method=METHODS[row["method"]].on_paper(),
+            device=device_named("a100"),
         )
         assert (row["status"], row["seconds"], row["peak_bytes"]) == ("ok", alone.seconds, alone.peak_bytes)
         assert (row["overhead"], row["bytes_out"], row["bytes_in"]) == (
@@ -131,7 +134,7 @@ def test_a_row_that_cannot_be_worked_out_leaves_the_others_and_exit_code_1(
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": Method(refused)})
     code, out, err = spillway(
         "step.jsonl", "--methods", "lru,delta", "--budgets", "0.8,1", "--json", "--processes", 1, "-o", "page.html"
     )

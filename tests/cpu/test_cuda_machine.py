@@ -298,7 +298,7 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
         late_session(
             nn.Linear(2, 2), budget=3 * NBYTES, method=LRU(short_chain=0), host_budget=2 * NBYTES, streams=late
         ) as memory,
-        pytest.raises(SpillFullError, match=r"host budget of 1\.00 MiB .* raise host_budget="),
+        pytest.raises(SpillFullError, match=r"host budget of 1\.00 MiB .* raise SpillOptions.host_budget="),
         memory.step(),
     ):
         kept = [torch.randperm(ITEMS) for _ in range(12)]

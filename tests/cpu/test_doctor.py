@@ -69,7 +69,10 @@ def test_a_problem_stands_under_its_line_with_what_helps(
     (place,) = [number for number, line in enumerate(lines) if "is a tmpfs, which is RAM itself" in line]
     assert lines[place].lstrip().startswith("! ")
     assert lines[place - 1].startswith("spill directory")
-    assert lines[place + 1].strip() == "Name another directory, on a disk, with spill_directory= or --spill-directory."
+    assert (
+        lines[place + 1].strip()
+        == "Name another directory, on a disk, with SpillOptions(directory=...) or --spill-directory."
+    )
     assert code == 0, "slow is not impossible"
 
 
@@ -134,7 +137,7 @@ def test_a_device_is_described_with_its_link_and_its_allocator(monkeypatch: pyte
     (finding,) = on_torch.devices(measure=True, environment=settings)
     told = "A100, 60.00 GiB of 80.00 GiB free, pinned copies out at 20.00 GiB/s and in at 22.00 GiB/s. What leaves"
     assert finding.sentence.startswith(told)
-    assert "a session takes up to 32.00 GiB unless host_budget= says otherwise" in finding.sentence
+    assert "a session takes up to 32.00 GiB unless SpillOptions(host_budget=...) says otherwise" in finding.sentence
     assert "a process may lock 8.00 MiB here" in finding.sentence
     assert "expandable_segments is on: odd pieces of memory hardly count." in finding.sentence
     assert finding.sentence.endswith("The allocator is set up by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.")

@@ -318,7 +318,9 @@ FULL = r"^The run file '.*' cannot be written \(No space left on device\)"
 @pytest.mark.parametrize("method", ["lru", "checkpoint"])
 def test_a_report_that_finds_a_full_disk_is_one_sentence_and_is_written_later(method: str, tmp_path: Path) -> None:
     model, optimizer = blocks()
-    with spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run") as memory:
+    with spillway.manage(
+        model, optimizer, budget=PLENTY, method=method, report=spillway.ReportOptions(run_file=tmp_path / "run")
+    ) as memory:
         with full_disk(memory), pytest.raises(OSError, match=FULL), memory.step(BATCH):
             step_of_blocks(model, optimizer)
         with full_disk(memory), pytest.raises(KeyError) as raised, memory.step(BATCH):
@@ -333,7 +335,9 @@ def test_a_report_that_finds_a_full_disk_is_one_sentence_and_is_written_later(me
 @pytest.mark.parametrize("method", ["lru", "checkpoint"])
 def test_where_no_report_can_be_written_a_session_that_closes_with_its_step_closes(method: str, tmp_path: Path) -> None:
     model, optimizer = blocks()
-    memory = spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run")
+    memory = spillway.manage(
+        model, optimizer, budget=PLENTY, method=method, report=spillway.ReportOptions(run_file=tmp_path / "run")
+    )
     refusals: list[SessionError] = []
 
     def close() -> None:
@@ -360,7 +364,9 @@ def test_where_no_report_can_be_written_a_signal_that_waited_is_raised(method: s
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with spillway.manage(model, optimizer, budget=PLENTY, method=method, run_file=tmp_path / "run") as memory:
+    with spillway.manage(
+        model, optimizer, budget=PLENTY, method=method, report=spillway.ReportOptions(run_file=tmp_path / "run")
+    ) as memory:
         with full_disk(memory), pytest.raises(KeyboardInterrupt) as raised, memory.step(BATCH):
             step_of_blocks(model, optimizer)
             memory._pending.append(interrupt)
@@ -372,7 +378,13 @@ def test_a_timeline_that_could_not_be_read_is_left_out_with_a_sentence(
 ) -> None:
     model, optimizer = blocks()
     monkeypatch.setattr(files, "MOST_OPS", 5)
-    memory = spillway.manage(model, optimizer, budget=PLENTY, method="lru", run_file=tmp_path / "run", timeline=True)
+    memory = spillway.manage(
+        model,
+        optimizer,
+        budget=PLENTY,
+        method="lru",
+        report=spillway.ReportOptions(run_file=tmp_path / "run", timeline=True),
+    )
     with memory.step(BATCH):
         step_of_blocks(model, optimizer)
     with pytest.warns(UserWarning, match="leaves out what could not be read again: a timeline of"):
@@ -407,7 +419,7 @@ def test_a_spill_directory_that_is_removed_is_not_missed(order: str, tmp_path: P
         directory.mkdir()
         model, optimizer = fresh()
         with spillway.manage(
-            model, optimizer, budget=TIGHT, method=ORDERS[order](), spill_directory=directory
+            model, optimizer, budget=TIGHT, method=ORDERS[order](), spill=spillway.SpillOptions(directory=directory)
         ) as memory:
             if when == "later":
                 put_away(memory, model[0].weight, Move)
@@ -528,7 +540,11 @@ def test_a_session_computes_the_same_past_the_page_cache(order: str) -> None:
     expected = state_of(plain, plain_optimizer)
     model, optimizer = fresh()
     with spillway.manage(
-        model, optimizer, budget=TIGHT, method=ORDERS[order](), spill_directory=Path.cwd(), spill_io="direct"
+        model,
+        optimizer,
+        budget=TIGHT,
+        method=ORDERS[order](),
+        spill=spillway.SpillOptions(directory=Path.cwd(), io="direct"),
     ) as memory:
         if memory._engine.tier.io != "direct":
             pytest.skip(memory._engine.tier.io_note)

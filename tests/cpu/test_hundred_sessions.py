@@ -67,7 +67,9 @@ def await_threads() -> None:
 def played(method: Callable[[], Any], end: str, directory: Path) -> Any:
     """One session under pressure and what it leaves of model, optimizer and random streams."""
     model, optimizer = fresh()
-    memory = spillway.manage(model, optimizer, budget="280 KiB", method=method(), spill_directory=directory)
+    memory = spillway.manage(
+        model, optimizer, budget="280 KiB", method=method(), spill=spillway.SpillOptions(directory=directory)
+    )
     with memory.step():
         step_of(model, optimizer, 1)
     assert memory.history[-1].moves + memory.history[-1].drops > 0

@@ -48,7 +48,7 @@ def of(timeline: Timeline, lane: Lane, work: Work = Work.COPY) -> list[Span]:
 
 @pytest.mark.parametrize("method", [copying_beside, lambda: LRU(short_chain=32), lambda: LRU(short_chain=0)])
 def test_lanes_add_up_to_the_figures_of_their_step(method: Any) -> None:
-    timeline, report = recorded(steps(method(), timeline=True))
+    timeline, report = recorded(steps(method(), report=spillway.ReportOptions(timeline=True)))
     ops = of(timeline, Lane.COMPUTE, Work.OP)
     assert sorted(span.op for span in ops) == list(range(report.ops)), "every op once"
     assert len(of(timeline, Lane.COMPUTE, Work.RECOMPUTE)) == report.recomputed_ops
@@ -66,7 +66,7 @@ def test_lanes_add_up_to_the_figures_of_their_step(method: Any) -> None:
 
 
 def test_stalls_and_recomputing_lie_within_the_op_that_they_are_for_or_between_ops() -> None:
-    timeline, _ = recorded(steps(LRU(short_chain=32), timeline=True))
+    timeline, _ = recorded(steps(LRU(short_chain=32), report=spillway.ReportOptions(timeline=True)))
     ops = of(timeline, Lane.COMPUTE, Work.OP)
     others = [*of(timeline, Lane.COMPUTE, Work.STALL), *of(timeline, Lane.COMPUTE, Work.RECOMPUTE)]
     assert others
@@ -79,7 +79,7 @@ def test_stalls_and_recomputing_lie_within_the_op_that_they_are_for_or_between_o
 
 
 def test_what_a_copy_moved_is_what_its_event_says() -> None:
-    timeline, _ = recorded(steps(LRU(short_chain=0), timeline=True))
+    timeline, _ = recorded(steps(LRU(short_chain=0), report=spillway.ReportOptions(timeline=True)))
     left = Counter(event.storage for event in timeline.events if event.change is Change.PAGE_IN)
     back = Counter(span.storage for span in of(timeline, Lane.COPY_IN))
     assert back == left
@@ -105,7 +105,9 @@ def test_copies_beside_the_ops_are_counted_and_some_of_their_time_is_hidden() ->
 def test_a_copy_that_ran_while_ops_did_is_hidden_and_one_that_an_op_waited_for_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with spillway.manage(nn.Linear(2, 2), budget=PLENTY, method=copying_beside(), timeline=True) as memory:
+    with spillway.manage(
+        nn.Linear(2, 2), budget=PLENTY, method=copying_beside(), report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         with memory.step():
             free, waited = torch.arange(ITEMS), torch.arange(ITEMS) * 2
             assert begin(memory, free, Copy)
@@ -138,7 +140,9 @@ def test_a_wait_that_the_controller_does_not_see_is_a_stall_too(monkeypatch: pyt
 
 
 def test_a_fetch_that_an_op_waits_for_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    with spillway.manage(nn.Linear(2, 2), budget=PLENTY, method=copying_beside(), timeline=True) as memory:
+    with spillway.manage(
+        nn.Linear(2, 2), budget=PLENTY, method=copying_beside(), report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         with memory.step():
             tensor = torch.arange(ITEMS)
             put_away(memory, tensor, Move)
@@ -166,12 +170,12 @@ def test_where_no_timeline_is_kept_handlers_stand_alone(monkeypatch: pytest.Monk
     assert len(around) > 10
     assert not any(around)
     around.clear()
-    steps(LRU(short_chain=0), timeline=True)
+    steps(LRU(short_chain=0), report=spillway.ReportOptions(timeline=True))
     assert any(around), "this test would notice"
 
 
 def test_after_a_recorded_step_nothing_is_left_of_it() -> None:
-    with spillway.manage(nn.Linear(64, 64), budget=PLENTY, timeline=True) as memory:
+    with spillway.manage(nn.Linear(64, 64), budget=PLENTY, report=spillway.ReportOptions(timeline=True)) as memory:
         with memory.step():
             torch.ones(ITEMS) + 1
         dispatch = memory._engine._dispatch
@@ -180,7 +184,7 @@ def test_after_a_recorded_step_nothing_is_left_of_it() -> None:
 
 
 def test_a_run_file_has_the_lanes_of_the_step_under_most_pressure(tmp_path: Any) -> None:
-    memory = steps(copying_beside(), timeline=True, run_file=tmp_path / "run.jsonl")
+    memory = steps(copying_beside(), report=spillway.ReportOptions(timeline=True, run_file=tmp_path / "run.jsonl"))
     run = read_run(tmp_path / "run.jsonl")
     assert run.timelines == [memory.timeline]
     assert run.steps == memory.history
@@ -190,7 +194,7 @@ def test_two_sessions_in_two_threads_keep_lanes_of_their_own() -> None:
     found: dict[str, Session] = {}
 
     def train(name: str) -> None:
-        found[name] = steps(copying_beside(), timeline=True)
+        found[name] = steps(copying_beside(), report=spillway.ReportOptions(timeline=True))
 
     threads = [threading.Thread(target=train, args=(name,)) for name in "ab"]
     for thread in threads:

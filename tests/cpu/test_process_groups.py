@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 import spillway
 from spillway.errors import ModelError
-from tests.cpu.process_judge import BLOCKS, Group, group, judged, plainly
+from tests.cpu.process_judge import Group, group, judged, plainly
 from tests.cpu.process_programs import Block, Communicating
 
 pytestmark = pytest.mark.skipif(
@@ -93,7 +93,10 @@ def test_a_sharded_model_is_refused_with_a_sentence(method: str) -> None:
             spillway.manage(model, budget="1MiB", method=method)
     later = nn.Sequential(nn.Linear(8, 8))
     with spillway.manage(
-        later, budget="1MiB", method=method, blocks=["0"] if method == "checkpoint" else None
+        later,
+        budget="1MiB",
+        method=method,
+        blocks=spillway.BlockOptions(names=["0"] if method == "checkpoint" else None),
     ) as memory:
         fully_shard(later)
         with pytest.raises(ModelError, match="sharded"), memory.step():
@@ -112,7 +115,9 @@ class Counted(Communicating):
 @pytest.mark.parametrize("method", ["checkpoint", "mimose-published"])
 def test_a_block_that_communicates_runs_once(method: str) -> None:
     model = nn.Sequential(Counted(16), Block(16), Counted(16))
-    with spillway.manage(model, budget="1GiB", method=method, blocks=["0", "1", "2"]) as memory:
+    with spillway.manage(
+        model, budget="1GiB", method=method, blocks=spillway.BlockOptions(names=["0", "1", "2"])
+    ) as memory:
         for _ in range(2):
             x = torch.randn(8, 16)
             with memory.step(x):
@@ -133,11 +138,10 @@ def test_what_is_in_flight_and_not_held_is_told_by_these_programs(tmp_path: Path
 def test_where_one_rank_refuses_the_others_are_told_when_its_process_group_is_gone(two: Group, method: str) -> None:
     program = "ddp"
     plain = plainly(two, program)
-    options = {"blocks": BLOCKS, "timeline": True} if method == "checkpoint" else {}
-    answers = two.ask(program=program, method=method, budget=[1 << 30, plain.peak // 8], **options)
+    answers = two.ask(program=program, method=method, budget=[1 << 30, plain.peak // 8])
     assert "refused" in answers[1]
     assert "Connection closed by peer" in answers[0]["error"] or "Connection reset" in answers[0]["error"]
-    again = two.ask(program=program, method=method, budget=1 << 30, **options)
+    again = two.ask(program=program, method=method, budget=1 << 30)
     assert [answer["trace"] for answer in again] == [answer["trace"] for answer in plain.answers]
 
 

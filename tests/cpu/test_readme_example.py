@@ -91,7 +91,9 @@ def _losses(method: str | AbstractPolicy, budget: str | None) -> tuple[list[str]
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
-    with spillway.manage(model, optimizer, budget=budget, method=method, timeline=True) as memory:
+    with spillway.manage(
+        model, optimizer, budget=budget, method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         for _ in range(2):
             batch = torch.randn(2048, 512)
             with memory.step(batch):

@@ -128,7 +128,9 @@ def test_an_optimizer_of_the_users_own_is_stepped_by_the_user_alone() -> None:
 
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(4)))
     optimizer = Own(model.parameters(), 0.1, momentum=0.9)
-    with spillway.manage(model, optimizer, budget="64MiB", method="checkpoint", blocks=list("0123")) as memory:
+    with spillway.manage(
+        model, optimizer, budget="64MiB", method="checkpoint", blocks=spillway.BlockOptions(names=list("0123"))
+    ) as memory:
         for _ in range(3):
             with memory.step(batch := torch.ones(8, 32)):
                 model(batch).square().mean().backward()

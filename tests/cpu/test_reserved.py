@@ -16,7 +16,7 @@ from spillway.internals.dispatch_key import unwatched
 from spillway.internals.process_memory import Reclaimer, ResidentSet
 from spillway.methods import LRU, Fetch, Move, Proposal
 from spillway.methods.base import MemoryView
-from spillway.session import manage
+from spillway.session import ReportOptions, SpillOptions, manage
 from spillway.session.tensor_session import TensorSession
 from spillway.units import KiB, MiB
 
@@ -192,7 +192,11 @@ def test_a_session_reserves_nothing_if_freed_memory_is_kept(monkeypatch: pytest.
     model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(8)])
     for return_freed in (True, False):
         with manage(
-            model, budget=BUDGET // 4, method=LRU(short_chain=0), return_freed=return_freed, timeline=True
+            model,
+            budget=BUDGET // 4,
+            method=LRU(short_chain=0),
+            spill=SpillOptions(return_freed=return_freed),
+            report=ReportOptions(timeline=True),
         ) as session:
             monkeypatch.setattr(ResidentSet, "read", lambda self: 1 << 40)
             for _ in range(2):

@@ -24,8 +24,9 @@ from spillway.ir.account import account
 from spillway.ir.block_calls import block_names
 from spillway.ir.lives import lives_of
 from spillway.memory.budget import UNLIMITED
-from spillway.methods import METHODS, AbstractPlanner, CheckpointPlanner, Problem, Swap
-from spillway.methods.actions import Action
+from spillway.methods import METHODS, AbstractPlanner, Problem, Swap
+from spillway.methods.actions import Action, ActionOptions
+from spillway.methods.checkpoint import CheckpointPlanner
 from spillway.methods.graph_rewrite import PACK, UNPACK, compressed, run_twice
 from spillway.recording import record, record_step
 from spillway.workloads import get
@@ -99,7 +100,13 @@ def of_name(step: Step, name: str) -> list[Op]:
 def test_the_bytes_are_those_that_the_block_engine_packs(plain: Step, bits: int) -> None:
     model = Model()
     names = block_names(plain)
-    with BlockEngine(model, names, lossy=True, bits=bits, actions=lambda block, call: Action.COMPRESS) as engine:
+    with BlockEngine(
+        model,
+        names,
+        lossy=True,
+        actions=lambda block, call: Action.COMPRESS,
+        options={Action.COMPRESS: ActionOptions(bits=bits)},
+    ) as engine:
         loss = model(torch.randn(48, 16)).square().mean()
         real = sum(report.packed_bytes for report in engine.calls)
         loss.backward()
@@ -215,7 +222,7 @@ def test_ops_that_are_kept_do_not_run_again(plain: Step) -> None:
 def test_any_planner_can_work_on_the_result(plain: Step, rewrite: Callable[[Step], Any]) -> None:
     done = rewrite(plain)
     step = timed(replace(done.step, saved=done.waiting), V100)
-    for planner in (Swap(), Swap(prefetched=True), METHODS["sqrt-n"]()):
+    for planner in (Swap(), Swap(prefetched=True), METHODS["sqrt-n"].on_paper()):
         assert isinstance(planner, AbstractPlanner)
         plan = planner.plan(Problem(step=step, allowed=step.plain_peak(), device=V100))
         verify(plan, step, step.plain_peak())

@@ -103,7 +103,12 @@ def test_a_step_that_is_not_finished_is_not_in_the_history() -> None:
 
 
 def test_a_name_that_no_run_file_would_be_read_with_is_refused(tmp_path: Path) -> None:
-    with spillway.manage(network(), budget=None, run_file=tmp_path / "run.jsonl") as memory, memory.step():
+    with (
+        spillway.manage(
+            network(), budget=None, report=spillway.ReportOptions(run_file=tmp_path / "run.jsonl")
+        ) as memory,
+        memory.step(),
+    ):
         with pytest.raises(SessionError, match=r"log\('a\\tb'=...\): give it a name"):
             memory.log(**{"a\tb": 1.0})
         memory.log(loss=1.0)
@@ -114,7 +119,9 @@ def test_a_name_that_no_run_file_would_be_read_with_is_refused(tmp_path: Path) -
 def test_a_run_file_holds_what_the_history_holds(tmp_path: Path, timeline: bool) -> None:
     model, path = network(), tmp_path / "run.jsonl"
     optimizer = adam(model)
-    with spillway.manage(model, optimizer, budget="380 KiB", run_file=path, timeline=timeline) as memory:
+    with spillway.manage(
+        model, optimizer, budget="380 KiB", report=spillway.ReportOptions(run_file=path, timeline=timeline)
+    ) as memory:
         for number in range(3):
             with memory.step(batch_of(number)):
                 memory.log(loss=train(model, optimizer, number))
@@ -137,7 +144,7 @@ def test_the_run_file_of_a_run_that_died_can_be_read_up_to_there(tmp_path: Path)
     code = """
         import os, spillway, torch
         model = torch.nn.Linear(4, 4)
-        memory = spillway.manage(model, budget=None, run_file=os.environ["RUN_FILE"])
+        memory = spillway.manage(model, budget=None, report=spillway.ReportOptions(run_file=os.environ["RUN_FILE"]))
         for _ in range(2):
             with memory.step():
                 model(torch.ones(4)).sum().backward()
@@ -205,7 +212,7 @@ def test_a_step_that_also_updates_is_not_taken_for_one_that_only_accumulates() -
 
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), foreach=True)
-    with spillway.manage(model, optimizer, budget=None, timeline=True) as tracking:
+    with spillway.manage(model, optimizer, budget=None, report=spillway.ReportOptions(timeline=True)) as tracking:
         accumulate(tracking, model, optimizer)
     peaks = [report.peak_bytes for report in tracking.history]
     only_accumulating, updating = max(peaks[8:11]), peaks[11]
@@ -234,7 +241,7 @@ def test_what_a_step_without_recipes_left_behind_takes_room() -> None:
             memory.kept = [torch.ones(extra)] if extra else []  # type: ignore[attr-defined]
         return memory.history[-1].managed
 
-    with spillway.manage(model, optimizer, budget=None, timeline=True) as tracking:
+    with spillway.manage(model, optimizer, budget=None, report=spillway.ReportOptions(timeline=True)) as tracking:
         for _ in range(3):
             step(tracking, 0)
         peak = tracking.history[-1].peak_bytes

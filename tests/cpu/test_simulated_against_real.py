@@ -55,7 +55,9 @@ def real(
     batch = next(iter(made.batches(1)))
     made.train_step(batch)
     timelines = []
-    with spillway.manage(made.model, made.optimizers, budget=allowed, method=method, timeline=True) as memory:
+    with spillway.manage(
+        made.model, made.optimizers, budget=allowed, method=method, report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         memory._presses_most = lambda report: True  # type: ignore[method-assign]  # keep every step's
         for _ in range(STEPS):
             with memory.step(batch):

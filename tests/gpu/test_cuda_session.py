@@ -205,7 +205,9 @@ def test_running_out_of_host_memory_is_an_error_about_host_memory() -> None:
     model = nn.Linear(8, 8).to(DEVICE)
     method = LRU(short_chain=0)
     with (
-        spillway.manage(model, budget="200MiB", method=method, host_budget="16MiB") as memory,
+        spillway.manage(
+            model, budget="200MiB", method=method, spill=spillway.SpillOptions(host_budget="16MiB")
+        ) as memory,
         pytest.raises(SpillFullError, match="host_budget="),
         memory.step(),
     ):
@@ -233,7 +235,9 @@ def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None
     model = nn.Linear(1024, 1024).to(DEVICE)
     before = None
     for _ in range(100):
-        with spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB") as memory:
+        with spillway.manage(
+            model, budget=PLENTY, method=LRU(), spill=spillway.SpillOptions(host_budget="64MiB")
+        ) as memory:
             pool = memory._engine.backend.pool
             with memory.step():
                 assert put_away(memory, model.weight, Move)
@@ -247,7 +251,7 @@ def test_a_hundred_sessions_leave_nothing_pinned_and_nothing_allocated() -> None
 def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpinned_when_they_die() -> None:
     model = nn.Linear(1024, 1024).to(DEVICE)
     before = model.weight.detach().clone()
-    memory = spillway.manage(model, budget=PLENTY, method=LRU(), host_budget="64MiB")
+    memory = spillway.manage(model, budget=PLENTY, method=LRU(), spill=spillway.SpillOptions(host_budget="64MiB"))
     with memory.step():
         assert put_away(memory, model.weight, Move)
     slab = weakref.ref(memory._engine.backend.pool._slabs[0])  # type: ignore[attr-defined]
@@ -287,7 +291,9 @@ def busy() -> torch.Tensor:
 
 def test_lanes_are_those_of_the_device_and_hidden_is_what_no_op_waited_for() -> None:
     model = nn.Linear(8, 8).to(DEVICE)
-    with spillway.manage(model, budget=4 * PLENTY, method=LRU(), timeline=True) as memory:
+    with spillway.manage(
+        model, budget=4 * PLENTY, method=LRU(), report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         for number in (1, 8):  # the first step waits around every op; of the second more leaves
             with memory.step():
                 tensor = torch.arange(number * ITEMS, device=DEVICE)

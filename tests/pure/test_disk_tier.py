@@ -299,7 +299,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_has_changed(tier: DiskTier, tmp
         write(tier, content(200_000))
     assert str(caught.value) == (
         f"The spill directory {tmp_path} has no room for 195.31 KiB more; free some space there or choose another "
-        f"with spill_directory=."
+        f"with SpillOptions(directory=...) or --spill-directory."
     )
     assert tier.used == used
     assert np.array_equal(read(tier, kept)[0], content(50_000))
@@ -330,7 +330,7 @@ def test_a_directory_that_is_none_is_one_sentence(tmp_path: Path, name: str) -> 
     with pytest.raises(SpillDirectoryError) as caught:
         DiskTier(tmp_path / name)
     assert str(caught.value).startswith(f"The spill directory {tmp_path / name} cannot be used: ")
-    assert str(caught.value).endswith("; choose a writable one with spill_directory=.")
+    assert str(caught.value).endswith("; choose a writable one with SpillOptions(directory=...) or --spill-directory.")
 
 
 def test_a_directory_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:

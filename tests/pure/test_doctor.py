@@ -187,7 +187,7 @@ def test_a_spill_directory_that_does_not_serve_is_told_with_a_fix(
     monkeypatch.setattr(on_spill.shutil, "disk_usage", lambda directory: Usage(free))
     finding = on_spill.spill_directory(tmp_path)
     assert whats(finding) == [f"{tmp_path} {what}" for what in said]
-    assert all("spill_directory=" in problem.fix and not problem.fatal for problem in finding.problems)
+    assert all("SpillOptions(directory=...)" in problem.fix and not problem.fatal for problem in finding.problems)
     assert (finding.facts["file_system"], finding.facts["free"]) == (kind, free)
     assert os.listdir(tmp_path) == []
 

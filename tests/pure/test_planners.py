@@ -14,7 +14,6 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.lives import lives_of
 from spillway.ir.recipes import replayed
 from spillway.methods import (
-    BLOCK_METHODS,
     METHODS,
     AbstractPlanner,
     Checkmate,
@@ -298,11 +297,9 @@ def test_checkmate_without_scipy_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 # Names
 
 
-@pytest.mark.parametrize(
-    "name", [n for n, make in METHODS.items() if isinstance(make(), AbstractPlanner) and n not in BLOCK_METHODS]
-)
+@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.plans and one.runs == "paper"])
 def test_a_planner_by_name_is_no_policy_and_the_sentence_says_what_to_do(name: str) -> None:
     with pytest.raises(UnknownMethodError, match=rf"'{name}' plans before the step: .*Planned\(plan, step\)"):
         resolve(name)
-    made = METHODS[name]()
+    made = METHODS[name].on_paper()
     assert made.name == name

@@ -10,7 +10,7 @@ from spillway.costs.device import HERE, device_named
 from spillway.costs.roofline import timed
 from spillway.errors import UnknownMethodError, UsageError
 from spillway.ir import Recorded
-from spillway.methods import METHODS
+from spillway.methods import METHODS, Method
 from spillway.methods.checkmate import Checkmate
 from spillway.simulation.simulated_engine import simulate
 from spillway.simulation.sweep import (
@@ -48,7 +48,7 @@ def test_a_row_is_what_simulating_the_method_directly_gives(name: str) -> None:
     found = rows([name], [6 * MiB, 9 * MiB, 14 * MiB], processes=1)
     assert [one.budget_bytes for one in found] == [6 * MiB, 9 * MiB, 14 * MiB]
     for one in (one for one in found if one.status == "ok"):
-        alone = simulate(layers(12), allowed=one.budget_bytes, method=METHODS[name](), device=DEVICE)
+        alone = simulate(layers(12), allowed=one.budget_bytes, method=METHODS[name].on_paper(), device=DEVICE)
         assert one == Row(
             method=name, budget_bytes=one.budget_bytes, status="ok", overhead=alone.seconds / alone.plain_seconds,
             seconds=alone.seconds, peak_bytes=alone.peak_bytes, bytes_out=alone.bytes_out, bytes_in=alone.bytes_in,
@@ -110,7 +110,7 @@ def test_the_bound_is_the_relaxation_where_it_says_more_than_the_plain_step() ->
     assert isinstance(tight, Bound)
     assert (fits.kind, fits.seconds, fits.why) == ("plain", pytest.approx(0.012), "")
     assert (tight.kind, tight.coarse_seconds) == ("relaxation", None)
-    recomputes = simulate(small.step, allowed=5 * MiB, method=METHODS["dtr"](), device=DEVICE)
+    recomputes = simulate(small.step, allowed=5 * MiB, method=METHODS["dtr"].on_paper(), device=DEVICE)
     assert recomputes.bytes_out == 0
     assert fits.seconds < tight.seconds <= recomputes.seconds
 
@@ -130,7 +130,7 @@ def test_what_raises_is_a_failure_with_its_method_and_budget(monkeypatch: pytest
     def refused() -> None:
         raise UsageError("Something is not installed.")
 
-    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": refused})
+    monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": Method(refused)})
     found = list(compare(subject(), ["lru", "keep-all"], [14 * MiB], bound_seconds=0, processes=1))
     failure, kept = found
     assert failure == Failure(method="lru", budget_bytes=14 * MiB, why="Something is not installed.")

@@ -40,7 +40,7 @@ from spillway.internals.process_memory import found_no_memory
 from spillway.ir import Kind
 from spillway.methods import Checkpoint
 from spillway.processes import as_sent
-from spillway.session import BlockSession, manage
+from spillway.session import BlockOptions, BlockSession, ReportOptions, SpillOptions, manage
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.units import Bytes, Seconds
 from spillway.workloads import Batch, Workload, get
@@ -200,9 +200,10 @@ def _session(workload: Workload, way: Way, spill_directory: str | None) -> Itera
     method = Checkpoint(way.action, bits=way.bits, waits=way.waits)
     on_cuda = device_of([workload.model]).type == "cuda"
     session = manage(
-        workload.model, workload.optimizers, budget=ROOMY, method=method, lossy=way.lossy, return_freed=False,
-        timeline=on_cuda,  # where the session's own peaks cost next to nothing, and another count would disturb them
-        spill_directory=spill_directory,
+        workload.model, workload.optimizers, budget=ROOMY, method=method, blocks=BlockOptions(lossy=way.lossy),
+        spill=SpillOptions(directory=spill_directory, return_freed=False),
+        # Where the session's own peaks cost next to nothing, and another count would disturb them.
+        report=ReportOptions(timeline=on_cuda),
     )  # fmt: skip
     with session:
         assert isinstance(session, BlockSession)

@@ -37,8 +37,8 @@ def report(
     if perfetto is not None:
         if not any(timeline.spans for timeline in found.timelines):  # nobody looked at the clock in that run
             raise SpillwayError(
-                f"{run} holds no lanes: record them with spillway.manage(..., timeline=True, run_file=...) or "
-                f"spillway train --run-file, in this version."
+                f"{run} holds no lanes: record them with spillway.manage(..., report=ReportOptions(timeline=True, "
+                f"run_file=...)) or spillway train --run-file, in this version."
             )
         with naming(perfetto):
             events = write_trace(perfetto, found.header, found.timelines)

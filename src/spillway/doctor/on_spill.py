@@ -18,7 +18,7 @@ ON_A_NETWORK: Final = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "f
 LITTLE: Final[Bytes] = GiB
 """Less free room than this is a problem."""
 
-_ANOTHER: Final = "Name another directory, on a disk, with spill_directory= or --spill-directory."
+_ANOTHER: Final = "Name another directory, on a disk, with SpillOptions(directory=...) or --spill-directory."
 
 
 def spill_directory(directory: Path) -> Finding:

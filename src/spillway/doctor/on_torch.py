@@ -141,7 +141,8 @@ def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, 
     locks = "locks as much memory as it likes" if locked is None else f"may lock {format_bytes(locked)}"
     waits = (
         f"What leaves waits in pinned host memory, of which a session takes up to {format_bytes(pinned)} unless "
-        f"host_budget= says otherwise; a process {locks} here, which counts where the driver keeps to it."
+        f"SpillOptions(host_budget=...) says otherwise; a process {locks} here, which counts where the driver "
+        f"keeps to it."
     )
     given = ", ".join(f"{name}={value}" for name, value in settings.items())
     set_up = f"The allocator is set up by {given}." if given else "No setting of the allocator is in the environment."

@@ -12,8 +12,8 @@ NOTE [Safety rules]. They live in this folder and nowhere else; code points back
  5. A copy in flight counts as resident until it is done.
  6. A replay sees the environment of the original and has no side effect (`Machine.run`).
  7. A write invalidates every home made from the old version.
- 8. A lossy home is used only after the last forward use, and only with `lossy=True`. None is made here, but in
-    `engines/blocks/compress.py`.
+ 8. A lossy home is used only after the last forward use, and only with `BlockOptions(lossy=True)`. None is made
+    here, but in `engines/blocks/compress.py`.
  9. What a method proposes may be refused; the refusal is counted and shown.
 10. What has escaped is left alone, checked when evicting, and counted.
 11. The end of a step is explicit: recipes die there; what anything but the manager can reach comes back or is

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, final
 
 from spillway.errors import UsageError
 
@@ -58,11 +61,35 @@ class Action(enum.Enum):
         return self.compresses or self is Action.RECOMPUTE_COMPRESSED
 
 
-LOSSLESS: Final = tuple(action for action in Action if not action.lossy)
-"""The others change no bit of what training computes."""
-
-
 def check_bits(bits: int) -> None:
     """Raises UsageError for a number of bits that elements are not quantized to."""
     if type(bits) is not int or bits not in (2, 4, 8):
         raise UsageError(f"Elements are quantized to 2, 4 or 8 bits; got bits={bits!r}.")
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionOptions:
+    """How an action is carried out, where there is a choice.
+
+    Raises:
+        UsageError: `bits` are none of these.
+    """
+
+    bits: int = 4
+    """An element, of what is quantized: 2, 4 or 8. PAPAYA's is 4."""
+    compiled: bool = False
+    """What quantizes is compiled by torch.compile: the same bits in less time, after some seconds at first."""
+    waits: bool = False
+    """Copies of what moves never run beside compute, as PAPAYA's swapping has it: a block has ended when its bytes are
+    out, and the backward waits for every copy in."""
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits)
+
+
+USUAL: Final[Mapping[Action, ActionOptions]] = MappingProxyType({action: ActionOptions() for action in Action})
+"""The options of every action, where nothing else is said."""
+
+LOSSLESS: Final = tuple(action for action in Action if not action.lossy)
+"""The others change no bit of what training computes."""

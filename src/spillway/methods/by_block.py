@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self, TypeAlias, final
 
-from spillway.methods.actions import Action
+from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.units import Bytes, Seconds
 
 InputSize: TypeAlias = tuple[int, ...]
@@ -107,11 +107,19 @@ class BlockPlan:
     """Expected to be spent on what is not kept."""
     smallest: Bytes
     """What the smallest of the blocks saves that are not kept; 0 if all are."""
+    options: Mapping[Action, ActionOptions] = field(default_factory=lambda: USUAL, hash=False)
+    """How these actions are carried out."""
 
     @classmethod
-    def nothing_kept(cls, size: InputSize, available: Bytes, action: Action = Action.RECOMPUTE) -> Self:
+    def nothing_kept(
+        cls, size: InputSize, available: Bytes, action: Action = Action.RECOMPUTE,
+        options: Mapping[Action, ActionOptions] = USUAL,
+    ) -> Self:  # fmt: skip
         """For a step of which nothing is known yet: the same becomes of every block."""
-        return cls(size=size, actions=(), otherwise=action, projected=0, available=available, seconds=0.0, smallest=0)
+        return cls(
+            size=size, actions=(), otherwise=action, projected=0, available=available, seconds=0.0, smallest=0,
+            options=options,
+        )  # fmt: skip
 
     @property
     def given_up(self) -> frozenset[int]:
@@ -122,6 +130,11 @@ class BlockPlan:
     def moves(self) -> bool:
         """Whether anything waits outside of the device's memory."""
         return any(action.moves for action in {*self.actions, self.otherwise})
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether anything of that may come back before the backward wants it."""
+        return any(action.moves and not self.options[action].waits for action in {*self.actions, self.otherwise})
 
     @property
     def only_recomputes(self) -> bool:
@@ -175,19 +188,16 @@ class AbstractBlockMethod(ABC):
     """Whether the size of an input may be several numbers; otherwise it is the one that the paper takes."""
     action: Action = Action.RECOMPUTE
     """What becomes of blocks that are not kept."""
-    bits: int = 4
-    """An element, where that is to be quantized."""
-    compiled: bool = False
-    """Whether what quantizes is compiled."""
-    waits: bool = False
-    """Whether compute waits for every copy of what moves, out and in."""
+    action_options: Mapping[Action, ActionOptions] = USUAL
+    """How it has actions carried out."""
     forwards: int = 1
     """How often a block's forward runs where it is measured."""
 
     def in_header(self) -> dict[str, object]:
         """What a run file says of it beside its name."""
-        bits = {"bits": self.bits} if self.action.lossy else {}
-        told = {"compiled": self.compiled, "waits": self.waits}
+        options = self.action_options[self.action]
+        bits = {"bits": options.bits} if self.action.lossy else {}
+        told = {"compiled": options.compiled, "waits": options.waits}
         return {"action": self.action.value, **bits, **{name: True for name, on in told.items() if on}}
 
     @abstractmethod

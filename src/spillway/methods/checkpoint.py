@@ -13,6 +13,7 @@ such as its result, stays.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Self, final
 
 from spillway.errors import BudgetInfeasible, UsageError
@@ -20,7 +21,7 @@ from spillway.ir import Plan
 from spillway.ir.account import account
 from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
-from spillway.methods.actions import Action, check_bits
+from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.by_block import (
     AbstractBlockMethod,
@@ -41,11 +42,8 @@ class Checkpoint(AbstractBlockMethod):
 
     Arguments:
         action: What becomes of every block instead: what it saves is moved or quantized, its input is, or it runs again
-            without its expensive ops. Where it quantizes, a session has to be told `lossy=True`.
-        bits: An element, of what is quantized: 2, 4 or 8. PAPAYA's is 4.
-        compiled: What quantizes is compiled by torch.compile: the same bits in less time, after some seconds at first.
-        waits: Copies of what moves never run beside compute, as PAPAYA's swapping has it: a block has ended when its
-            bytes are out, and the backward waits for every copy in.
+            without its expensive ops. Where it quantizes, a session has to be told `BlockOptions(lossy=True)`.
+        bits: As in `ActionOptions`, like `compiled` and `waits`.
 
     Raises:
         UsageError: `action` is none, or keeps everything; `bits` are none of these; it `waits` and nothing moves, or is
@@ -60,16 +58,16 @@ class Checkpoint(AbstractBlockMethod):
         if not isinstance(action, Action) or action is Action.KEEP:
             others = ", ".join(f"Action.{one.name}" for one in Action if one is not Action.KEEP)
             raise UsageError(f"Checkpoint does one of {others} with every block; got {action!r}.")
-        check_bits(bits)
         if waits and not action.moves:
             raise UsageError(f"Compute can wait for copies where something moves; Action.{action.name} moves nothing.")
         if compiled and not action.lossy:
             raise UsageError(f"What quantizes can be compiled; Action.{action.name} quantizes nothing.")
-        self.action, self.bits, self.compiled, self.waits = action, bits, compiled, waits
+        self.action = action
+        self.action_options = {**USUAL, action: ActionOptions(bits=bits, compiled=compiled, waits=waits)}
 
     def fresh(self, *, batched: bool) -> Self:
         """Another one."""
-        return type(self)(self.action, bits=self.bits, compiled=self.compiled, waits=self.waits)
+        return type(self)(self.action, **asdict(self.action_options[self.action]))
 
     @property
     def sheltered(self) -> bool:
@@ -78,7 +76,9 @@ class Checkpoint(AbstractBlockMethod):
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """A plan that keeps nothing."""
-        return Decision(Phase.SHELTERED, BlockPlan.nothing_kept(size, available, self.action), False)
+        return Decision(
+            Phase.SHELTERED, BlockPlan.nothing_kept(size, available, self.action, self.action_options), False
+        )
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """There is nothing to learn."""

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 
-from spillway.engines.blocks.environment import Generator
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
-from spillway.methods import BLOCK_METHODS, AbstractPolicy, resolve
+from spillway.methods import METHODS, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
+from spillway.session.options import BlockOptions, ReportOptions, SpillOptions
 from spillway.session.tensor_session import TensorSession, tensor_header
-from spillway.tiers.spill_file import SpillIO
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine
+
+
+_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
 
 
 def manage(
@@ -30,19 +31,11 @@ def manage(
     *,
     budget: int | str | None,
     method: str | AbstractPolicy | AbstractBlockMethod = "lru",
-    host_budget: int | str | None = None,
-    spill_directory: str | os.PathLike[str] | None = None,
-    spill_io: SpillIO = "buffered",
-    return_freed: bool = True,
-    run_file: str | os.PathLike[str] | None = None,
-    timeline: bool = False,
-    live: bool = False,
-    blocks: Sequence[str] | None = None,
-    size: Callable[[Any], int | Sequence[int]] | None = None,
-    generators: Iterable[Generator] = (),
-    lossy: bool = False,
+    spill: SpillOptions = _SPILL,
+    blocks: BlockOptions = _BLOCKS,
+    report: ReportOptions = _REPORT,
 ) -> Session:
-    """Train `model` under a memory budget, bit-identically to plain PyTorch unless `lossy` allows another way.
+    """Train `model` under a memory budget, bit-identically to plain PyTorch unless `blocks` allows another way.
 
     Arguments:
         model: The module, or several that train together. Nothing about them is changed.
@@ -50,85 +43,78 @@ def manage(
         budget: Bytes, "6GiB", or a share of the memory of the model's device, "80%". It covers every storage that the
             step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
             hands out to anybody else in the process. None only keeps account.
-        method: How to decide what leaves: a name or an object (of a block engine's method its options count).
-            Policies, such as "lru" and "delta", run on the tensor engine, which watches every op; "mimose",
-            "mimose-published" and "checkpoint" on the block engine, which recomputes blocks and costs nothing per op.
-        host_budget: For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as
-            a share of the memory that this process may use, that is of RAM or of what a control group allows of it;
-            half of that by default.
-        spill_directory: Where the spill file goes, the system's temporary directory by default. It needs room for what
-            leaves; the file has no name and is gone with the process.
-        spill_io: "direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that
-            spilled bytes do not take its place; "buffered" is faster as long as there is memory for the cache.
-        return_freed: Return freed memory to the system when the process's resident set is about to pass the budget
-            by 5 %. False leaves it to the allocator: steps under pressure are faster, and the process may take twice
-            the budget and more, because the allocator keeps what it cannot reuse.
-        run_file: JSON lines with the figures of every step.
-        timeline: Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`.
-            The block engine has no timelines; it measures the peak of every step then, and not only of those of which
-            something is to be learned.
-        live: Show one line in the terminal while training.
-        blocks: For the block engine: names of the modules that are its blocks. Found in the first step if left out.
-        size: For the block engine: gives the size of a batch, a whole number or several. By default it is read from the
-            shapes: the dimensions that differ between batches.
-        generators: For the block engine: random streams that the model draws from, beside the global ones and those
-            that are attributes of its modules.
-        lossy: Allow methods that quantize what the backward reads, such as `Checkpoint(Action.COMPRESS)`: their losses
-            and gradients are other than plain PyTorch's. Nothing else quantizes because of it.
+        method: How to decide what leaves: a name of `spillway.methods.METHODS`, or an object (of a block engine's
+            method its options count). Policies, such as "lru" and "delta", run on the tensor engine, which watches
+            every op; "mimose", "mimose-published" and "checkpoint" on the block engine, which recomputes blocks and
+            costs nothing per op.
+        spill: Where bytes wait that have left.
+        blocks: What a method of the block engine is told of the model.
+        report: What is told of the run.
 
     Raises:
         UsageError: Something given makes no sense; the message says what would.
         SpillDirectoryError: The spill directory cannot be used.
     """
+    _check_options(spill=spill, blocks=blocks, report=report)
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
     check_models(models, optimizers)
     decides = resolve(method)
     if isinstance(decides, AbstractBlockMethod):
-        _check_action(decides, host_budget, lossy=lossy)
+        _check_action(decides, spill.host_budget, lossy=blocks.lossy)
         device = device_of(models)
-        pinned, allowed = pinned_bytes(device, host_budget), allowed_bytes(device, budget)
+        pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
         first = header(allowed, decides.name, device) | decides.in_header()
-        writer = None if run_file is None else RunWriter(run_file, first)
+        writer = None if report.run_file is None else RunWriter(report.run_file, first)
         try:
             return BlockSession(
-                models, optimizers, writer, _live(allowed, live), blocks=blocks, method=decides, allowed=allowed,
-                size_of=size, generators=generators, spill_directory=spill_directory, spill_io=spill_io,
-                traces=timeline, pinned=pinned, return_freed=return_freed, lossy=lossy,
+                models, optimizers, writer, _live(allowed, report.live), method=decides, allowed=allowed,
+                traces=report.timeline, pinned=pinned, spill=spill, blocks=blocks,
             )  # fmt: skip
         except BaseException:
             if writer is not None:
                 writer.close()
             raise
-    if blocks is not None or size is not None or tuple(generators):
+    if blocks != _BLOCKS and blocks != BlockOptions(lossy=True):
+        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
         raise UsageError(
-            f"blocks=, size= and generators= are for methods of the block engine, {', '.join(BLOCK_METHODS)}; "
-            f"{method!r} watches every op and needs none of them."
+            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
         )
-    engine = engine_for(device_of(models), decides, budget, host_budget, spill_directory, spill_io)
+    engine = engine_for(device_of(models), decides, budget, spill.host_budget, spill.directory, spill.io)
     allowed = engine.controller.budget.allowed
     try:
-        first = tensor_header(allowed, engine, return_freed=return_freed)
-        writer = None if run_file is None else RunWriter(run_file, first)
+        first = tensor_header(allowed, engine, return_freed=spill.return_freed)
+        writer = None if report.run_file is None else RunWriter(report.run_file, first)
         return TensorSession(
-            models, optimizers, engine, writer, _live(allowed, live), keep_timeline=timeline, return_freed=return_freed
-        )
+            models, optimizers, engine, writer, _live(allowed, report.live), keep_timeline=report.timeline,
+            return_freed=spill.return_freed,
+        )  # fmt: skip
     except BaseException:
         engine.close()
         raise
+
+
+def _check_options(**given: object) -> None:
+    kinds = {"spill": SpillOptions, "blocks": BlockOptions, "report": ReportOptions}
+    for name, options in given.items():
+        if not isinstance(options, kinds[name]):
+            fields = ", ".join(f"{one.name}=" for one in dataclasses.fields(kinds[name]))
+            raise UsageError(
+                f"{name}= takes spillway.{kinds[name].__name__}(...), with {fields}; got {type(options).__name__}."
+            )
 
 
 def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *, lossy: bool) -> None:
     action = method.action
     if host_budget is not None and not action.moves:
         raise BudgetError(
-            f"host_budget= is for what is moved to the host, and {method.name!r}, which is to {action.value}, moves "
-            f"nothing."
+            f"SpillOptions(host_budget=...) is for what is moved to the host, and {method.name!r}, which is to "
+            f"{action.value}, moves nothing."
         )
     if action.lossy and not lossy:
         raise UsageError(
-            f"{method.name!r} is to {action.value} ({action}), in {method.bits} bits an element, so that gradients are "
-            f"other than plain PyTorch's; allow that with lossy=True, or choose another action."
+            f"{method.name!r} is to {action.value} ({action}), in {method.action_options[action].bits} bits an element, so that gradients are "
+            f"other than plain PyTorch's; allow that with blocks=BlockOptions(lossy=True), or choose another action."
         )
 
 
@@ -140,4 +126,4 @@ def _live(allowed: int, wanted: bool) -> LiveLine | None:
     return LiveLine(allowed)
 
 
-__all__ = ["BlockSession", "Session", "TensorSession", "manage"]
+__all__ = ["BlockOptions", "BlockSession", "ReportOptions", "Session", "SpillOptions", "TensorSession", "manage"]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +16,6 @@ import torch
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.discovery import find_blocks
-from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
@@ -42,12 +40,12 @@ from spillway.methods.by_block import (
 )
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
-from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeOf, SizeReader
+from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
+from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
-from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:
@@ -124,17 +122,12 @@ class BlockSession(Session):
 
     Args:
         models: One.
-        blocks: Names of modules; None to find them.
         method: Decides.
         allowed: The budget in bytes.
-        size_of: The user's own way to read the size of a batch.
-        generators: Random streams that blocks draw from, beside the global ones and those of modules.
-        pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
-        spill_directory: Where the spill file goes.
-        spill_io: Through the page cache or past it.
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
-        return_freed: Whether freed memory goes back to the system when the resident set is above the budget.
-        lossy: Whether the method's action may quantize.
+        pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
+        spill: Where bytes wait that have left.
+        blocks: What the user has said of the model.
 
     Raises:
         ModelError: More than one model, or one that a block engine cannot have.
@@ -149,32 +142,27 @@ class BlockSession(Session):
         writer: RunWriter | None,
         live: LiveLine | None,
         *,
-        blocks: Sequence[str] | None,
         method: AbstractBlockMethod,
         allowed: Bytes,
-        size_of: SizeOf | None,
-        generators: Iterable[Generator],
-        pinned: Bytes,
-        spill_directory: str | os.PathLike[str] | None,
-        spill_io: SpillIO,
         traces: bool,
-        return_freed: bool,
-        lossy: bool,
+        pinned: Bytes,
+        spill: SpillOptions,
+        blocks: BlockOptions,
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
-        self._size_of = size_of
-        self._generators = tuple(generators)
+        self._size_of = blocks.size
+        self._generators = tuple(blocks.generators)
+        self._lossy = blocks.lossy
         self._pinned = pinned
-        self._spill_directory, self._spill_io = spill_directory, spill_io
+        self._spill = spill
         self._traces = traces
-        self._lossy = lossy
         self._device = device_of(models)
         if method.action.moves and self._device.type == "cpu":
-            DiskTier(spill_directory, spill_io).close()  # what is wrong with it is said now, and not within a step
+            DiskTier(spill.directory, spill.io).close()  # what is wrong with it is said now, and not within a step
         self._meter = meter_for(self._device)
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
@@ -186,12 +174,12 @@ class BlockSession(Session):
         self._largest: Bytes = 0
         self._resident_set: ResidentSet | None = None
         self._heap: HeldHeap | None = None
-        self._reclaimer = self._watch_resident_set() if return_freed and self._device.type == "cpu" else None
+        self._reclaimer = self._watch_resident_set() if spill.return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         try:
-            if blocks is not None:
-                self._open(blocks)
+            if blocks.names is not None:
+                self._open(blocks.names)
             else:
                 self._finder = Hook(self._model, self._find)
                 self._finder.install()
@@ -250,10 +238,8 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
         self._engine = BlockEngine(
-            self._model, names, generators=self._generators, spill_directory=self._spill_directory,
-            spill_io=self._spill_io,
-            host_budget=self._pinned, lossy=self._lossy, bits=self._method.bits, compiled=self._method.compiled,
-            read_ahead=0 if self._method.waits else None, write_behind=0 if self._method.waits else None,
+            self._model, names, generators=self._generators, spill_directory=self._spill.directory,
+            spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
         return self._engine
@@ -305,7 +291,7 @@ class BlockSession(Session):
                 return [], error
             failure = NoBlocksError(
                 f"The blocks of {type(self._model).__name__} cannot be found in a forward that runs once more: it "
-                f"ended in {type(error).__name__} ({error}); name them with blocks=[...].",
+                f"ended in {type(error).__name__} ({error}); name them with blocks=BlockOptions(names=[...]).",
                 reason="the forward in which they are looked for failed",
             )
             failure.__cause__ = error
@@ -414,7 +400,6 @@ class _Step(AbstractStep):
             measured=partial(self._family.measured, self._key),
             decide=self._decide,
             new=self._new or session._traces or session._method.action.moves,
-            waits=session._method.waits,
             largest=session._largest,
             reclaimer=session._reclaimer,
         )
@@ -459,7 +444,8 @@ class _Step(AbstractStep):
         engine = self._session._engine
         assert engine is not None
         if not self._session._budget.limited:  # nothing is in want of room
-            nothing = BlockPlan.nothing_kept(self._size, available, self._session._method.action)
+            method = self._session._method
+            nothing = BlockPlan.nothing_kept(self._size, available, method.action, method.action_options)
             return Decision(Phase.RESPONSIVE, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method

@@ -82,7 +82,8 @@ class SizeReader:
         if not any(shapes):
             raise UsageError(
                 "A method of the block engine plans by the size of the input, and no tensor was found to tell it: "
-                "enter the step with its batch, memory.step(batch), or give manage() size=, a function of the batch."
+                "enter the step with its batch, memory.step(batch), or give manage() "
+                "blocks=BlockOptions(size=...), a function of the batch."
             )
         if not self._takes_vectors:
             first = next(shape for shape in shapes if shape)
@@ -120,5 +121,7 @@ def _checked(size: int | Sequence[int]) -> InputSize:
     except TypeError:
         numbers = ()
     if not numbers or len(numbers) < len(given) or min(numbers) < 1:
-        raise UsageError(f"size= has to give a whole number above 0 for every batch, or several; got {size!r}.")
+        raise UsageError(
+            f"BlockOptions(size=...) has to give a whole number above 0 for every batch, or several; got {size!r}."
+        )
     return numbers

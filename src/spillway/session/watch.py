@@ -137,7 +137,6 @@ class StepWatch:
             one letter each.
         decide: Asked when a forward begins.
         new: Whether no step like this one was measured, so that libraries may keep what they make for it.
-        waits: Whether nothing may be read before the backward wants it.
         largest: What the largest block of earlier steps saved.
         reclaimer: Returns freed memory to the system; None to leave it.
     """
@@ -157,7 +156,6 @@ class StepWatch:
         measured: Callable[[str], bool],
         decide: Decide,
         new: bool,
-        waits: bool,
         largest: Bytes,
         reclaimer: Reclaimer | None,
     ) -> None:
@@ -177,7 +175,6 @@ class StepWatch:
         budget.begin(start)
         self._decide = decide
         self._new = new
-        self._waits = waits
         self._reclaimer = reclaimer
         self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
@@ -204,7 +201,7 @@ class StepWatch:
         missing = set() if self._trace is None else without_gradient(self._engine.model)
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.bypassed = bypassed
-        self._engine.actions = self._action_of
+        self._engine.actions, self._engine.options = self._action_of, decision.plan.options
         planned = forecast is not None and decision.plan.holds
         called = self._engine.called
         self._begins_with = None
@@ -289,7 +286,7 @@ class StepWatch:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
         one = self.passes[of]
-        if one.moves and not self._waits:  # what comes back before it is wanted must not take the room of what is
+        if one.decision.plan.prefetches:  # what comes back before it is wanted must not take the room of what is
             self._taken()
             self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
         returns = one.kept.pop(number, None) is None

@@ -106,7 +106,7 @@ def planner_named(method: str | AbstractPlanner) -> AbstractPlanner:
     found = method_named(method)
     if isinstance(found, AbstractPlanner):
         return found
-    planners = sorted(name for name, make in METHODS.items() if isinstance(make(), AbstractPlanner))
+    planners = sorted(name for name, one in METHODS.items() if one.plans)
     raise UnknownMethodError(
         f"{method!r} decides while the step runs and makes no plan; choose one of {', '.join(planners)}."
     )

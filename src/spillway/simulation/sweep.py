@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, final
@@ -271,12 +271,12 @@ def work_out(subject: Subject, plan_seconds: Seconds, bound_seconds: Seconds, ce
 
 def searches(method: str) -> bool:
     """Whether the method takes as long as it is given."""
-    return LIMITED in inspect.signature(METHODS[method]).parameters
+    return LIMITED in inspect.signature(METHODS[method].on_paper).parameters
 
 
 def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner:
     """The method by its name; one that searches does so for `plan_seconds`."""
-    factory: Callable[..., AbstractPolicy | AbstractPlanner] = METHODS[method]
+    factory = METHODS[method].on_paper
     return factory(**{LIMITED: plan_seconds}) if searches(method) else factory()
 
 

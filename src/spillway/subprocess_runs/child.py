@@ -17,7 +17,7 @@ from spillway.errors import SpillwayError, WorkloadError
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import Mimose
 from spillway.processes import as_sent
-from spillway.session import Session, manage
+from spillway.session import ReportOptions, Session, SpillOptions, manage
 from spillway.session.input_sizes import largest_size
 from spillway.subprocess_runs.run import STATIC, RunRequest, RunResult, StepDone
 from spillway.units import Bytes
@@ -68,8 +68,10 @@ def _session(request: RunRequest, workload: Workload, batches: list[Batch]) -> I
     try:
         session = manage(
             workload.model, workload.optimizers, budget=request.budget_bytes, method=method,
-            spill_directory=request.spill_directory, spill_io=request.spill_io, return_freed=request.return_freed,
-            run_file=request.run_file, timeline=request.timeline,
+            spill=SpillOptions(
+                directory=request.spill_directory, io=request.spill_io, return_freed=request.return_freed
+            ),
+            report=ReportOptions(run_file=request.run_file, timeline=request.timeline),
         )  # fmt: skip
     except OSError as error:
         raise SpillwayError(f"The run file {request.run_file} cannot be written: {error.strerror}.") from error

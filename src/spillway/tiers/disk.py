@@ -313,7 +313,7 @@ class DiskTier:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise SpillFullError(
                     f"The spill directory {self.directory} has no room for {format_bytes(nbytes)} more; free some "
-                    f"space there or choose another with spill_directory=."
+                    f"space there or choose another with SpillOptions(directory=...) or --spill-directory."
                 ) from error
             if error.errno == errno.ENOMEM:
                 raise SpillFullError(

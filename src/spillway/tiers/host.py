@@ -284,5 +284,5 @@ class HostPool:
             )
         return (
             f"The host budget of {format_bytes(self.budget)} has no room for {format_bytes(nbytes)} more ({used}); "
-            f"raise host_budget=, or let less leave the device with a larger budget=."
+            f"raise SpillOptions(host_budget=...), or let less leave the device with a larger budget=."
         )

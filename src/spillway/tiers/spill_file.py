@@ -183,7 +183,7 @@ def _open_unlinked(directory: Path, *, direct: bool) -> tuple[int, int]:
     except OSError as error:
         raise SpillDirectoryError(
             f"The spill directory {directory} cannot be used: {error.strerror or error}; choose a writable one with "
-            f"spill_directory=."
+            f"SpillOptions(directory=...) or --spill-directory."
         ) from error
     second = -1
     try:

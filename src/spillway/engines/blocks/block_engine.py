@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from spillway.budgets import parse_budget
-from spillway.engines.blocks.arithmetic import compiled as compiled_for
+from spillway.engines.blocks.arithmetic import compiled
 from spillway.engines.blocks.block import Block, Figures
 from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing
 from spillway.engines.blocks.compiled_blocks import (
@@ -41,7 +41,7 @@ from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
-from spillway.methods.actions import Action, check_bits
+from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.host import HostPool
@@ -112,14 +112,12 @@ class BlockEngine:
         write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
             default those of one block; 0 for none.
         lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
-        bits: An element, of what is quantized: 2, 4 or 8.
+        options: How actions are carried out, by action. May be set at any time, and counts from the next call on.
         rounding_seed: Of the chance by which elements are rounded, a stream of its own.
-        compiled: What quantizes is compiled by torch.compile: the same bits, a good part of the time, and some seconds
-            the first time in a process.
 
     Raises:
-        UsageError: `check` is neither, `bits` are none of these, nothing can be compiled here, or an action is lossy
-            and that is not allowed; the latter also by a forward, where `actions` is a function.
+        UsageError: `check` is neither, nothing can be compiled here, or an action is lossy and that is not allowed; the
+            latter also by a forward, where `actions` is a function.
         ModelError: No blocks, a name that is none, the model's own checkpointing is on, or it is compiled.
     """
 
@@ -139,12 +137,10 @@ class BlockEngine:
         read_ahead: Bytes | None = None,
         write_behind: Bytes | None = None,
         lossy: bool = False,
-        bits: int = 4,
+        options: Mapping[Action, ActionOptions] = USUAL,
         rounding_seed: int = 0,
-        compiled: bool = False,
     ) -> None:
         check_runs_once(model)
-        check_bits(bits)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
         self._modules = chosen = _chosen(model, blocks, sample)
@@ -156,11 +152,11 @@ class BlockEngine:
         """Told of every storage that a thread of the engine's frees, by that thread."""
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
         open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
-        compressor = Compressor(bits, rounding_seed, compiled_for(_device_of(model)) if compiled else None)
         self._runtime = BlockRuntime(
-            environment_of(model, generators), open_store, read_ahead, compressor=compressor,
+            environment_of(model, generators), open_store, read_ahead, compressor=Compressor(rounding_seed),
             by_module=selected is not None, checks_values=check == "values",
         )  # fmt: skip
+        self.options = options
         self._figures: list[Figures] = []
         self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
@@ -213,6 +209,21 @@ class BlockEngine:
         for action in () if callable(actions) else actions.values():
             self._check_lossy(action)
         self._actions = actions
+
+    @property
+    def options(self) -> Mapping[Action, ActionOptions]:
+        """How actions are carried out.
+
+        Raises:
+            UsageError: When set: something is to be compiled, and nothing can be compiled here.
+        """
+        return self._options
+
+    @options.setter
+    def options(self, options: Mapping[Action, ActionOptions]) -> None:
+        if any(one.compiled for one in options.values()):
+            compiled(_device_of(self.model))
+        self._options = {**USUAL, **options}
 
     @property
     def calls(self) -> list[CallReport]:
@@ -358,7 +369,7 @@ class BlockEngine:
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._figures)
         reached = observer.block_begins(number) if observer is not None else None
-        call = BlockCall(runtime, block, figures, runtime.call)
+        call = BlockCall(runtime, block, figures, runtime.call, self._options[figures.action])
         self._figures.append(figures)
         self._calls[figures.block, figures.call] = weakref.ref(call)
         call.when_reached = reached

@@ -64,7 +64,7 @@ from spillway.engines.blocks.stores import Store
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
 from spillway.internals.private import storage_address as address
-from spillway.methods.actions import Action
+from spillway.methods.actions import Action, ActionOptions
 from spillway.units import Bytes
 
 Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
@@ -206,6 +206,8 @@ class BlockRuntime:
         self.store.begin_block()
         yield self.store
         self.store.end_block()
+        if call.options.waits:
+            self.store.finish_out()
 
     def read_ahead(self, call: BlockCall) -> None:
         """A backward has come to this call: let come what it will want next, which is what was sent before."""
@@ -215,7 +217,7 @@ class BlockRuntime:
         earlier = (number for number in list(self._away.keys()) if number < call.sent)
         for number in sorted(earlier, reverse=True):
             other = self._away.get(number)
-            if other is None or not other.waiting():
+            if other is None or other.options.waits or not other.waiting():
                 continue
             if left is None:
                 other.start_in(None)
@@ -256,12 +258,15 @@ _SETTLE: Final = 3
 class BlockCall:
     """One call of a block under gradients."""
 
-    def __init__(self, runtime: BlockRuntime, block: Block, figures: Figures, parent: BlockCall | None) -> None:
+    def __init__(
+        self, runtime: BlockRuntime, block: Block, figures: Figures, parent: BlockCall | None, options: ActionOptions
+    ) -> None:
         self.runtime = runtime
         self.block = block
         self.figures = figures
         self.number = figures.call
         self.action = figures.action
+        self.options = options
         self.parent = parent
         self.children: list[weakref.ref[BlockCall]] = []
         self.child_blocks: list[Block] = []
@@ -393,7 +398,7 @@ class BlockCall:
         """Arguments as well: what held them for a second run would hold them in full."""
         sending = self.runtime.sending(self) if self.action.moves else contextlib.nullcontext()
         with sending as store:
-            self.figures.packed_bytes = compress_saved(self._living(), self.runtime.compressor, store)
+            self.figures.packed_bytes = compress_saved(self._living(), self.runtime.compressor, self.options, store)
         if any(saved.spilled is not None for saved in self._living()):
             self._drop_arguments()
             self.figures.kept_because = self.figures.kept_because or "what it was called with is held compressed"
@@ -412,7 +417,7 @@ class BlockCall:
                 send_frozen([one for one in self.arguments() if one.needs_grad], fixed, store)
         elif self.action is Action.RECOMPUTE_COMPRESSED and not self._above_recomputes():
             arguments = [one for one in self.arguments() if one.needs_grad]
-            self.figures.packed_bytes = compress_frozen(arguments, fixed, self.runtime.compressor)
+            self.figures.packed_bytes = compress_frozen(arguments, fixed, self.runtime.compressor, self.options)
         elif self.action is Action.SELECTIVE_OFFLOADED and selection is not None:
             with self.runtime.sending(self) as store:
                 send_frozen(selection.kept, self._shared_with_others(), store)
@@ -542,7 +547,8 @@ class BlockCall:
     def _restore(self, saved: SavedTensor) -> None:
         if saved.spilled is not None:
             bring_saved_for(saved, self._living())
-            if self.action.compresses and self.runtime.ahead != 0:  # the next one is compressed by itself
+            if self.action.compresses and self.runtime.ahead != 0 and not self.options.waits:
+                # What it wants next is compressed by itself.
                 self.start_in(None)
             self.runtime.read_ahead(self)
             self._clear_later()
@@ -789,7 +795,7 @@ class Replay:
 
     def _fail(self, clause: str) -> None:
         decides = "a stream of random numbers or a state outside of the model decides what it does: register it with "
-        decides += "generators="
+        decides += "BlockOptions(generators=...)"
         if self._call.inexact:
             decides = (
                 "it ran on arguments that had been quantized, and their values decide what it does: compress what "

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.blocks.arithmetic import Arithmetic
+from spillway.engines.blocks.arithmetic import EAGER, compiled
 from spillway.engines.blocks.quantize import AbstractPacking, pack
 from spillway.engines.blocks.stores import Home, Storage, Store
 from spillway.internals.private import storage_address as address
+from spillway.methods.actions import ActionOptions
 from spillway.units import Bytes
 
 FEW: Final = 64
@@ -97,6 +98,8 @@ class _Known(NamedTuple):
     """A `StorageWeakRef`."""
     version: int
     dtype: torch.dtype
+    bits: int
+    """An element, unless it comes back exactly."""
     home: weakref.ref[CompressedHome]
 
 
@@ -105,27 +108,23 @@ class Compressor:
     """Makes compressed homes, one for each storage.
 
     Args:
-        bits: An element, where bits are lost.
         seed: Of the chance by which elements are rounded. As many steps of the same model are the same again.
-        arithmetic: What packs; op by op if left out.
     """
 
-    def __init__(self, bits: int, seed: int, arithmetic: Arithmetic | None = None) -> None:
-        self.bits = bits
+    def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._arithmetic = arithmetic
         self._generators: dict[torch.device, torch.Generator] = {}
         self._known: dict[int, _Known] = {}
         """By the address of the storage, which is nobody else's as long as the weak reference is there."""
         self._full = FEW
         """So many are known before those are forgotten that are gone."""
 
-    def compress(self, tensor: Tensor, *, lossy: bool) -> tuple[CompressedHome, Bytes] | None:
+    def compress(self, tensor: Tensor, options: ActionOptions | None) -> tuple[CompressedHome, Bytes] | None:
         """A home for the whole storage behind a plain strided tensor, and what that takes in addition.
 
         Args:
             tensor: Says how the bytes are to be read.
-            lossy: Whether its bits may change.
+            options: How it is quantized; None if its bits may not change.
 
         Returns:
             None if the storage is to stay as it is.
@@ -138,18 +137,25 @@ class Compressor:
         home = known.home() if known is not None else None
         same = known is not None and not known.storage.expired()
         same = same and known is not None and (known.version, known.dtype) == (version, tensor.dtype)
-        if same and home is not None and (home.exact or lossy):
+        bits = options.bits if options is not None else None
+        if (
+            same
+            and known is not None
+            and home is not None
+            and (home.exact or (bits is not None and bits <= known.bits))
+        ):
             return home, 0
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage.nbytes() % tensor.element_size():
             return None
         flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(cast(Any, storage))
-        packed = pack(flat, self.bits if lossy else None, self._generator(tensor.device), self._arithmetic)
+        arithmetic = compiled(tensor.device) if options is not None and options.compiled else EAGER
+        packed = pack(flat, bits, self._generator(tensor.device), arithmetic)
         if packed is None:
             return None
         home = CompressedHome(*packed)
         weak: Any = StorageWeakRef
-        self._known[key] = _Known(weak(storage), version, tensor.dtype, weakref.ref(home))
+        self._known[key] = _Known(weak(storage), version, tensor.dtype, bits or 0, weakref.ref(home))
         return home, home.nbytes
 
     def forget_dead(self) -> None:

@@ -131,7 +131,8 @@ def blocks_of(model: nn.Module, watch: Watch) -> list[str]:
             f"among the {len(watch.calls)} modules that its forward called no class with modules inside occurs twice"
         )
         raise NoBlocksError(
-            f"{type(model).__name__} has no blocks: {reason}; name the blocks with blocks=[...], or take a method of "
+            f"{type(model).__name__} has no blocks: {reason}; name the blocks with "
+            f"blocks=BlockOptions(names=[...]), or take a method of "
             f"the tensor engine, which needs none, such as method='delta'.",
             reason=reason,
         )
@@ -238,7 +239,7 @@ def find_blocks(
         reason = f"they cannot be looked for in a forward that runs once more, because {error}"
         raise NoBlocksError(
             f"The blocks of {type(model).__name__} cannot be found in a forward that runs once more, because {error}: "
-            f"name them with blocks=[...].",
+            f"name them with blocks=BlockOptions(names=[...]).",
             reason=reason,
         ) from error
     return blocks_of(model, watch)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from spillway.engines.blocks.compress import CompressedHome, Compressor
 from spillway.engines.blocks.stores import Home, Storage, Store
 from spillway.internals.private import storage_address as address
+from spillway.methods.actions import ActionOptions
 from spillway.units import Bytes
 
 PLAIN: Final = (Tensor, FakeTensor)
@@ -280,7 +281,9 @@ def send_saved(every: Iterable[SavedTensor], shared: set[int], store: Store) -> 
             saved.let_go()
 
 
-def compress_saved(every: Iterable[SavedTensor], compressor: Compressor, store: Store | None) -> Bytes:
+def compress_saved(
+    every: Iterable[SavedTensor], compressor: Compressor, options: ActionOptions, store: Store | None
+) -> Bytes:
     """Quantize what these hold, each storage once, and send that to a store; what it takes in addition."""
     groups: dict[int, list[SavedTensor]] = {}
     for saved in every:
@@ -291,7 +294,7 @@ def compress_saved(every: Iterable[SavedTensor], compressor: Compressor, store: 
     for group in groups.values():
         if len({saved.dtype for saved in group}) > 1:
             continue
-        found = compressor.compress(group[0].value, lossy=any(saved.differentiable for saved in group))
+        found = compressor.compress(group[0].value, options if any(saved.differentiable for saved in group) else None)
         if found is None:
             continue
         home, added = found
@@ -306,14 +309,16 @@ def compress_saved(every: Iterable[SavedTensor], compressor: Compressor, store: 
     return taken
 
 
-def compress_frozen(every: Iterable[FrozenTensor], fixed: set[int], compressor: Compressor) -> Bytes:
+def compress_frozen(
+    every: Iterable[FrozenTensor], fixed: set[int], compressor: Compressor, options: ActionOptions
+) -> Bytes:
     """Quantize frozen tensors, but for fixed ones; what they take in addition."""
     taken = 0
     for frozen in every:
         tensor = frozen.alias
         if tensor is None or not _is_plain(tensor) or address(tensor) in fixed:
             continue
-        found = compressor.compress(tensor, lossy=True)
+        found = compressor.compress(tensor, options)
         if found is not None:
             frozen.send_away(SpilledTensor.of(found[0], tensor))
             taken += found[1]

@@ -30,7 +30,9 @@ def pinned_bytes(device: torch.device, host_budget: int | str | None) -> Bytes:
         BudgetError: A budget that cannot be read, more than there is, or one where nothing is pinned.
     """
     if host_budget is not None and device.type == "cpu":
-        raise BudgetError("host_budget= is for models on CUDA; what leaves memory on the CPU goes to disk.")
+        raise BudgetError(
+            "SpillOptions(host_budget=...) is for models on CUDA; what leaves memory on the CPU goes to disk."
+        )
     return parse_budget(HOST_SHARE if host_budget is None else host_budget, usable_memory())
 
 

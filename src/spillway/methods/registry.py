@@ -1,0 +1,98 @@
+"""Every method by the name that users write: what it is, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, TypeAlias, final
+
+from spillway.errors import UnknownMethodError
+from spillway.methods.base import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
+from spillway.methods.checkmate import Checkmate
+from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
+from spillway.methods.delta import Delta
+from spillway.methods.dtr import DTR, HEURISTICS
+from spillway.methods.keep_all import KeepAll
+from spillway.methods.lru import LRU
+from spillway.methods.mimose import Mimose
+from spillway.methods.mimose.planner import MimosePlanner
+from spillway.methods.sqrt_n import SqrtN
+from spillway.methods.swap import Swap
+from spillway.methods.uvm import UVM
+from spillway.methods.zero_offload import ZeroOffload
+
+Runs: TypeAlias = Literal["tensor engine", "block engine", "paper"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Method:
+    """What stands behind a name.
+
+    Arguments:
+        on_paper: Makes what decides for a recorded step: a policy, which answers under pressure, or a planner.
+        by_block: Makes what decides for the block engine, where the method runs there.
+    """
+
+    on_paper: Callable[..., AbstractPolicy | AbstractPlanner]
+    by_block: Callable[[], AbstractBlockMethod] | None = None
+
+    @property
+    def plans(self) -> bool:
+        """Whether it decides before a recorded step, and not while it runs."""
+        return isinstance(self.on_paper(), AbstractPlanner)
+
+    @property
+    def runs(self) -> Runs:
+        """What carries it out in a session; "paper" if it needs a recorded step, of which it makes a plan."""
+        return "block engine" if self.by_block is not None else "paper" if self.plans else "tensor engine"
+
+
+METHODS: Mapping[str, Method] = MappingProxyType(
+    {
+        KeepAll.name: Method(KeepAll),
+        LRU.name: Method(LRU),
+        Delta.name: Method(Delta),
+        "delta-published": Method(Delta.as_published),
+        **{name: Method(DTR.named(name)) for name in HEURISTICS},
+        SqrtN.name: Method(SqrtN),
+        Checkmate.name: Method(Checkmate),
+        Swap.name: Method(Swap),
+        "swap-prefetch": Method(Swap.ahead),
+        UVM.name: Method(UVM),
+        ZeroOffload.name: Method(ZeroOffload),
+        MimosePlanner.name: Method(MimosePlanner, Mimose),
+        "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),
+        Checkpoint.name: Method(CheckpointPlanner, Checkpoint),
+    }
+)
+
+
+def resolve(method: str | AbstractPolicy | AbstractBlockMethod) -> AbstractPolicy | AbstractBlockMethod:
+    """What decides in a session, by its name; an object is taken as it is.
+
+    Raises:
+        UnknownMethodError: No method has that name, or it decides before the step and so needs a recorded one.
+    """
+    if isinstance(method, AbstractPolicy | AbstractBlockMethod):
+        return method
+    if not (isinstance(method, str) and method in METHODS):
+        names = ", ".join(sorted(name for name, one in METHODS.items() if one.runs != "paper"))
+        raise UnknownMethodError(f"There is no method {method!r}; choose one of {names}.")
+    found = METHODS[method]
+    made = found.by_block() if found.by_block is not None else found.on_paper()
+    if not isinstance(made, AbstractPlanner):
+        return made
+    raise UnknownMethodError(
+        f"{method!r} plans before the step: record one, make a plan with spillway.plan(step, budget=..., "
+        f"method={method!r}, device=...), and give method=Planned(plan, step) instead of the name."
+    )
+
+
+def method_named(method: str) -> AbstractPolicy | AbstractPlanner:
+    """What decides for a recorded step, by its name. Raises UnknownMethodError if no method has it."""
+    if isinstance(method, str) and method in METHODS:
+        return METHODS[method].on_paper()
+    raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")

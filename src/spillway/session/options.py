@@ -1,0 +1,64 @@
+"""What is rarely said to `manage`, by what it concerns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from spillway.engines.blocks.environment import Generator
+from spillway.tiers.spill_file import SpillIO
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpillOptions:
+    """Where bytes wait that have left, and what becomes of the memory that they leave."""
+
+    directory: str | os.PathLike[str] | None = None
+    """Where the spill file goes, the system's temporary directory by default. It needs room for what leaves; the file
+    has no name and is gone with the process."""
+    io: SpillIO = "buffered"
+    """"direct" writes and reads past the system's page cache where the file system can (O_DIRECT), so that spilled
+    bytes do not take its place; "buffered" is faster as long as there is memory for the cache."""
+    host_budget: int | str | None = None
+    """For models on CUDA: the most host memory that is pinned for what leaves the device, in bytes or as a share of the
+    memory that this process may use, that is of RAM or of what a control group allows of it; half of that by
+    default."""
+    return_freed: bool = True
+    """Return freed memory to the system when the process's resident set is about to pass the budget by 5 %. False
+    leaves it to the allocator: steps under pressure are faster, and the process may take twice the budget and more,
+    because the allocator keeps what it cannot reuse."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOptions:
+    """For methods of the block engine: what it cannot see for itself."""
+
+    names: Sequence[str] | None = None
+    """Names of the modules that are the blocks. Found in the first step if left out."""
+    size: Callable[[Any], int | Sequence[int]] | None = None
+    """Gives the size of a batch, a whole number or several. By default it is read from the shapes: the dimensions that
+    differ between batches."""
+    generators: Iterable[Generator] = ()
+    """Random streams that the model draws from, beside the global ones and those that are attributes of its modules."""
+    lossy: bool = False
+    """Allow methods that quantize what the backward reads, such as `Checkpoint(Action.COMPRESS)`: their losses and
+    gradients are other than plain PyTorch's. Nothing else quantizes because of it."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportOptions:
+    """What is told of a run, beside `Session.history`."""
+
+    run_file: str | os.PathLike[str] | None = None
+    """JSON lines with the figures of every step."""
+    timeline: bool = False
+    """Keep the memory timeline of the step in which most bytes left and came back, for `Session.report`. The block
+    engine has no timelines; it measures the peak of every step then, and not only of those of which something is to be
+    learned."""
+    live: bool = False
+    """Show one line in the terminal while training."""
