@@ -21,7 +21,7 @@ from spillway.errors import PlanRejected
 from spillway.ir import verify
 from spillway.methods import DTR as DTRPolicy
 from spillway.methods.mimose import InputSize, Options
-from spillway.methods.mimose.options import HALF_GB
+from spillway.methods.mimose.choices import HALF_GB
 from spillway.units import Bytes
 
 if TYPE_CHECKING:

@@ -36,8 +36,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-COMMON = ("actions", "base", "by_block")
-"""What methods of the two engines have in common, and what may become of a block."""
+COMMON = ("actions", "base", "by_block", "registry")
+"""What methods of the two engines have in common, what may become of a block, and the list of them."""
 NEED_TORCH = (
     "internals.private",
     "internals.host_reads",

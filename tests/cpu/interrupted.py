@@ -20,6 +20,8 @@ from tests.cpu.callbacks import BLOCKS, TENSORS
 
 ROWS, WIDTH = 64, 64
 PHASES: Final = ("entering", "leaving", "closing")
+PAGED: Final = "paged"
+"""A method of the block engine whose steps run inside the tensor engine."""
 _LOAD_CONST: Final = dis.opmap["LOAD_CONST"]
 
 
@@ -110,13 +112,11 @@ class Training:
     def manage(self, method: str) -> spillway.Session:
         if method in TENSORS:
             return spillway.manage(self.model, self.optimizer, budget="230 KiB", method=method)
+        blocks, paged = spillway.BlockOptions(names=["0", "1"], page=method == PAGED), method == PAGED
         return spillway.manage(
-            self.model,
-            self.optimizer,
-            budget="32 MiB",
-            method=BLOCKS[method],
-            blocks=spillway.BlockOptions(names=["0", "1"]),
-        )
+            self.model, self.optimizer, budget="230 KiB" if paged else "32 MiB",
+            method="checkpoint" if paged else BLOCKS[method], blocks=blocks,
+        )  # fmt: skip
 
     def state(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]

@@ -237,5 +237,20 @@ def test_what_a_signals_handler_raises_in_a_forward_that_is_forgotten_is_raised_
     assert calls.read_text() == "one "
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_closing_in_a_forward_that_is_forgotten_gives_the_model_its_own_back(way: str) -> None:
+    training = Training()
+    memory = spillway.manage(training.model, training.optimizer, budget="32 MiB", **WAYS[way][1])
+
+    def does(x: Tensor) -> Tensor:
+        memory.close()
+        return x
+
+    training.spot.does = does
+    with memory.step(training.rows):
+        training.step()
+    assert not [module for module in training.model.modules() if "forward" in vars(module)]
+
+
 def test_a_global_hook_of_optimizers_hears_of_the_users_alone() -> None:
     assert calls("checkpoint", "any optimizer") == 1

@@ -23,12 +23,12 @@ from spillway.methods.mimose import Mimose, Options
 from spillway.session.block_session import _Family
 from spillway.session.input_sizes import SizeReader
 from tests.cpu.callbacks import BLOCKS, TENSORS
-from tests.cpu.interrupted import ACTS, BATCH, PHASES, Interrupted, Lines, Training, raises
+from tests.cpu.interrupted import ACTS, BATCH, PAGED, PHASES, Interrupted, Lines, Training, raises
 from tests.cpu.leftovers import clean_up, world
 
 EVERY_LINE = bool(os.environ.get("SPILLWAY_FULL_AUDIT"))
-METHODS = ("lru", "checkpoint")
-"""One of each engine."""
+METHODS = ("lru", "checkpoint", PAGED)
+"""One of each engine, and one of both."""
 NEAR = ("session/", "turns.py", "interrupts.py", "tensors/engine.py", "tensors/mode.py", "private.py", "trace.py")
 """Files all of whose lines are interrupted in any run; of others every sixth is. The full audit has every line, at
 every time that it runs."""
@@ -66,7 +66,7 @@ def numbers(method: str, phase: str) -> list[int]:
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS] if EVERY_LINE else METHODS)
+@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS, PAGED] if EVERY_LINE else METHODS)
 def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: str, act: str) -> None:
     plain_states()
     chosen = numbers(method, phase)

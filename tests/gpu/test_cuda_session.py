@@ -14,7 +14,7 @@ from torch import nn
 
 import spillway
 from spillway.engines.tensors.cuda_machine import LIKELY_BANDWIDTH
-from spillway.engines.tensors.devices import engine_for
+from spillway.engines.tensors.devices import allowed_bytes, engine_for, pinned_bytes
 from spillway.errors import SessionError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import CAN_SWAP
@@ -270,7 +270,7 @@ def test_a_session_that_nobody_closes_leaves_values_right_and_its_memory_is_unpi
 
 
 def test_pinned_memory_copies_faster_than_pageable_memory_would_and_the_link_was_measured() -> None:
-    engine = engine_for(DEVICE, LRU(), "50%", "256MiB", None)
+    engine = engine_for(DEVICE, LRU(), allowed_bytes(DEVICE, "50%"), pinned_bytes(DEVICE, "256MiB"), None)
     try:
         assert engine.backend.pool.pinned == 0, "nobody asked"  # type: ignore[attr-defined]
         engine.machine.measure_link()

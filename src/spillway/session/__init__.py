@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,39 +60,40 @@ def manage(
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
     check_models(models, optimizers)
-    decides = resolve(method)
+    decides, device = resolve(method), device_of(models)
     if isinstance(decides, AbstractBlockMethod):
         _check_action(decides, spill.host_budget, lossy=blocks.lossy)
-        device = device_of(models)
-        pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
-        first = header(allowed, decides.name, device) | decides.in_header()
-        writer = None if report.run_file is None else RunWriter(report.run_file, first)
-        try:
-            return BlockSession(
-                models, optimizers, writer, _live(allowed, report.live), method=decides, allowed=allowed,
-                traces=report.timeline, pinned=pinned, spill=spill, blocks=blocks,
-            )  # fmt: skip
-        except BaseException:
-            if writer is not None:
-                writer.close()
-            raise
-    if blocks != _BLOCKS and blocks != BlockOptions(lossy=True):
+    elif blocks not in (_BLOCKS, BlockOptions(lossy=True)):
         names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
         raise UsageError(
             f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
         )
-    engine = engine_for(device_of(models), decides, budget, spill.host_budget, spill.directory, spill.io)
-    allowed = engine.controller.budget.allowed
-    try:
-        first = tensor_header(allowed, engine, return_freed=spill.return_freed)
-        writer = None if report.run_file is None else RunWriter(report.run_file, first)
-        return TensorSession(
-            models, optimizers, engine, writer, _live(allowed, report.live), keep_timeline=report.timeline,
-            return_freed=spill.return_freed,
-        )  # fmt: skip
-    except BaseException:
-        engine.close()
-        raise
+    pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
+    with contextlib.ExitStack() as undo:
+        if isinstance(decides, AbstractBlockMethod):
+            writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
+            session: Session = BlockSession(
+                models, optimizers, writer, _live(allowed, report.live), method=decides, allowed=allowed,
+                traces=report.timeline, pinned=pinned, spill=spill, blocks=blocks,
+            )  # fmt: skip
+        else:
+            engine = engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
+            undo.callback(engine.close)
+            writer = _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo)
+            session = TensorSession(
+                models, optimizers, engine, writer, _live(allowed, report.live), keep_timeline=report.timeline,
+                return_freed=spill.return_freed,
+            )  # fmt: skip
+        undo.pop_all()
+    return session
+
+
+def _writer(report: ReportOptions, first: dict[str, Any], undo: contextlib.ExitStack) -> RunWriter | None:
+    if report.run_file is None:
+        return None
+    writer = RunWriter(report.run_file, first)
+    undo.callback(writer.close)
+    return writer
 
 
 def _check_options(**given: object) -> None:
@@ -113,8 +115,9 @@ def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *,
         )
     if action.lossy and not lossy:
         raise UsageError(
-            f"{method.name!r} is to {action.value} ({action}), in {method.action_options[action].bits} bits an element, so that gradients are "
-            f"other than plain PyTorch's; allow that with blocks=BlockOptions(lossy=True), or choose another action."
+            f"{method.name!r} is to {action.value} ({action}), in {method.action_options[action].bits} bits an "
+            f"element, so that gradients are other than plain PyTorch's; allow that with blocks=BlockOptions(lossy=True), or "
+            f"choose another action."
         )
 
 

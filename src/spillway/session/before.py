@@ -39,8 +39,9 @@ class Before:
 
     @property
     def copies(self) -> list[Tensor]:
-        """Of buffers, there in every step."""
-        return [copy for _, copy in self._copies.values()]
+        """Of buffers and of torch's random streams, there in every step."""
+        states = [state for state in self._streams if isinstance(state, Tensor)]
+        return [*(copy for _, copy in self._copies.values()), *states]
 
     @torch.no_grad()
     def remember(self) -> None:

@@ -21,13 +21,14 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
-from spillway.engines.tensors.devices import device_of
+from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
+from spillway.methods import LRU, Action
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,
@@ -44,6 +45,8 @@ from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
+from spillway.session.paging import UNINTERRUPTED, Paging
+from spillway.session.tensor_session import report_of
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
 from spillway.units import Bytes, Seconds, format_bytes
@@ -133,7 +136,9 @@ class BlockSession(Session):
         ModelError: More than one model, or one that a block engine cannot have.
     """
 
-    _uninterrupted = ("spillway.session.abstract_session",)  # the model's own code runs inside of all others
+    _uninterrupted: tuple[str, ...] = (
+        "spillway.session.abstract_session",
+    )  # the model's own code runs inside of all others
 
     def __init__(
         self,
@@ -172,12 +177,19 @@ class BlockSession(Session):
         self._before: Before | None = None
         """Made in the first step, under a budget."""
         self._largest: Bytes = 0
+        self._paging: Paging | None = None
         self._resident_set: ResidentSet | None = None
         self._heap: HeldHeap | None = None
+        self._base_rss: Bytes | None = None
+        """What the process takes beside tensors, where freed memory is returned."""
         self._reclaimer = self._watch_resident_set() if spill.return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         try:
+            if blocks.page and self._budget.limited:
+                engine = engine_for(self._device, LRU(), self._budget, pinned, spill.directory, spill.io)
+                self._paging = Paging(engine, self._base_rss)
+                self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
             if blocks.names is not None:
                 self._open(blocks.names)
             else:
@@ -217,6 +229,8 @@ class BlockSession(Session):
                 stack.callback(self._live.close)
             if self._engine is not None:
                 stack.callback(self._engine.close)
+            if self._paging is not None:
+                stack.callback(self._paging.close)
             if self._finder is not None:
                 stack.callback(self._finder.remove)
             for handle in self._handles:
@@ -230,8 +244,8 @@ class BlockSession(Session):
         self._heap = HeldHeap()
         reclaimer = Reclaimer(resident_set)
         if self._budget.limited:
-            known = self._named_bytes(())
-            reclaimer.limit = max(resident_set.read() - known, 0) + int(SLACK * self._budget.allowed)
+            self._base_rss = max(resident_set.read() - self._named_bytes(()), 0)
+            reclaimer.limit = self._base_rss + int(SLACK * self._budget.allowed)
         return reclaimer
 
     # ------------------------------------------------------------------ blocks
@@ -259,6 +273,9 @@ class BlockSession(Session):
             return forward(*args, **kwargs)
         check_runs_once(self._model)
         names, failure = self._found(forward, args, kwargs)
+        if self._given_up:  # closed in the middle of it
+            self._finder.remove()
+            return forward(*args, **kwargs)
         if failure is not None:
             try:
                 forward(*args, **kwargs)  # fails in the same way, with all that it has changed by then
@@ -355,6 +372,7 @@ class _Step(AbstractStep):
         """Whether an optimizer has begun, and whether it was granted what it needs."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
+        self._paged = False
 
     def begin(self) -> None:
         session = self._session
@@ -376,6 +394,9 @@ class _Step(AbstractStep):
         self._key = self._dimensions, sheltered, self._start
         self._new = sheltered or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
+        if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
+            self._page()
+            return
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
@@ -383,10 +404,40 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
 
+    def _page(self) -> None:
+        """From here on every op is watched, see `session.paging`."""
+        session = self._session
+        assert session._paging is not None
+        session._paging.remember((self._signature, self._dimensions))
+        self._paged = True
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._trace = None
+        if session._engine is not None:
+            self.watch()
+        named = partial(session._tensors, self._batch)
+        session._paging.begin(self, named, self._signature, session._models, self.deferred.shut)
+
+    def pages(self, level: Bytes, call: Call) -> bool:
+        """Whether every op of this step is watched from here on, where its first forward begins."""
+        session = self._session
+        if session._paging is None or not torch.is_grad_enabled() or level > self._start:
+            return False
+        rise = self.recomputing(call)
+        if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
+            return False  # or nobody can tell, and the next one like it is
+        self._page()
+        return True
+
     def watch(self) -> None:
         """From here on the engine's blocks are told what to do, and measured."""
         session = self._session
         assert session._engine is not None
+        if self._paged:
+            session._engine.observer = None
+            session._engine.bypassed = session._engine.rehearses = False
+            session._engine.actions = _recompute
+            return
         self._watch = StepWatch(
             session._engine,
             session._meter,
@@ -469,7 +520,7 @@ class _Step(AbstractStep):
         if self._watch is not None:
             self._watch.optimizer_ended()
 
-    def end(self) -> BudgetInfeasible | None:
+    def end(self) -> SpillwayError | None:
         session = self._session
         if session._engine is not None:
             session._engine.observer = None
@@ -480,6 +531,8 @@ class _Step(AbstractStep):
             session._largest = max(session._largest, self._watch.largest)
         elif self._trace is not None:
             self._alone = max((window.peak for window in self._trace.stop()), default=0)
+        if self._paged and session._paging is not None:
+            return session._paging.end()
         return self._refusal()
 
     def _refusal(self) -> BudgetInfeasible | None:
@@ -502,6 +555,13 @@ class _Step(AbstractStep):
             lost = session._before.put_back()
             if lost:
                 refusal.add_note(f"The buffer {lost!r}, which no step had changed before, could not be put back.")
+        if session._paging is not None:
+            if self._paged:
+                return session._paging.told(refusal, session._models, session._optimizers, self._batch)
+            session._paging.remember((self._signature, self._dimensions))
+            refusal.add_note(
+                "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."
+            )
         left = session._named_bytes(self._batch)
         if refusal.op != "the step" or self._optimized or left <= self._start or watch is None:
             return refusal
@@ -524,7 +584,12 @@ class _Step(AbstractStep):
             self._say_if_unseen()
 
     def _say_if_unseen(self) -> None:
-        if self._optimized and not (self._watch is not None and self._watch.passes) and not self._session._told_unseen:
+        if (
+            self._optimized
+            and not self._paged
+            and not (self._watch is not None and self._watch.passes)
+            and not self._session._told_unseen
+        ):
             self._session._told_unseen = True
             warnings.warn(
                 f"This step updated {type(self._session._model).__name__} without calling it: only what its forward "
@@ -561,6 +626,13 @@ class _Step(AbstractStep):
         sent, bytes_out, bytes_in, stall = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
+        if self._paged and session._paging is not None:
+            figures = () if session._engine is None else session._engine.figures
+            engine, number = session._paging.engine, len(session.history)
+            told = report_of(engine, number, self._signature, seconds, self.logged)
+            ran = sum(call.recomputes > 0 for call in figures)
+            session._finish(replace(told, input_size=list(self._size), blocks=len(figures), recomputed_blocks=ran))
+            return
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
@@ -582,6 +654,10 @@ class _Step(AbstractStep):
                 f"optimizer needs for itself, which could not be told beforehand.",
                 stacklevel=4,
             )
+
+
+def _recompute(block: str, call: int) -> Action:
+    return Action.RECOMPUTE
 
 
 def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -44,6 +44,10 @@ class BlockOptions:
     differ between batches."""
     generators: Iterable[Generator] = ()
     """Random streams that the model draws from, beside the global ones and those that are attributes of its modules."""
+    page: bool = False
+    """Rather than refuse a step in which a block, or the optimizer, needs more at once than is allowed: recompute every
+    block, and watch every op, so that storages leave in the middle of it. Such a step takes the cost per op of the
+    tensor engine; others are as they were."""
     lossy: bool = False
     """Allow methods that quantize what the backward reads, such as `Checkpoint(Action.COMPRESS)`: their losses and
     gradients are other than plain PyTorch's. Nothing else quantizes because of it."""

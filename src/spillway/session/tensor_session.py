@@ -27,7 +27,7 @@ from spillway.ir import RunWriter, StepReport, Timeline
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
 from spillway.session.inputs import signature_of
-from spillway.units import Bytes
+from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine
@@ -217,7 +217,8 @@ class _Step(AbstractStep):
     @unheard
     def conclude(self) -> None:
         session, engine = self._session, self._engine
-        report = self._report(time.perf_counter() - self._began)
+        seconds = time.perf_counter() - self._began
+        report = report_of(engine, len(session.history), self._signature, seconds, self.logged)
         kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
         if not kept_all:
             session._fits.pop(self._circumstances, None)
@@ -241,23 +242,6 @@ class _Step(AbstractStep):
             updated = [any(pair) for pair in zip(updated, fused, strict=True)] if fused else updated
         return all(updated) and self._states == session._state_entries()
 
-    def _report(self, seconds: float) -> StepReport:
-        engine, counters = self._session._engine, self._session._engine.controller.counters
-        measured = engine.backend.measured()
-        return StepReport(
-            step=len(self._session.history), signature=self._signature, managed=engine.recording,
-            allowed=self._session.allowed, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
-            end_bytes=engine.budget.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
-            seconds=seconds, stall_seconds=counters.stall_seconds,
-            recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
-            bytes_out=counters.bytes_out,
-            bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
-            moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
-            unmanaged=engine.unmanaged, logged=self.logged, transfer_seconds=engine.transfers.seconds,
-            hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
-            bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=engine.budget.reserved,
-        )  # fmt: skip
-
 
 def _abandon(engine: TensorEngine, calls: Calls, deferred: DeferredInterrupts) -> None:
     """The step of a session that is gone."""
@@ -272,3 +256,23 @@ def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -
     """The first line of a run file."""
     own = {"spill_io": engine.backend.spill_io, "return_freed": return_freed}
     return header(allowed, engine.controller.policy.name, engine.backend.device) | own
+
+
+def report_of(
+    engine: TensorEngine, number: int, signature: str, seconds: Seconds, logged: dict[str, float]
+) -> StepReport:
+    """Of the step that the engine has just ended."""
+    counters, measured = engine.controller.counters, engine.backend.measured()
+    return StepReport(
+        step=number, signature=signature, managed=engine.recording,
+        allowed=engine.budget.named, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
+        end_bytes=engine.budget.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
+        seconds=seconds, stall_seconds=counters.stall_seconds,
+        recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
+        bytes_out=counters.bytes_out,
+        bytes_in=counters.bytes_in, dropped_bytes=counters.dropped_bytes, drops=counters.drops,
+        moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
+        unmanaged=engine.unmanaged, logged=logged, transfer_seconds=engine.transfers.seconds,
+        hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
+        bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=engine.budget.reserved,
+    )  # fmt: skip

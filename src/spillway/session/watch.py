@@ -101,6 +101,9 @@ class Foresight(Protocol):
         """What it needs at least above what is there, its backward included under gradients; None where that cannot be
         told, or is known to be allowed above this level."""
 
+    def pages(self, level: Bytes, call: Call) -> bool:
+        """Whether every op of the step is watched from here on, and nobody is told of its seams any more."""
+
     @property
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
@@ -208,6 +211,8 @@ class StepWatch:
         if called is not None and not bypassed:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
+            if self.unmeasured and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+                return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
 

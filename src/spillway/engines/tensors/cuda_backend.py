@@ -18,7 +18,7 @@ from spillway.engines.tensors.retry import Retry
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import SessionError
 from spillway.internals.private import CAN_SWAP
-from spillway.memory.budget import UNLIMITED
+from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.lanes import OnDevice, TransferLog
 from spillway.memory.records import Recipe
 from spillway.methods.base import AbstractPolicy
@@ -206,12 +206,12 @@ class CudaBackend(AbstractBackend):
 
 
 def cuda_engine(
-    policy: AbstractPolicy, budget: Bytes, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
+    policy: AbstractPolicy, budget: Bytes | Budget, streams: Streams, host_budget: Bytes, *, exchanges: bool = CAN_SWAP
 ) -> TensorEngine:
     """An engine for the tensors of one CUDA device.
 
     Arguments:
-        budget: Of device memory, what is set aside for libraries included.
+        budget: Of device memory, what is set aside for libraries included; or the account of it.
         host_budget: Of pinned host memory.
     """
     warm_up(streams.device)

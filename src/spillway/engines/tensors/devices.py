@@ -13,7 +13,7 @@ from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, ModelError
 from spillway.internals.machine_memory import machine_memory, usable_memory
 from spillway.internals.private import CAN_SWAP
-from spillway.memory.budget import UNLIMITED
+from spillway.memory.budget import UNLIMITED, Budget
 from spillway.methods.base import AbstractPolicy
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.spill_file import SpillIO
@@ -59,21 +59,20 @@ def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
 def engine_for(
     device: torch.device,
     policy: AbstractPolicy,
-    budget: int | str | None,
-    host_budget: int | str | None,
+    allowed: Bytes | Budget,
+    pinned: Bytes,
     spill_directory: str | os.PathLike[str] | None,
     spill_io: SpillIO = "buffered",
 ) -> TensorEngine:
     """An engine for tensors of that device.
 
-    Raises:
-        BudgetError: A budget that cannot be read, or more than there is.
+    Arguments:
+        allowed: The budget in bytes, or the account of it.
+        pinned: The most host memory that is pinned for what leaves a CUDA device.
     """
-    pinned = pinned_bytes(device, host_budget)
     if device.type == "cpu":
-        return TensorEngine(policy, _read(budget, machine_memory()), spill_directory, spill_io)
-    streams = CudaStreams(device)
-    return cuda_engine(policy, _read(budget, streams.total), streams, pinned)
+        return TensorEngine(policy, allowed, spill_directory, spill_io)
+    return cuda_engine(policy, allowed, CudaStreams(device), pinned)
 
 
 def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
@@ -82,8 +81,5 @@ def allowed_bytes(device: torch.device, budget: int | str | None) -> Bytes:
     Raises:
         BudgetError: A budget that cannot be read, or more than there is.
     """
-    return _read(budget, machine_memory() if device.type == "cpu" else CudaStreams(device).total)
-
-
-def _read(budget: int | str | None, device_bytes: Bytes) -> Bytes:
-    return UNLIMITED if budget is None else parse_budget(budget, device_bytes)
+    there = machine_memory() if device.type == "cpu" else CudaStreams(device).total
+    return UNLIMITED if budget is None else parse_budget(budget, there)

@@ -39,7 +39,7 @@ from spillway.internals.process_memory import Reclaimer, ResidentSet
 from spillway.ir.spans import Transfers, total
 from spillway.ir.step import Phase
 from spillway.ir.timeline import Kind
-from spillway.memory.budget import UNLIMITED
+from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
 from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import SMALLEST_MOVABLE
@@ -63,14 +63,14 @@ class TensorEngine(AbstractTensorEngine):
 
     Arguments:
         policy: Decides what leaves.
-        allowed: The budget in bytes; `UNLIMITED` keeps account only.
+        allowed: The budget in bytes, or the account of it; `UNLIMITED` keeps account only.
         spill_directory: Where the spill file goes; the system's temporary directory by default.
         spill_io: Through the page cache, or past it where the file system can.
         backend: The device, where it is not the CPU.
     """
 
     def __init__(
-        self, policy: AbstractPolicy, allowed: Bytes, spill_directory: str | os.PathLike[str] | None = None,
+        self, policy: AbstractPolicy, allowed: Bytes | Budget, spill_directory: str | os.PathLike[str] | None = None,
         spill_io: SpillIO = "buffered", *, backend: AbstractBackend | None = None,
     ) -> None:  # fmt: skip
         self.backend = backend if backend is not None else CpuBackend(spill_directory, spill_io)
@@ -103,7 +103,7 @@ class TensorEngine(AbstractTensorEngine):
         self.recording = True
         """Whether recipes are written where the policy uses them: not in a step of a size that is known to fit, until
         its room gets short."""
-        self.foresees = policy.foresees and allowed < UNLIMITED
+        self.foresees = policy.foresees and self.budget.limited
         """Whether the policy is asked while ops run."""
         self.start_bytes: Bytes = 0
         self.ops = 0
@@ -112,7 +112,7 @@ class TensorEngine(AbstractTensorEngine):
         self.began: Seconds = 0.0
         """When the step began, by `time.perf_counter`."""
         self.history: StepHistory | None = None
-        self.following = Followed(self) if policy.follows and allowed < UNLIMITED else None
+        self.following = Followed(self) if policy.follows and self.budget.limited else None
         self._first_op = 0
         self._patches = TorchPatches(self)
         self._closed = False

@@ -33,8 +33,8 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.methods.mimose.cache import PlanCache
+from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
-from spillway.methods.mimose.options import Options
 from spillway.methods.mimose.peaks import Peak, simulate
 from spillway.methods.mimose.phases import ModuleCall, Shelter, valid_calls
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning

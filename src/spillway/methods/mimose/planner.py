@@ -24,7 +24,7 @@ from spillway.ir.lives import Life, lives_of
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.by_block import BlockSample, InputSize, StepSample
 from spillway.methods.mimose import Mimose
-from spillway.methods.mimose.options import Options
+from spillway.methods.mimose.choices import Options
 from spillway.units import Bytes
 
 SIZE: InputSize = (1,)

@@ -10,6 +10,7 @@ from typing import Final, final
 
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSize, StepSample, recomputing
+from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import (
     Estimate,
     FitCheck,
@@ -20,7 +21,6 @@ from spillway.methods.mimose.estimator import (
     seconds_at,
 )
 from spillway.methods.mimose.exact import BytesAt
-from spillway.methods.mimose.options import Options
 from spillway.methods.mimose.peaks import alike, highest, holding, limits, outside, seconds_of, simulate
 from spillway.methods.mimose.scheduler import select
 from spillway.methods.mimose.together import Together

@@ -1,0 +1,122 @@
+"""Steps of the block engine that do not fit block by block: they run inside the tensor engine, under the same budget.
+
+NOTE [Paged]. Every block is recomputed, and every op is watched: what a block needs at once, inside of its forward, its
+second run or its backward, and what the optimizer needs, leaves in the middle of it. The engines meet in the account
+alone: in such a step the tensor engine keeps it, op by op, and nobody looks at the block engine's meter.
+A step is paged
+
+ 1. from its begin, if one of its size was paged or refused before, or if what is away since an earlier one does not fit
+    beside the rest;
+ 2. from its first forward on, if it is told there that it will not fit, and nothing but what is known by name is there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, final
+
+import torch
+
+from spillway.engines.tensors.probe import smallest_budget
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.engines.tensors.torch_patches import others_open
+from spillway.engines.tensors.turns import Taker, end_turn, take_turn
+from spillway.errors import BudgetInfeasible, SpillFullError, SpillwayError
+from spillway.ir import Kind
+from spillway.session.called import Calls
+from spillway.session.input_sizes import Shape
+from spillway.units import Bytes
+
+UNINTERRUPTED = ("spillway.session.abstract_session", "spillway.session.paging", "spillway.engines.tensors.")
+"""Modules that are never interrupted half-way in a paged step: the model's own code runs inside of all others."""
+
+Like: TypeAlias = tuple[str, Shape]
+Named: TypeAlias = Callable[[], Iterable[tuple[Kind, torch.Tensor]]]
+
+
+@final
+class Paging:
+    """The tensor engine under a block session. See NOTE [Paged].
+
+    Args:
+        engine: On the budget of the session.
+        base_rss: What the process takes beside tensors, if freed memory is to be returned.
+    """
+
+    def __init__(self, engine: TensorEngine, base_rss: Bytes | None) -> None:
+        self.engine = engine
+        self._base_rss = base_rss
+        self._sizes: set[Like] = set()
+        self._calls = Calls()
+        self._running = False
+
+    def remember(self, size: Like) -> None:
+        """Steps like this one are paged from here on."""
+        self._sizes.add(size)
+
+    def wanted(self, size: Like, named: Bytes) -> bool:
+        """Whether a step has to be paged from its begin; otherwise everything is back.
+
+        Args:
+            size: Of its input, and its signature.
+            named: Bytes of what is known by name.
+        """
+        controller, budget = self.engine.controller, self.engine.budget
+        if size in self._sizes or (controller.away and named > budget.allowed):
+            return True
+        if controller.away:
+            with controller.lock:
+                controller.restore_all(list(self.engine.table.values()))
+        return False
+
+    def begin(
+        self, step: Taker, named: Named, signature: str, models: Sequence[torch.nn.Module], shut: Callable[[], None]
+    ) -> None:
+        """Every op of the step is watched from here on. `shut` is called where the step is lost."""
+        engine = self.engine
+        abandon = functools.partial(_abandon, engine, self._calls, shut)
+        take_turn(engine, step, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        self._running = True
+        engine.begin_step(named(), base_rss=self._base_rss, signature=signature)
+        self._calls.begin(models)
+
+    def end(self) -> SpillwayError | None:
+        """Nothing is watched any more. Called again, it does what was not done. Returns why it did not end under the
+        budget, if it did not."""
+        self._calls.end()
+        if not self._running:
+            return None
+        late: SpillwayError | None = None
+        try:
+            self.engine.end_step()
+        except (BudgetInfeasible, SpillFullError) as at_the_end:
+            late = at_the_end  # everything is back all the same
+        finally:
+            end_turn(self.engine)
+            self.engine.budget.reserve(0)  # for what the account does not see of this engine's
+        self._running = False
+        return late
+
+    def told(
+        self, refusal: BudgetInfeasible, models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer], batch: Any,
+    ) -> BudgetInfeasible:  # fmt: skip
+        """A refusal of a paged step, with the budget to ask for."""
+        return smallest_budget(refusal, self.engine, models, optimizers, batch, self._calls.found)
+
+    def close(self) -> None:
+        """Everything comes back."""
+        try:
+            self.end()
+        finally:
+            self.engine.close()
+
+
+def _abandon(engine: TensorEngine, calls: Calls, shut: Callable[[], None]) -> None:
+    """The step of a session that is gone."""
+    try:
+        calls.end()
+        engine.close()
+    finally:
+        shut()
