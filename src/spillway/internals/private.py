@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
@@ -51,6 +52,23 @@ def unheard(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return quietly
+
+
+def set_gradients(enabled: bool) -> None:
+    """As `torch.set_grad_enabled`, of which the user's function modes hear, and at which they may raise."""
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+
+
+@contextlib.contextmanager
+def grad_mode(*, enabled: bool) -> Iterator[None]:
+    """As `torch.enable_grad` and `torch.no_grad`, unheard."""
+    before = torch.is_grad_enabled()
+    try:
+        set_gradients(enabled)
+        yield
+    finally:
+        set_gradients(before)
 
 
 def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

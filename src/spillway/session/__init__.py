@@ -116,8 +116,8 @@ def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *,
     if action.lossy and not lossy:
         raise UsageError(
             f"{method.name!r} is to {action.value} ({action}), in {method.action_options[action].bits} bits an "
-            f"element, so that gradients are other than plain PyTorch's; allow that with blocks=BlockOptions(lossy=True), or "
-            f"choose another action."
+            f"element, so that gradients are other than plain PyTorch's; allow that with "
+            f"blocks=BlockOptions(lossy=True), or choose another action."
         )
 
 

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.environment import Environment
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.private import grad_mode
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
 """A buffer of no more bytes is copied in every step: a batch norm's, a counter."""
+
+
+@contextlib.contextmanager
+def _unseen() -> Iterator[None]:
+    """No mode of the user's hears of the ops."""
+    with torch._C.DisableTorchFunction(), unwatched(), grad_mode(enabled=False):
+        yield
 
 
 @final
@@ -43,7 +54,7 @@ class Before:
         states = [state for state in self._streams if isinstance(state, Tensor)]
         return [*(copy for _, copy in self._copies.values()), *states]
 
-    @torch.no_grad()
+    @_unseen()
     def remember(self) -> None:
         """A step begins."""
         found = [(m, n, one) for m in self._model.modules() for n, one in m._buffers.items() if one is not None]
@@ -62,13 +73,14 @@ class Before:
             torch._foreach_copy_([copy for _, copy in kept.values()], [one for one, _ in kept.values()])
         self._streams = self._environment.streams()
 
+    @_unseen()
     def learn(self) -> None:
         """The step has ended as it should: what of the large buffers it did not change is not copied again."""
         for key, (one, copy) in self._copies.items():
             if one.nbytes > SMALL and torch.equal(one, copy):
                 self._constant[key] = one, one._version
 
-    @torch.no_grad()
+    @_unseen()
     def put_back(self) -> str:
         """All is as it was when the step began; the name of a buffer that is not, or nothing."""
         lost = ""

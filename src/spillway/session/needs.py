@@ -20,6 +20,7 @@ from spillway.engines.tensors.optimizers import Update, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.internals.interrupts import by_signal
+from spillway.internals.private import grad_mode
 from spillway.methods.actions import Action
 from spillway.units import Bytes
 
@@ -76,7 +77,7 @@ def _peak(
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
     try:
-        with quiet(), reach.lent(), untouched(model), around, torch.set_grad_enabled(trains):
+        with quiet(), reach.lent(), untouched(model), around, grad_mode(enabled=trains):
             twin = _twin(call, fake)
             tally = Tally()
             with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:

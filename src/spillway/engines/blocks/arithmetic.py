@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spillway.costs.packed_bytes import GROUP
 from spillway.errors import UsageError
+from spillway.internals.private import grad_mode
 
 Encode = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor]]
 Decode = Callable[[Tensor, Tensor, int], Tensor]
@@ -121,7 +122,7 @@ def compiled(device: torch.device) -> Arithmetic:
     made = Arithmetic(cast(Encode, compile_(encode_straight)), cast(Decode, compile_(decode_straight)))
     some = torch.zeros((2, GROUP), device=device)
     try:
-        with torch.no_grad():
+        with grad_mode(enabled=False):
             ranges, codes, _ = made.encode(some, 15, some)
             packed = torch.empty((2, GROUP // 2), dtype=torch.uint8, device=device)
             join(codes, 4, packed)

@@ -63,6 +63,7 @@ from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Select
 from spillway.engines.blocks.stores import Store
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
+from spillway.internals.private import grad_mode
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action, ActionOptions
 from spillway.units import Bytes
@@ -598,7 +599,7 @@ class BlockCall:
             runtime.replaying(replay),
             runtime.environment(self.environment),
             self.block.state.as_of(self.snapshot),
-            torch.enable_grad(),
+            grad_mode(enabled=True),
             Packing(replay.fill, _same),
             runtime.selecting(mode),
         ):

@@ -28,7 +28,7 @@ from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
-from spillway.internals.private import function_modes
+from spillway.internals.private import function_modes, grad_mode
 from spillway.internals.private import storage_address as address
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
@@ -72,7 +72,7 @@ def aside(
         if any(isinstance(part, torch.jit.ScriptModule) for one in modules for part in one.modules()):
             stack.enter_context(cast(Any, torch.jit).optimized_execution(False))  # or it would count as a run
             stack.callback(register_module_forward_pre_hook(_prepared).remove)
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(grad_mode(enabled=True))
         alone = rebuilt((args, kwargs), _without_graph)
         stack.enter_context(writes)
         yield alone
@@ -102,7 +102,7 @@ def _without_graph(tensor: Tensor) -> Tensor:
     alias = tensor.detach()
     if not tensor.requires_grad or tensor.is_leaf or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return alias.requires_grad_(tensor.requires_grad)
-    with torch.enable_grad():
+    with grad_mode(enabled=True):
         leaf = torch.zeros((), requires_grad=True)
         fresh: Tensor = cast(Any, _Fresh).apply(leaf, [over(alias.untyped_storage(), alias)])
     return fresh

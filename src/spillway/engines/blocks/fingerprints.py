@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.saved import SavedRef, SavedTensor
+from spillway.internals.private import grad_mode
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -36,7 +37,7 @@ def fingerprint(tensor: Tensor, seen: Seen) -> Fingerprint:
         tensor: Not written to while the fingerprint is made.
         seen: Fingerprints of tensors that are still alive; views of the same bytes are looked at once.
     """
-    with torch.no_grad():
+    with grad_mode(enabled=False):
         dense = _dense(tensor.detach())
         key = (dense.data_ptr(), dense.numel(), dense.element_size())
         if dense.data_ptr() != tensor.data_ptr():  # a copy, which is about to die

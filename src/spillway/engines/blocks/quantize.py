@@ -30,6 +30,7 @@ from torch import Tensor
 
 from spillway.costs.packed_bytes import GROUP, groups_of, mask_bytes, quantized_bytes, range_bytes
 from spillway.engines.blocks.arithmetic import EAGER, Arithmetic, join
+from spillway.internals.private import grad_mode
 from spillway.units import Bytes
 
 FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -71,7 +72,7 @@ def pack(
     """
     if flat.numel() < GROUP or flat.dtype not in (*FLOATS, torch.bool):
         return None
-    with torch.no_grad():
+    with grad_mode(enabled=False):
         values = _two_values(flat)
         if values is not None:
             return Mask.of(flat, *values)
@@ -206,7 +207,7 @@ class Quantized(AbstractPacking):
         ranges, codes = self._parts(data)
         flat = torch.empty(self._numel, dtype=self._dtype, device=data.device)
         chunk = _chunk(flat)
-        with torch.no_grad():
+        with grad_mode(enabled=False):
             for start in range(0, self._groups, chunk):
                 here = slice(start, start + chunk)
                 target = flat[start * GROUP : (start + chunk) * GROUP]

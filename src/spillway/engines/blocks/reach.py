@@ -30,6 +30,7 @@ from spillway.engines.blocks.environment import Generator, stream
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN, raw
+from spillway.internals.private import grad_mode
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -153,7 +154,7 @@ class Reach:
             if (lend and entry.marked) or not entry.same(entry.was, entry.read()):
                 entry.write(_resolved(entry.was, made, lend=lend) if entry.marked else entry.was)
         for tensor, was in self._bytes:
-            with torch.no_grad(), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
+            with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
                 raw(tensor).copy_(was)
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.compress import CompressedHome, Compressor
 from spillway.engines.blocks.stores import Home, Storage, Store
+from spillway.internals.private import grad_mode
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.units import Bytes
@@ -108,7 +109,7 @@ class FrozenTensor:
             tensor.requires_grad_()
         if not self.written:
             return tensor
-        with torch.enable_grad():  # a backward has it off
+        with grad_mode(enabled=True):  # a backward has it off
             return tensor.clone()
 
 

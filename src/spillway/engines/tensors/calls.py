@@ -12,7 +12,7 @@ import torch
 
 from spillway.engines.tensors.ops import OpInfo
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import is_wrapper
+from spillway.internals.private import is_wrapper, set_gradients
 from spillway.internals.process_memory import memory_for
 
 Place = int | str | tuple[int | str, int]
@@ -182,7 +182,7 @@ class InEnvironment:
 def _apply(current: Environment, wanted: Environment) -> None:
     if current == wanted:
         return
-    torch._C._set_grad_enabled(wanted.grad)
+    set_gradients(wanted.grad)
     if current.threads != wanted.threads:
         torch.set_num_threads(wanted.threads)
     if current.dtype != wanted.dtype:

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
+from spillway.internals.private import grad_mode
 from spillway.units import Bytes
 
 NUMBERS: Final[Bytes] = 64
@@ -86,7 +87,7 @@ def _measured(
 ) -> Update:
     """The first makes state, which is there already unless they are new. Some do more after many steps."""
     twin: Any = copy.copy(optimizer)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True), grad_mode(enabled=True):
         fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
         gradients = [torch.empty(fake.shape, dtype=fake.dtype) for fake in fakes]
         for fake, gradient in zip(fakes, gradients, strict=True):

@@ -23,6 +23,7 @@ from spillway.engines.tensors.optimizers import Update, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.errors import BudgetInfeasible
+from spillway.internals.private import grad_mode
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.units import Bytes
 
@@ -129,7 +130,7 @@ _Way = Callable[[Callable[[Any], torch.Tensor]], tuple[tuple[Any, ...], dict[str
 def _probe_call(model: torch.nn.Module, ways: Sequence[_Way], *, trains: bool) -> Bytes | None:
     if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
         return None  # copies share their parameters
-    with contextlib.suppress(Exception), untouched(model), torch.set_grad_enabled(trains):  # it cannot be copied
+    with contextlib.suppress(Exception), untouched(model), grad_mode(enabled=trains):  # it cannot be copied
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         twin = without_content(model, fake)
         # Whole numbers have their content at first: a tree, a length, what is looked up.
