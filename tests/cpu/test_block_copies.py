@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.stores import DiskLanes, Home, Parcel
 from spillway.errors import RecomputeError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.methods.actions import Action
 from spillway.tiers import disk
 from spillway.tiers.spill_file import SpillFile
+from spillway.tiers.transfer import DiskLanes, SpilledStorage, Transfer
 from tests.cpu.block_cases import Chain, Functional
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, holders, same, sines, used
 from tests.shared import HANGS
@@ -31,7 +31,7 @@ SLOTS = {Action.OFFLOAD: 3, Action.RECOMPUTE_OFFLOADED: 1}
 def ahead(engine: BlockEngine, call: int) -> list[int]:
     """For each block, bytes that were read before they were wanted, and not taken yet."""
     frames = [engine._calls[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
-    return [sum(home.nbytes for home in frame.waiting() if home.ahead) if frame else 0 for frame in frames]
+    return [sum(source.nbytes for source in frame.waiting() if source.ahead) if frame else 0 for frame in frames]
 
 
 def looked_at(model: Chain, engine: BlockEngine, seen: list[list[int]]) -> Tensor:
@@ -123,8 +123,8 @@ def test_each_storage_is_freed_when_its_own_copy_is_done(tmp_path: Path, monkeyp
     monkeypatch.setattr(SpillFile, "write", one_by_one)
     loss = model(batch()).square().sum()
     frame: Any = engine._calls["blocks.0", 0]()
-    for home in frame.waiting():
-        home._parcel.place.writing.add_done_callback(lambda _: written.release())
+    for source in frame.waiting():
+        source._transfer.place.writing.add_done_callback(lambda _: written.release())
     for left in (3, 2, 1):
         assert engine.leaving_bytes == left * FLOATS
         turn.release()
@@ -147,7 +147,7 @@ def test_no_more_than_was_allowed_is_leaving_when_a_block_has_ended(
         first: Any = engine._calls["blocks.0", 0]()
         gate.set()
         loss = model.blocks[1](hidden).sum()
-        assert all(home.absent for home in first.waiting())
+        assert all(source.absent for source in first.waiting())
     loss.backward()
 
 
@@ -229,17 +229,17 @@ def test_nothing_is_left_behind(action: Action, end: str, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def tear(monkeypatch: pytest.MonkeyPatch, homes: list[Home]) -> None:
+def tear(monkeypatch: pytest.MonkeyPatch, sources: list[SpilledStorage]) -> None:
     """Bytes of these were written while they were copied: who reads them finds a wrong checksum."""
-    assert homes
-    load = Home.load
+    assert sources
+    load = SpilledStorage.load
 
-    def load_of_torn(home: Home) -> torch.UntypedStorage:
-        if home in homes:
+    def load_of_torn(source: SpilledStorage) -> torch.UntypedStorage:
+        if source in sources:
             raise SpillCorruptedError("A slot of 128 bytes has a wrong checksum.")
-        return load(home)
+        return load(source)
 
-    monkeypatch.setattr(Home, "load", load_of_torn)
+    monkeypatch.setattr(SpilledStorage, "load", load_of_torn)
 
 
 @pytest.mark.parametrize("closes", [False, True])
@@ -258,9 +258,9 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     engine.settle()
     with torch.no_grad():
         saved[-1].mul_(2)
-    tear(monkeypatch, [holder.spilled.home for holder in holders(engine) if holder.written and holder.spilled])
+    tear(monkeypatch, [holder.spilled.source for holder in holders(engine) if holder.written and holder.spilled])
     if closes:
-        engine.close()  # everything comes home
+        engine.close()  # everything comes back
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     engine.close()  # the model holds its own graph here, and nobody collects that
@@ -277,7 +277,7 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
         hidden[0].mul_(2)
     frames = [ref() for ref in engine._calls.values()]
     moved = [one for frame in frames if frame for one in frame.arguments() if one.moved_on and not one.copied]
-    tear(monkeypatch, [one.spilled.home for one in moved if one.spilled])
+    tear(monkeypatch, [one.spilled.source for one in moved if one.spilled])
     engine.close()
     with pytest.raises(RecomputeError, match="was written to in place"):
         loss.backward()
@@ -286,16 +286,16 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
 def test_who_has_waited_for_a_copy_out_holds_its_source_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     written, late = DiskLanes._written, threading.Event()
 
-    def written_late(lanes: DiskLanes, parcel: Parcel, writing: Any) -> None:
+    def written_late(lanes: DiskLanes, transfer: Transfer, writing: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             late.wait(timeout=1)  # as a worker does that gets no turn of the interpreter
-        written(lanes, parcel, writing)
+        written(lanes, transfer, writing)
 
     monkeypatch.setattr(DiskLanes, "_written", written_late)
     model, engine = engine_of(sines, Action.OFFLOAD)
     loss = model(batch()).sum()
     engine.settle()
-    homes = [holder.spilled.home for holder in holders(engine) if holder.spilled]
-    assert [home._parcel.source for home in homes] == [None] * len(homes) != []
+    sources = [holder.spilled.source for holder in holders(engine) if holder.spilled]
+    assert [source._transfer.source for source in sources] == [None] * len(sources) != []
     late.set()
     loss.backward()

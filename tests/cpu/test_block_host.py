@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.host_lanes import HostLanes
-from spillway.engines.blocks.stores import Parcel, Store
 from spillway.errors import SpillFullError
 from spillway.methods.actions import Action
 from spillway.tiers.host import HostPool
+from spillway.tiers.transfer import HostLanes, Store, Transfer
 from tests.cpu.block_cases import Case
 from tests.cpu.late_device import LateStreams
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines
@@ -126,7 +125,7 @@ def test_a_device_without_memory_to_spare_reads_nothing_ahead() -> None:
     frame: Any = engine._calls["blocks.0", 0]()
     streams.full = 1
     frame.start_in(None)
-    assert [home.ahead for home in frame.waiting()] == [False, True, True]
+    assert [source.ahead for source in frame.waiting()] == [False, True, True]
     assert same(plain, gradients(model, loss))
 
 
@@ -165,7 +164,7 @@ def test_a_copy_in_begins_after_the_copy_out_that_fills_its_block() -> None:
     streams = LateStreams(lag=1 << 30)
     lanes = HostLanes(streams, HostPool(streams.pin, 1 << 20))
     tensor = torch.arange(4096, dtype=torch.uint8)
-    parcel = Parcel(tensor.untyped_storage())
-    lanes.start_out(parcel)
-    found = lanes.finish_in(parcel, lanes.start_in(parcel))
+    transfer = Transfer(tensor.untyped_storage())
+    lanes.start_out(transfer)
+    found = lanes.finish_in(transfer, lanes.start_in(transfer))
     assert found.tolist() == tensor.tolist()

@@ -14,9 +14,9 @@ from typing import Final
 import pytest
 import torch
 
-from spillway.engines.blocks.stores import DiskLanes, Store
 from spillway.internals.locks import renewed_in_children
 from spillway.tiers.disk import DiskTier
+from spillway.tiers.transfer import DiskLanes, Store
 from tests.cpu.forks import held_elsewhere, true_in_a_child
 
 KINDS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Condition)

@@ -10,7 +10,7 @@ import pytest
 
 from spillway.ir import Lane
 from spillway.memory import lanes
-from spillway.memory.lanes import Stall, Transfer, TransferLog, stalled_intervals, transfers_beside, unseen
+from spillway.memory.lanes import CopySpan, Stall, TransferLog, stalled_intervals, transfers_beside, unseen
 
 PLACE = SimpleNamespace(nbytes=1, storage=1)
 
@@ -19,8 +19,8 @@ def stall(began: float, ended: float) -> Stall:
     return Stall(began, ended, 1, 1)
 
 
-def copy(began: float, ended: float) -> Transfer:
-    return Transfer(Lane.COPY_OUT, PLACE, began, began, ended)
+def copy(began: float, ended: float) -> CopySpan:
+    return CopySpan(Lane.COPY_OUT, PLACE, began, began, ended)
 
 
 def test_a_copy_that_compute_waits_for_is_hidden_in_no_part() -> None:

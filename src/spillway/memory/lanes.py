@@ -30,7 +30,7 @@ class Place(Protocol):
         """Number of the storage that they are of; negative if of none."""
 
 
-class Transfer(NamedTuple):
+class CopySpan(NamedTuple):
     """One copy."""
 
     lane: Lane
@@ -66,7 +66,7 @@ class OnDevice(NamedTuple):
     The host saw no more of it than when the device was told.
     """
 
-    transfers: list[Transfer]
+    transfers: list[CopySpan]
     stalls: list[Stall]
     replays: list[Again]
     synchronised: bool
@@ -81,7 +81,7 @@ class TransferLog:
     __slots__ = ("transfers", "waits")
 
     def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
+        self.transfers: list[CopySpan] = []
         self.waits: list[Stall] = []
 
     def begin_step(self) -> None:
@@ -107,7 +107,7 @@ def unseen(waits: Collection[Stall], stalls: Collection[Stall]) -> list[Stall]:
     return [one for one in waits if overlap((one.began, one.ended), stalled) < one.ended - one.began]
 
 
-def transfers_beside(transfers: Collection[Transfer], stalled: list[Interval]) -> Transfers:
+def transfers_beside(transfers: Collection[CopySpan], stalled: list[Interval]) -> Transfers:
     """Seconds of the copies, and those of them in which compute did not wait."""
     begins = [began for began, _ in stalled]
     before = [0.0, *accumulate(ended - began for began, ended in stalled)]

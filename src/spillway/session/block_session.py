@@ -19,7 +19,6 @@ from spillway.engines.blocks.discovery import find_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
-from spillway.engines.blocks.stores import Freed
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
@@ -49,6 +48,7 @@ from spillway.session.paging import UNINTERRUPTED, Paging
 from spillway.session.tensor_session import report_of
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
+from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:

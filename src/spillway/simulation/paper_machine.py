@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, final
 from spillway.costs.device import Device
 from spillway.errors import EngineError
 from spillway.ir.spans import Lane
-from spillway.memory.lanes import Stall, Transfer, TransferLog
+from spillway.memory.lanes import CopySpan, Stall, TransferLog
 from spillway.memory.records import Recipe, Storage
 from spillway.simulation.allocators import AbstractAllocator
 from spillway.units import Bytes, Seconds, format_seconds
@@ -121,7 +121,7 @@ class Lanes:
         for one in lanes:
             self._free[one] = ended
         on_disk = ended if self._tier == "disk" else began
-        self.log.transfers.append(Transfer(lane, place, began, on_disk, ended))
+        self.log.transfers.append(CopySpan(lane, place, began, on_disk, ended))
         return ended
 
 

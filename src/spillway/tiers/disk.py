@@ -22,7 +22,7 @@ import numpy as np
 
 from spillway.errors import SpillBusyError, SpillCorruptedError, SpillError, SpillFullError
 from spillway.ir import Lane
-from spillway.memory.lanes import Transfer, TransferLog
+from spillway.memory.lanes import CopySpan, TransferLog
 from spillway.tiers.forks import ForkedReaders
 from spillway.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages, memory_at
 from spillway.units import Bytes, Seconds, format_bytes
@@ -324,7 +324,7 @@ class DiskTier:
 
     def _note(self, lane: Lane, slot: Slot, began: Seconds, on_disk: Seconds) -> None:
         ended = time.perf_counter()
-        self.log.transfers.append(Transfer(lane, slot, began, on_disk, ended))
+        self.log.transfers.append(CopySpan(lane, slot, began, on_disk, ended))
         with self._lock:
             self._bytes_moved += slot.nbytes
             self._seconds_moving += ended - began

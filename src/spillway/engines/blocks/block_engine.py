@@ -33,11 +33,9 @@ from spillway.engines.blocks.discovery import discover, named
 from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.extra_forward import aside, without_locals
 from spillway.engines.blocks.hook import Hook
-from spillway.engines.blocks.host_lanes import HostLanes
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.selective import Selected, selected_modules
-from spillway.engines.blocks.stores import DiskLanes, Freed, Store
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
@@ -46,6 +44,7 @@ from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.host import HostPool
 from spillway.tiers.spill_file import SpillIO
+from spillway.tiers.transfer import DiskLanes, Freed, HostLanes, Store
 from spillway.units import Bytes, Seconds
 
 Unit: TypeAlias = tuple[str, int]

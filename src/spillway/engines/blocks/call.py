@@ -45,12 +45,12 @@ from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.saved import (
-    AnyHome,
     FrozenTensor,
     SavedRef,
     SavedTensor,
+    Spilled,
     bring_saved_for,
-    come_home,
+    come_back,
     compress_frozen,
     compress_saved,
     send_frozen,
@@ -60,12 +60,12 @@ from spillway.engines.blocks.saved import (
     waiting,
 )  # fmt: skip
 from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
-from spillway.engines.blocks.stores import Store
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
 from spillway.internals.private import grad_mode
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action, ActionOptions
+from spillway.tiers.transfer import Store
 from spillway.units import Bytes
 
 Hooks: TypeAlias = tuple[Callable[..., Any], Callable[..., Any]]
@@ -224,7 +224,7 @@ class BlockRuntime:
                 other.start_in(None)
                 return
             left -= other.start_in(left)
-            if any(home.absent for home in other.waiting()):
+            if any(source.absent for source in other.waiting()):
                 return  # there is no room for more
 
     def begin_step(self) -> None:
@@ -238,7 +238,7 @@ class BlockRuntime:
             return
         try:
             for call in list(self._away.values()):
-                call.come_home()
+                call.come_back()
         finally:
             self.store.close()
             self.store = None
@@ -559,11 +559,11 @@ class BlockCall:
         if saved.value is None:
             self.recompute()
 
-    def come_home(self) -> None:
+    def come_back(self) -> None:
         """Let nothing of this call wait in the spill file any more."""
-        come_home(self._living(), (*self.arguments(), *self._kept()))
+        come_back(self._living(), (*self.arguments(), *self._kept()))
 
-    def waiting(self) -> list[AnyHome]:
+    def waiting(self) -> list[Spilled]:
         """Of what the backward will want of this call, what waits elsewhere or was read ahead."""
         return waiting(self._living(), (*self.arguments(), *self._kept()))
 
@@ -642,8 +642,8 @@ class BlockCall:
         for saved in self._living():
             if saved.recomputed:
                 saved.value, saved.recomputed = None, False
-        for home in self.waiting():
-            home.drop_arrival()
+        for source in self.waiting():
+            source.drop_arrival()
         for child in self._children():
             child.clear()
             if child.armed:

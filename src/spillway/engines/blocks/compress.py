@@ -1,4 +1,4 @@
-"""Storages of blocks that wait in fewer bytes, in memory or elsewhere: the lossy home.
+"""Storages of blocks that wait in fewer bytes, in memory or elsewhere: the lossy source.
 
 NOTE [When bytes are quantized]. A block's saved tensors are quantized when it has ended, so nothing that its forward
 reads is (safety rule 8): its results are handed on as they were, and only its own backward, or its second run, gets
@@ -27,16 +27,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.arithmetic import EAGER, compiled
 from spillway.engines.blocks.quantize import AbstractPacking, pack
-from spillway.engines.blocks.stores import Home, Storage, Store
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
+from spillway.tiers.transfer import SpilledStorage, Storage, Store
 from spillway.units import Bytes
 
 FEW: Final = 64
 
 
 @final
-class CompressedHome:
+class CompressedStorage:
     """A storage in fewer bytes, for as long as somebody refers to this."""
 
     __slots__ = ("__weakref__", "_away", "_data", "_packing", "nbytes")
@@ -44,7 +44,7 @@ class CompressedHome:
     def __init__(self, data: Tensor, packing: AbstractPacking) -> None:
         self._data: Tensor | None = data
         self._packing = packing
-        self._away: Home | None = None
+        self._away: SpilledStorage | None = None
         self.nbytes: Bytes = data.numel()
         """Of the compressed form."""
 
@@ -68,7 +68,7 @@ class CompressedHome:
         if self._data is not None:
             self._away, self._data = store.send(self._data.untyped_storage()), None
 
-    def come_home(self) -> None:
+    def come_back(self) -> None:
         """Hold the compressed form again."""
         self._data, self._away = self._compressed(), None
 
@@ -100,12 +100,12 @@ class _Known(NamedTuple):
     dtype: torch.dtype
     bits: int
     """An element, unless it comes back exactly."""
-    home: weakref.ref[CompressedHome]
+    source: weakref.ref[CompressedStorage]
 
 
 @final
 class Compressor:
-    """Makes compressed homes, one for each storage.
+    """Makes compressed sources, one for each storage.
 
     Args:
         seed: Of the chance by which elements are rounded. As many steps of the same model are the same again.
@@ -119,8 +119,8 @@ class Compressor:
         self._full = FEW
         """So many are known before those are forgotten that are gone."""
 
-    def compress(self, tensor: Tensor, options: ActionOptions | None) -> tuple[CompressedHome, Bytes] | None:
-        """A home for the whole storage behind a plain strided tensor, and what that takes in addition.
+    def compress(self, tensor: Tensor, options: ActionOptions | None) -> tuple[CompressedStorage, Bytes] | None:
+        """A source for the whole storage behind a plain strided tensor, and what that takes in addition.
 
         Args:
             tensor: Says how the bytes are to be read.
@@ -134,17 +134,17 @@ class Compressor:
             self._full = 2 * len(self._known) + FEW
         key, version = address(tensor), tensor._version
         known = self._known.get(key)
-        home = known.home() if known is not None else None
+        source = known.source() if known is not None else None
         same = known is not None and not known.storage.expired()
         same = same and known is not None and (known.version, known.dtype) == (version, tensor.dtype)
         bits = options.bits if options is not None else None
         if (
             same
             and known is not None
-            and home is not None
-            and (home.exact or (bits is not None and bits <= known.bits))
+            and source is not None
+            and (source.exact or (bits is not None and bits <= known.bits))
         ):
-            return home, 0
+            return source, 0
         storage = tensor.untyped_storage()
         if tensor.is_meta or storage.nbytes() % tensor.element_size():
             return None
@@ -153,15 +153,15 @@ class Compressor:
         packed = pack(flat, bits, self._generator(tensor.device), arithmetic)
         if packed is None:
             return None
-        home = CompressedHome(*packed)
+        source = CompressedStorage(*packed)
         weak: Any = StorageWeakRef
-        self._known[key] = _Known(weak(storage), version, tensor.dtype, bits or 0, weakref.ref(home))
-        return home, home.nbytes
+        self._known[key] = _Known(weak(storage), version, tensor.dtype, bits or 0, weakref.ref(source))
+        return source, source.nbytes
 
     def forget_dead(self) -> None:
-        """Of storages that are gone, or whose homes are."""
+        """Of storages that are gone, or whose sources are."""
         for key, one in list(self._known.items()):  # other threads may compress as well
-            if one.home() is None or one.storage.expired():
+            if one.source() is None or one.storage.expired():
                 self._known.pop(key, None)
 
     def _generator(self, device: torch.device) -> torch.Generator:

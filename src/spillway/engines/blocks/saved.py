@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from spillway.engines.blocks.compress import CompressedHome, Compressor
-from spillway.engines.blocks.stores import Home, Storage, Store
+from spillway.engines.blocks.compress import CompressedStorage, Compressor
 from spillway.internals.private import grad_mode
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
+from spillway.tiers.transfer import SpilledStorage, Storage, Store
 from spillway.units import Bytes
 
 PLAIN: Final = (Tensor, FakeTensor)
@@ -23,22 +23,22 @@ PLAIN: Final = (Tensor, FakeTensor)
 SMALLEST: Final[Bytes] = 4096
 """Smaller storages stay: a slot is no smaller."""
 
-AnyHome: TypeAlias = Home | CompressedHome
+Spilled: TypeAlias = SpilledStorage | CompressedStorage
 
 
 class SpilledTensor(NamedTuple):
     """A tensor whose storage waits elsewhere, or in fewer bytes."""
 
-    home: AnyHome
+    source: Spilled
     dtype: torch.dtype
     offset: int
     size: torch.Size
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, home: AnyHome, tensor: Tensor) -> Self:
+    def of(cls, source: Spilled, tensor: Tensor) -> Self:
         """The tensor, in a storage that waits there."""
-        return cls(home, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return cls(source, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def over(self, storage: Storage) -> Tensor:
         """The tensor, over the storage that came back."""
@@ -47,7 +47,7 @@ class SpilledTensor(NamedTuple):
 
     def fetch(self) -> Tensor:
         """The tensor."""
-        return self.over(self.home.load())
+        return self.over(self.source.load())
 
 
 @final
@@ -93,7 +93,7 @@ class FrozenTensor:
             self.witness = empty_witness(self.alias)
         self.alias = None
 
-    def come_home(self) -> None:
+    def come_back(self) -> None:
         """Hold the bytes again."""
         if self.spilled is not None:
             self.alias, self.spilled = self.spilled.fetch(), None
@@ -269,14 +269,14 @@ def storages(every: list[SavedTensor]) -> dict[int, Bytes]:
 
 def send_saved(every: Iterable[SavedTensor], shared: set[int], store: Store) -> None:
     """Move what these hold away, each storage once, but for storages that others hold alive as well."""
-    homes: dict[int, Home] = {}
+    sources: dict[int, SpilledStorage] = {}
     for saved in every:
         tensor, key = saved.value, saved.address()
         if saved.pinned or key is None or key in shared or not _movable(tensor, store):
             continue
-        if key not in homes:
-            homes[key] = store.send(tensor.untyped_storage())
-        saved.spilled = SpilledTensor.of(homes[key], tensor)
+        if key not in sources:
+            sources[key] = store.send(tensor.untyped_storage())
+        saved.spilled = SpilledTensor.of(sources[key], tensor)
     for saved in every:
         if saved.spilled is not None:
             saved.let_go()
@@ -298,12 +298,12 @@ def compress_saved(
         found = compressor.compress(group[0].value, options if any(saved.differentiable for saved in group) else None)
         if found is None:
             continue
-        home, added = found
+        source, added = found
         taken += added
-        if store is not None and store.takes(group[0].value) and home.nbytes >= SMALLEST:
-            home.send(store)
+        if store is not None and store.takes(group[0].value) and source.nbytes >= SMALLEST:
+            source.send(store)
         for saved in group:
-            saved.spilled = SpilledTensor.of(home, saved.value)
+            saved.spilled = SpilledTensor.of(source, saved.value)
     for saved in every:
         if saved.spilled is not None:
             saved.let_go()
@@ -329,9 +329,9 @@ def compress_frozen(
 def bring_saved_for(saved: SavedTensor, every: Iterable[SavedTensor]) -> None:
     """Bring back what a saved wants: from a store with all that these others sent there, what is compressed alone."""
     assert saved.spilled is not None
-    home = saved.spilled.home
-    if isinstance(home, CompressedHome):
-        every = [one for one in every if one.spilled is not None and one.spilled.home is home]
+    source = saved.spilled.source
+    if isinstance(source, CompressedStorage):
+        every = [one for one in every if one.spilled is not None and one.spilled.source is source]
     bring_saved(every)
 
 
@@ -341,59 +341,59 @@ def bring_saved(every: Iterable[SavedTensor]) -> None:
     What was written to meanwhile stays away: it may have been written while it was copied, and whoever asks for it is
     told so (`SavedTensor.check`).
     """
-    loaded: dict[AnyHome, Storage] = {}
+    loaded: dict[Spilled, Storage] = {}
     for saved in every:
         if saved.spilled is not None and saved.value is None and not saved.written:
-            home = saved.spilled.home
-            if home not in loaded:
-                loaded[home] = home.load()
-            saved.give_back(saved.spilled.over(loaded[home]))
+            source = saved.spilled.source
+            if source not in loaded:
+                loaded[source] = source.load()
+            saved.give_back(saved.spilled.over(loaded[source]))
 
 
 def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -> None:
     """Move frozen tensors away, but for those whose storages others hold alive as well."""
-    homes: dict[int, Home] = {}
+    sources: dict[int, SpilledStorage] = {}
     for frozen in every:
         tensor = frozen.alias
         if tensor is None or not _movable(tensor, store) or address(tensor) in shared:
             continue
-        if address(tensor) not in homes:
-            homes[address(tensor)] = store.send(tensor.untyped_storage())
-        frozen.send_away(SpilledTensor.of(homes[address(tensor)], tensor))
+        if address(tensor) not in sources:
+            sources[address(tensor)] = store.send(tensor.untyped_storage())
+        frozen.send_away(SpilledTensor.of(sources[address(tensor)], tensor))
 
 
-def come_home(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> None:
+def come_back(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> None:
     """Let nothing wait in a store any more: it is held as it was, or compressed in memory."""
     every = list(every)
-    for home in waiting(every, arguments):
-        if isinstance(home, CompressedHome):
-            home.come_home()
-    sent = [saved for saved in every if saved.spilled is not None and isinstance(saved.spilled.home, Home)]
+    for source in waiting(every, arguments):
+        if isinstance(source, CompressedStorage):
+            source.come_back()
+    sent = [saved for saved in every if saved.spilled is not None and isinstance(saved.spilled.source, SpilledStorage)]
     bring_saved(sent)
     for saved in sent:
         saved.spilled, saved.recomputed = None, False
     for frozen in arguments:
-        if frozen.spilled is not None and isinstance(frozen.spilled.home, Home):
+        if frozen.spilled is not None and isinstance(frozen.spilled.source, SpilledStorage):
             if frozen.moved_on and not frozen.copied:
                 frozen.spilled = None  # nobody may call with it any more: it may have been written while it was copied
             else:
-                frozen.come_home()
+                frozen.come_back()
 
 
-def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> list[AnyHome]:
+def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> list[Spilled]:
     """What of these waits elsewhere, was read ahead, or is compressed."""
     places = [saved.spilled for saved in every if saved.value is None]
     places += [frozen.spilled for frozen in arguments]
-    return list(dict.fromkeys(place.home for place in places if place is not None))
+    return list(dict.fromkeys(place.source for place in places if place is not None))
 
 
-def start_in(homes: Iterable[AnyHome], most: Bytes | None) -> Bytes:
+def start_in(sources: Iterable[Spilled], most: Bytes | None) -> Bytes:
     """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
     coming = 0
-    for home in homes:
-        if home.absent and (most is None or coming + home.nbytes <= most):
-            home.start_in()
-        coming += home.nbytes * home.ahead
+    for source in sources:
+        if source.absent and (most is None or coming + source.nbytes <= most):
+            source.start_in()
+        coming += source.nbytes * source.ahead
     return coming
 
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
@@ -45,10 +44,11 @@ from spillway.engines.tensors.cpu_machine import UNREADABLE_RANGE, Watch, real_s
 from spillway.errors import EngineError, SpillError
 from spillway.internals.private import owners, resize_storage, storage_at, swap_bytes
 from spillway.ir.spans import Lane
-from spillway.memory.lanes import Again, OnDevice, Stall, Transfer
+from spillway.memory.lanes import Again, CopySpan, OnDevice, Stall
 from spillway.memory.records import Recipe, Storage
 from spillway.tiers.cuda_streams import Event, Streams, bytes_over, unseen
 from spillway.tiers.host import ALIGNMENT, Block, HostPool
+from spillway.tiers.transfer import HostCopy, HostTier
 from spillway.units import Bytes, Seconds
 
 T = TypeVar("T")
@@ -63,30 +63,12 @@ LIKELY_BANDWIDTH = 20e9
 """Bytes per second of a link that could not be measured."""
 
 
-@final
-@dataclass(slots=True, eq=False)
-class HostHome:
-    """Where a value waits in pinned memory."""
-
-    block: Block
-    done: Event
-    """The copy out into it."""
-    let_go: Callable[[], object] | None = None
-    """Its storage points at the block, and keeps the memory until this is called."""
-
-    def point_away(self) -> None:
-        """The storage does not point at it any more."""
-        if self.let_go is not None:
-            self.let_go()
-            self.let_go = None
-
-
 class Arrival(NamedTuple):
     """Bytes on their way in."""
 
     target: torch.UntypedStorage
     done: Event
-    home: HostHome
+    home: HostCopy
     """Where they come from."""
 
 
@@ -199,8 +181,8 @@ class CudaMachine:
     now = staticmethod(time.perf_counter)
 
     def __init__(self, streams: Streams, pool: HostPool, absence: AbstractAbsence) -> None:
-        self.streams = streams
-        self.pool = pool
+        self.tier = HostTier(streams, pool)
+        self.streams, self.pool = streams, pool
         self.absence = absence
         self.allocate: Callable[[Callable[[], Any], Bytes], Any] = _just_once
         """Runs what allocates device memory for so many bytes; may make room and run it again."""
@@ -213,7 +195,7 @@ class CudaMachine:
         self.cost_of: Callable[[Recipe], Seconds] = lambda recipe: recipe.seconds
         """Seconds that an op takes on the device."""
         pool.make_free = self._free_cooled
-        self._leaving: list[tuple[HostHome, torch.UntypedStorage]] = []  # sources of copies out that may be under way
+        self._leaving: list[tuple[HostCopy, torch.UntypedStorage]] = []  # sources of copies out that may be under way
         self._cooling: list[tuple[Block, tuple[Event, ...]]] = []  # blocks that the device may still use
         self._copied: dict[Event, Copied] = {}  # by the event of the copy, in this step
         self._replayed: list[tuple[Recipe, Event, Event]] = []  # and between which moments
@@ -243,30 +225,24 @@ class CudaMachine:
 
     # ------------------------------------------------------------------ out
 
-    def page_out(self, storage: Storage) -> HostHome:
+    def page_out(self, storage: Storage) -> HostCopy:
         """Copy the bytes to a block and free them in the order of the device."""
         home = self._begin_out(storage, wait=True)
         self.leave(storage, home)
         return home
 
-    def start_out(self, storage: Storage) -> HostHome:
+    def start_out(self, storage: Storage) -> HostCopy:
         """Enqueue the copy (rules 1 and 2). Nothing needs it yet: for a block of the pool the host does not wait."""
         return self._begin_out(storage, wait=False)
 
-    def _begin_out(self, storage: Storage, *, wait: bool) -> HostHome:
+    def _begin_out(self, storage: Storage, *, wait: bool) -> HostCopy:
         real = real_storage(storage)
-        block = self.pool.take(storage.nbytes, wait=wait)
-        try:
-            done = self.streams.copy_out(real, block, (self.streams.reached(),))
-        except BaseException:
-            self.pool.free(block)
-            raise
-        self._copied[done] = Copied(storage.nbytes, storage.number)
-        home = HostHome(block, done)
+        home = self.tier.start_out(real, wait=wait)
+        self._copied[home.done] = Copied(storage.nbytes, storage.number)
         self._leaving.append((home, real))
         return home
 
-    def leave(self, storage: Storage, home: HostHome) -> None:
+    def leave(self, storage: Storage, home: HostCopy) -> None:
         """Free the bytes behind the copy (rule 2)."""
         self.wait_for_readers(storage)  # of this copy, if it is not done, and of those of older versions
         real = real_storage(storage)
@@ -298,13 +274,13 @@ class CudaMachine:
 
     # ------------------------------------------------------------------ in
 
-    def page_in(self, storage: Storage, home: HostHome) -> bool:
+    def page_in(self, storage: Storage, home: HostCopy) -> bool:
         """Copy the block to device memory; ops that follow wait for it on the device."""
         real = real_storage(storage)
         target = self.allocate(lambda: self.absence.target(real, storage.nbytes), storage.nbytes)
         return self.finish_in(storage, self._begin_in(storage, target, home))
 
-    def start_in(self, storage: Storage, home: HostHome) -> Arrival:
+    def start_in(self, storage: Storage, home: HostCopy) -> Arrival:
         """Enqueue the copy (rule 3). Raises `SpillError` if the device has no memory to spare after all."""
         real = real_storage(storage)
         try:
@@ -313,12 +289,9 @@ class CudaMachine:
             raise SpillError("The device has no memory for a copy ahead of its use.") from error
         return self._begin_in(storage, target, home)
 
-    def _begin_in(self, storage: Storage, target: torch.UntypedStorage, home: HostHome) -> Arrival:
-        after = [self.streams.reached()]
-        if not home.done.query():
-            after.append(home.done)
+    def _begin_in(self, storage: Storage, target: torch.UntypedStorage, home: HostCopy) -> Arrival:
         try:
-            done = self.streams.copy_in(home.block, target, after)
+            done = self.tier.start_in(home, target)
         except BaseException:
             self.absence.give_up(target)
             raise
@@ -377,7 +350,7 @@ class CudaMachine:
         if isinstance(watch, Watch):
             watch.kept = None
 
-    def discard(self, home: HostHome) -> None:
+    def discard(self, home: HostCopy) -> None:
         """Free the block as soon as the device is done with it (rule 5)."""
         home.point_away()
         busy: tuple[Event, ...] = (self.streams.reached(),)
@@ -458,7 +431,7 @@ class CudaMachine:
         """What was since `forget_times`. Everything has to be done."""
         times, when, copied = self.streams.lane_times(), self.streams.when, self._copied
         transfers = [
-            Transfer(lane, copied.get(one.event, _NOBODYS), one.began, one.began, one.ended)
+            CopySpan(lane, copied.get(one.event, _NOBODYS), one.began, one.began, one.ended)
             for lane, copies in ((Lane.COPY_OUT, times.out), (Lane.COPY_IN, times.back))
             for one in copies
         ]
