@@ -9,7 +9,8 @@ from typing import Any, final
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spillway.engines.tensors.calls import Environment, inner_tensors, operands
+from spillway.engines.environment import OpEnvironment
+from spillway.engines.tensors.calls import inner_tensors, operands
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import Sizes
 from spillway.engines.tensors.tensor_engine import TensorEngine
@@ -189,7 +190,7 @@ class Audit:
         """Run the recorded call again on copies of what its operands held."""
         bindings = self._bindings(watched, recipe)
         originals = [bytes_of(value.storage.handle()) for value in recipe.creates]
-        random, environment = torch.get_rng_state(), Environment.now()
+        random, environment = torch.get_rng_state(), OpEnvironment.now()
         dirty_the_heap(max(map(len, originals), default=0), 0x54)
         try:
             handles = self.engine.machine.run(recipe, bindings)
@@ -197,7 +198,7 @@ class Audit:
             self.blame("replays", watched.info, "raised in its replay", _words(error))
             return
         self.replayed.add(str(watched.info.func))
-        if not torch.equal(random, torch.get_rng_state()) or environment != Environment.now():
+        if not torch.equal(random, torch.get_rng_state()) or environment != OpEnvironment.now():
             self.blame("replays", watched.info, "left another random state or environment after its replay")
         if len(handles) != len(originals):
             self.blame("replays", watched.info, "created another number of storages in its replay")

@@ -59,7 +59,7 @@ def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pyte
 def test_block_exactness_tells_of_a_second_run_that_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     from benchmarks import block_exactness
-    from spillway.engines.blocks.environment import Environment
+    from spillway.engines.environment import Environment
 
     monkeypatch.setattr(Environment, "__call__", lambda self, wanted: contextlib.nullcontext())
     monkeypatch.setattr(block_exactness, "WAYS", {"recompute": block_exactness.WAYS["recompute"]})

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.extra_forward import aside
 from spillway.engines.blocks.reach import Reach
+from spillway.engines.environment import Environment
 from tests.cpu.block_judge import METHODS, judge, plainly
 from tests.cpu.block_parts import Box, Scripted, Slotted
 from tests.cpu.block_programs import program_of

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from spillway.engines.blocks import reach
 from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.engines.blocks.code import names_of, package
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.extra_forward import aside
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.environment import Environment
 from spillway.methods.actions import Action
 from tests.cpu import block_elsewhere as elsewhere
 from tests.cpu.block_judge import _same

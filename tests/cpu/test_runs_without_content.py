@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.environment import Environment
+from spillway.engines.environment import Environment
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.errors import BudgetInfeasible
 from spillway.session import needs

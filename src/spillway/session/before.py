@@ -9,7 +9,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks.environment import Environment
+from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import grad_mode
 from spillway.units import Bytes, KiB

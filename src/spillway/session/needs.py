@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.containers import rebuilt
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.extra_forward import is_the_models
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
+from spillway.engines.environment import Environment
 from spillway.engines.tensors.optimizers import Update, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content

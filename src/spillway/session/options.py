@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from spillway.engines.blocks.environment import Generator
+from spillway.engines.environment import Generator
 from spillway.tiers.spill_file import SpillIO
 
 

@@ -30,12 +30,12 @@ from spillway.engines.blocks.compiled_blocks import (
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import discover, named
-from spillway.engines.blocks.environment import Environment, Generator
 from spillway.engines.blocks.extra_forward import aside, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
 from spillway.engines.blocks.selective import Selected, selected_modules
+from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory

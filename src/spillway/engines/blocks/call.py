@@ -38,7 +38,6 @@ from spillway.engines.blocks.block import Block, Figures, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.fingerprints import first_changed, remember
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.hook import Hook
@@ -60,6 +59,7 @@ from spillway.engines.blocks.saved import (
     waiting,
 )  # fmt: skip
 from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
+from spillway.engines.environment import Environment
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
 from spillway.internals.private import grad_mode

@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from spillway.engines.blocks.environment import Generator
 from spillway.engines.blocks.iterators import CannotCopyError, Parts, assembled, holding, is_iterator, parts_of
 from spillway.engines.blocks.saved import FrozenTensor
+from spillway.engines.environment import Generator
 
 MOST_OBJECTS: Final = 4096
 """An argument from which more can be reached is no cache but half of the program."""

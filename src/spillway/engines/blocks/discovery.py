@@ -13,10 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spillway.engines.blocks.compiled_blocks import uncompiled
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.extra_forward import aside
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.environment import Environment
 from spillway.errors import ModelError, NoBlocksError
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes

@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.containers import rebuilt
-from spillway.engines.blocks.environment import Environment
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
+from spillway.engines.environment import Environment
 from spillway.internals.private import function_modes, grad_mode
 from spillway.internals.private import storage_address as address
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_installed, modules_named, names_of, package
-from spillway.engines.blocks.environment import Generator, stream
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN, raw
+from spillway.engines.environment import Generator, stream
 from spillway.internals.private import grad_mode
 from spillway.units import Bytes, MiB
 

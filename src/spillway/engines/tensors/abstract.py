@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
+from spillway.engines.environment import Settings
 from spillway.engines.tensors.bindings import Binding
-from spillway.engines.tensors.calls import Geometry, Operand, Place, Settings
+from spillway.engines.tensors.calls import Geometry, Operand, Place
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
 from spillway.engines.tensors.sizes import Sizes

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 
+from spillway.engines.environment import InEnvironment, OpEnvironment
 from spillway.engines.tensors.ops import OpInfo
-from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import is_wrapper, set_gradients
+from spillway.internals.private import is_wrapper
 from spillway.internals.process_memory import memory_for
 
 Place = int | str | tuple[int | str, int]
@@ -27,176 +25,6 @@ OPERAND: Final = object()
 """Stands in the place of a tensor among the arguments that a handler wrote down."""
 
 
-_grad_enabled, _threads, _default_dtype = torch.is_grad_enabled, torch.get_num_threads, torch.get_default_dtype
-_deterministic, _mkldnn_enabled = torch.get_deterministic_debug_mode, torch._C._get_mkldnn_enabled
-_matmul_precision = torch._C._get_float32_matmul_precision
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
-_AUTOCAST: Final = torch._C.DispatchKey.AutocastCPU
-
-
-def _cast_to() -> torch.dtype | None:
-    """What autocast casts to inside an op; None where it is off, or has had its say above the op."""
-    return None if _is_excluded(_AUTOCAST) else torch.get_autocast_dtype("cpu")
-
-
-@final
-class Settings(NamedTuple):
-    """Settings that count on one kind of device alone: what they are now, and how to change them."""
-
-    now: Callable[[], tuple[Any, ...]]
-    change: Callable[[tuple[Any, ...], tuple[Any, ...]], None]
-    """Takes what they are and what they shall be."""
-
-
-NO_SETTINGS: Final = Settings(tuple, lambda present, wanted: None)
-"""Where `Environment` holds all."""
-
-
-class Environment(NamedTuple):
-    """Settings that are inputs of every op (the same call under others need not give the same bits)."""
-
-    grad: bool
-    threads: int
-    dtype: torch.dtype
-    deterministic: int
-    """1 where ops that are not only warn, 2 where they raise."""
-    mkldnn: bool
-    matmul: str
-    autocast: torch.dtype | None
-    """What is cast to in the ops that the op consists of."""
-    of_device: tuple[Any, ...] = ()
-    settings: Settings = NO_SETTINGS
-    """What `of_device` is of."""
-
-    @staticmethod
-    def now(settings: Settings = NO_SETTINGS) -> Environment:
-        """The settings of this thread and process at this moment."""
-        return Environment(
-            torch.is_grad_enabled(),
-            torch.get_num_threads(),
-            torch.get_default_dtype(),
-            torch.get_deterministic_debug_mode(),
-            torch._C._get_mkldnn_enabled(),
-            torch.get_float32_matmul_precision(),
-            _cast_to(),
-            settings.now(),
-            settings,
-        )
-
-
-@final
-class Surroundings:
-    """The settings at any moment; one record for as long as they stay the same."""
-
-    __slots__ = ("_last",)
-
-    def __init__(self) -> None:
-        self._last = Environment.now()
-
-    def now(self) -> Environment:
-        """The settings of this thread and process at this moment."""
-        last = self._last
-        present: Any = (
-            _grad_enabled(), _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
-            _cast_to(), (), NO_SETTINGS,
-        )  # fmt: skip
-        if last == present:
-            return last
-        last = self._last = Environment.now()
-        return last
-
-
-@final
-class DeviceSurroundings:
-    """The same with the settings of a device."""
-
-    __slots__ = ("_last", "_settings")
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._last = Environment.now(settings)
-
-    def now(self) -> Environment:
-        """The settings of this thread and process at this moment."""
-        present = Environment.now(self._settings)
-        if present != self._last:
-            self._last = present
-        return self._last
-
-
-def surroundings_with(settings: Settings) -> Surroundings | DeviceSurroundings:
-    """What tells the settings of every op."""
-    return Surroundings() if settings is NO_SETTINGS else DeviceSurroundings(settings)
-
-
-_TRANSFORMS: Final = functools.reduce(
-    operator.or_,
-    (
-        torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
-        for key in ("VmapMode", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
-    ),
-)
-"""By which `vmap` and `torch.func` hear of ops."""
-
-_GUARDS: Final = (
-    torch._C._AutoDispatchBelowADInplaceOrView,
-    torch._C._DisableAutocast,
-    functools.partial(torch._C._ExcludeDispatchKeyGuard, _TRANSFORMS),
-    unwatched,
-)
-
-
-@final
-class InEnvironment:
-    """Context manager: the settings of the original call, without autograd, which stood above it, unseen by the user's
-    own dispatch modes, which saw the original, and by transforms, within which another op may be wanted. Autocast, too,
-    stood above it, but for ops that it passes by and that consist of others (`_trilinear`, products of sparse tensors).
-    """
-
-    def __init__(self, environment: Environment) -> None:
-        self._wanted = environment
-        self._guards: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._before = Environment.now(self._wanted.settings)
-        for kind in _GUARDS:  # a guard acts when it is made: each is entered before the next is made
-            guard: Any = kind()
-            guard.__enter__()
-            self._guards.append(guard)
-        if self._wanted.autocast is not None:
-            self._cast_before = torch.get_autocast_dtype("cpu")
-            _exclude(_AUTOCAST, False)
-            torch.set_autocast_dtype("cpu", self._wanted.autocast)
-        _apply(self._before, self._wanted)
-
-    def __exit__(self, *exception: object) -> None:
-        if self._wanted.autocast is not None:
-            torch.set_autocast_dtype("cpu", self._cast_before)
-            _exclude(_AUTOCAST, True)
-        _apply(self._wanted, self._before)
-        while self._guards:
-            self._guards.pop().__exit__(None, None, None)
-
-
-def _apply(current: Environment, wanted: Environment) -> None:
-    if current == wanted:
-        return
-    set_gradients(wanted.grad)
-    if current.threads != wanted.threads:
-        torch.set_num_threads(wanted.threads)
-    if current.dtype != wanted.dtype:
-        torch.set_default_dtype(wanted.dtype)
-    if current.deterministic != wanted.deterministic:
-        torch._C._set_deterministic_algorithms(wanted.deterministic > 0, warn_only=wanted.deterministic == 1)
-    if current.mkldnn != wanted.mkldnn:
-        torch._C._set_mkldnn_enabled(wanted.mkldnn)
-    if current.matmul != wanted.matmul:
-        torch.set_float32_matmul_precision(wanted.matmul)
-    if current.of_device != wanted.of_device:
-        wanted.settings.change(current.of_device, wanted.of_device)
-
-
 class Call(NamedTuple):
     """The payload of a recipe. `args` and `kwargs` have a hole for each tensor; `operands` say what belongs there.
 
@@ -209,7 +37,7 @@ class Call(NamedTuple):
     args: list[Any]
     kwargs: dict[str, Any] | None
     operands: Sequence[Operand]
-    environment: Environment
+    environment: OpEnvironment
     outputs: tuple[int, ...] = (0,)
     scratch: Sequence[Operand] = ()
     random: tuple[torch.Generator, torch.Tensor] | None = None

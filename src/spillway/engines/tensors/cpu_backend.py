@@ -9,9 +9,9 @@ from typing import Final, final
 
 import torch
 
+from spillway.engines.environment import GENERAL
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
-from spillway.engines.tensors.calls import NO_SETTINGS
 from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.errors import SpillError
@@ -60,7 +60,7 @@ class CpuBackend(AbstractBackend):
         self._learned: Bytes = 0  # what is to be reserved
         self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
         self.generator = torch.default_generator
-        self.settings = NO_SETTINGS
+        self.settings = GENERAL
         self.now = self.moment = time.perf_counter
         self.when = float
         self._measures_link = False

@@ -7,10 +7,11 @@ from typing import Any, Final, final
 
 import torch
 
+from spillway.engines.environment import CUDA, GENERAL
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
-from spillway.engines.tensors.cuda_ops import HUNGRY, LIBRARIES, fit_for_cuda
+from spillway.engines.tensors.cuda_ops import HUNGRY, fit_for_cuda
 from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunctions
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
@@ -99,7 +100,7 @@ class CudaBackend(AbstractBackend):
         self.workspaces = Workspaces(self.meter, HUNGRY)
         self.retry = Retry(streams)
         self.generator = streams.generator
-        self.settings = LIBRARIES
+        self.settings = GENERAL + CUDA
         self.now = self.clock = DeviceClock(streams)
         self.moment, self.when = streams.moment, streams.when
         self._machine.cost_of = self.clock.seconds_of

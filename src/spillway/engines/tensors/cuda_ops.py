@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from spillway.engines.tensors.calls import Settings
 from spillway.engines.tensors.ops import OpInfo
 from spillway.memory.records import EXACT, NEVER
 
@@ -97,45 +95,3 @@ def _forward_varies(args: Sequence[Any]) -> bool:
 def _backward_varies(args: Sequence[Any]) -> bool:
     same_twice = torch._C._get_cudnn_deterministic() or torch._C._get_deterministic_algorithms()
     return torch._C._get_cudnn_benchmark() or not same_twice
-
-
-_Setting = tuple[Callable[[], Any], Callable[[Any], None]]
-
-
-def _fp16_reduction(value: Any) -> None:
-    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*(value if isinstance(value, tuple) else (value,)))
-
-
-def _bf16_reduction(value: Any) -> None:
-    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*(value if isinstance(value, tuple) else (value,)))
-
-
-_SETTINGS: Final[tuple[_Setting, ...]] = (
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, _fp16_reduction),
-    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, _bf16_reduction),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-)
-"""Settings of the libraries for CUDA that decide how an op is computed."""
-
-_GETTERS: Final = tuple(get for get, _ in _SETTINGS)
-
-
-def _now() -> tuple[Any, ...]:
-    return tuple(get() for get in _GETTERS)
-
-
-def _change(present: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    for (_, put), one, other in zip(_SETTINGS, present, wanted, strict=True):
-        if one != other:
-            with contextlib.suppress(RuntimeError):
-                put(other)
-
-
-LIBRARIES: Final = Settings(_now, _change)
-"""They are inputs of every op on a CUDA device."""

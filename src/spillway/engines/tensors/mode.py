@@ -14,16 +14,15 @@ from typing import Any, final
 
 import torch
 
+from spillway.engines.environment import OpEnvironment, Surroundings
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Known, Seen
 from spillway.engines.tensors.calls import (
     Call,
-    Environment,
     Operand,
     Place,
     geometry_of,
     operands,
     random_state,
-    surroundings_with,
     with_holes,
 )
 from spillway.engines.tensors.cpu_machine import tensors_of
@@ -199,7 +198,7 @@ class Recorder:
     def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
         self._controller = engine.controller
-        self._surroundings = surroundings_with(engine.backend.settings)
+        self._surroundings = Surroundings(engine.backend.settings)
 
     def payload(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any] | None, reads: list[Value],
@@ -267,7 +266,7 @@ def _record_generally(
     wanted = set(places)
     recorded = [(place, geometry_of(t)) for place, t, _ in operands(info, args, kwargs) if place in wanted]
     random = random_state(kwargs, device.generator) if info.seeded else None
-    return Call(info.func, holes, named, recorded, Environment.now(device.settings), (0,), scratch, random)
+    return Call(info.func, holes, named, recorded, OpEnvironment.now(device.settings), (0,), scratch, random)
 
 
 def _has_history(writes: Sequence[Storage]) -> bool:

@@ -1,4 +1,7 @@
-"""What a forward reads beside its arguments and its modules: random streams, autocast, flags, context variables."""
+"""What ops read beside their arguments and modules: settings, random streams, autocast, context variables.
+
+A replay of one op is run in its `OpEnvironment` (rule 6), a second run of a block in its `Environment`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,221 @@ import _random
 import contextlib
 import contextvars
 import ctypes
+import functools
+import operator
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final, Protocol, TypeAlias, cast, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, final
 
 import numpy as np
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+
+from spillway.internals.dispatch_key import unwatched
+from spillway.internals.private import set_gradients
+
+Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""What asks for a setting of torch's, and what changes it."""
+
+
+@final
+class Settings:
+    """Settings of torch that decide how ops are computed: the same call under others need not give the same bits.
+
+    Args:
+        flags: One pair each.
+        now: Asks for all of them at once; put together from the pairs if left out.
+    """
+
+    __slots__ = ("flags", "now")
+
+    def __init__(self, *flags: Flag, now: Callable[[], tuple[Any, ...]] | None = None) -> None:
+        getters = [get for get, _ in flags]
+        self.flags = flags
+        self.now = now if now is not None else lambda: tuple([get() for get in getters])
+
+    def __add__(self, other: Settings) -> Settings:
+        """These and others."""
+        return Settings(*self.flags, *other.flags)
+
+    def change(self, present: Sequence[Any], wanted: Sequence[Any]) -> None:
+        """From what they are to what they shall be."""
+        for (_, put), one, other in zip(self.flags, present, wanted, strict=True):
+            if one != other:
+                put(other)
+
+
+_threads, _default_dtype, _deterministic = (
+    torch.get_num_threads, torch.get_default_dtype, torch.get_deterministic_debug_mode
+)  # fmt: skip
+_mkldnn_enabled, _matmul_precision = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision
+
+
+def _be_deterministic(mode: int) -> None:
+    """1 where ops that are not only warn, 2 where they raise."""
+    torch._C._set_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+
+
+def _reduce_in(kind: str) -> Flag:
+    """In which precision cuBLAS adds up: one value, or two."""
+    get, put = (
+        getattr(torch._C, f"_{verb}_cublas_allow_{kind}_reduced_precision_reduction") for verb in ("get", "set")
+    )
+    return get, lambda value: put(*(value if isinstance(value, tuple) else (value,)))
+
+
+def _where_there_is_one(flag: Flag) -> Flag:
+    """A library that is not there cannot be told."""
+
+    def put(value: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            flag[1](value)
+
+    return flag[0], put
+
+
+GENERAL: Final = Settings(
+    (_threads, torch.set_num_threads),
+    (_default_dtype, torch.set_default_dtype),
+    (_deterministic, _be_deterministic),
+    (_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (_matmul_precision, torch.set_float32_matmul_precision),
+    now=lambda: (_threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision()),
+)
+"""On every device."""
+
+ATTENTION: Final = Settings(
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+"""By which the kernel of attention is chosen: on the CPU above what the tensor engine is shown."""
+
+CUDA: Final = Settings(
+    *map(
+        _where_there_is_one,
+        (
+            (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+            (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+            (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+            _reduce_in("fp16"),
+            _reduce_in("bf16"),
+            *ATTENTION.flags,
+        ),
+    )
+)
+"""Of the libraries on a CUDA device, besides."""
+
+
+# --------------------------------------------------------------------------------------------------------- of an op
+
+
+_grad_enabled = torch.is_grad_enabled
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_AUTOCAST: Final = torch._C.DispatchKey.AutocastCPU
+
+
+def _cast_to() -> torch.dtype | None:
+    """What autocast casts to inside an op; None where it is off, or has had its say above the op."""
+    return None if _is_excluded(_AUTOCAST) else torch.get_autocast_dtype("cpu")
+
+
+class OpEnvironment(NamedTuple):
+    """What is an input of every op beside its arguments."""
+
+    grad: bool
+    values: tuple[Any, ...]
+    """Of the settings."""
+    autocast: torch.dtype | None
+    """What is cast to in the ops that the op consists of."""
+    settings: Settings = GENERAL
+
+    @staticmethod
+    def now(settings: Settings = GENERAL) -> OpEnvironment:
+        """In this thread and process at this moment."""
+        return OpEnvironment(_grad_enabled(), settings.now(), _cast_to(), settings)
+
+
+@final
+class Surroundings:
+    """The same at any moment; one record for as long as it stays the same."""
+
+    __slots__ = ("_last", "_settings")
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._last = OpEnvironment.now(settings)
+
+    def now(self) -> OpEnvironment:
+        """In this thread and process at this moment."""
+        present = (_grad_enabled(), self._settings.now(), _cast_to(), self._settings)
+        last = self._last
+        if last == present:
+            return last
+        self._last = found = OpEnvironment._make(present)
+        return found
+
+
+_TRANSFORMS: Final = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key))
+        for key in ("VmapMode", "FuncTorchVmapMode", "FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode")
+    ),
+)
+"""By which `vmap` and `torch.func` hear of ops."""
+
+_GUARDS: Final = (
+    torch._C._AutoDispatchBelowADInplaceOrView,
+    torch._C._DisableAutocast,
+    functools.partial(torch._C._ExcludeDispatchKeyGuard, _TRANSFORMS),
+    unwatched,
+)
+
+
+@final
+class InEnvironment:
+    """Context manager: the settings of the original call, without autograd, which stood above it, unseen by the user's
+    own dispatch modes, which saw the original, and by transforms, within which another op may be wanted. Autocast, too,
+    stood above it, but for ops that it passes by and that consist of others (`_trilinear`, products of sparse tensors).
+    """
+
+    def __init__(self, environment: OpEnvironment) -> None:
+        self._wanted = environment
+        self._guards: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._before = OpEnvironment.now(self._wanted.settings)
+        for kind in _GUARDS:  # a guard acts when it is made: each is entered before the next is made
+            guard: Any = kind()
+            guard.__enter__()
+            self._guards.append(guard)
+        if self._wanted.autocast is not None:
+            self._cast_before = torch.get_autocast_dtype("cpu")
+            _exclude(_AUTOCAST, False)
+            torch.set_autocast_dtype("cpu", self._wanted.autocast)
+        self._change(self._before, self._wanted)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._wanted.autocast is not None:
+            torch.set_autocast_dtype("cpu", self._cast_before)
+            _exclude(_AUTOCAST, True)
+        self._change(self._wanted, self._before)
+        while self._guards:
+            self._guards.pop().__exit__(None, None, None)
+
+    @staticmethod
+    def _change(present: OpEnvironment, wanted: OpEnvironment) -> None:
+        if present != wanted:
+            set_gradients(wanted.grad)
+            wanted.settings.change(present.values, wanted.values)
+
+
+# ----------------------------------------------------------------------------------------------------- of a forward
+
 
 Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """A random stream that a user may register."""
@@ -132,19 +342,6 @@ def stream(source: Generator) -> Stream:
     raise TypeError(f"{type(source).__name__} is no random stream: torch.Generator, numpy's or random.Random are.")
 
 
-_Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
-_FLAGS: Final[tuple[_Flag, ...]] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-)
-"""Settings that decide which kernel runs, and so which bits come out and what is saved."""
-
 Autocast: TypeAlias = tuple[str, bool, torch.dtype, bool]
 
 
@@ -160,6 +357,7 @@ class Environment:
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
         others = {device for device in devices if device.type not in ("cpu", "meta")}
         self._types = ("cpu", *sorted({device.type for device in others}))
+        self._settings = GENERAL + (CUDA if "cuda" in self._types else ATTENTION)
         self._streams: list[Stream] = [
             PythonStream(random._inst),
             NumpyStream(np.random.mtrand._rand),
@@ -177,7 +375,7 @@ class Environment:
         return Captured(
             self.streams(),
             [_autocast(kind) for kind in self._types],
-            [get() for get, _ in _FLAGS],
+            self._settings.now(),
             _device_context(),
             contextvars.copy_context(),
         )
@@ -186,11 +384,11 @@ class Environment:
     def __call__(self, wanted: Captured) -> Iterator[None]:
         """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before."""
         streams = self.streams()
-        flags = [get() for get, _ in _FLAGS]
+        flags = self._settings.now()
         with contextlib.ExitStack() as stack:
             # Each stands before what it undoes: an interrupt in between leaves nothing behind.
-            stack.callback(_set_flags, wanted.flags, flags)
-            _set_flags(flags, wanted.flags)
+            stack.callback(self._settings.change, wanted.flags, flags)
+            self._settings.change(flags, wanted.flags)
             stack.callback(self.set_streams, streams)
             for one, old, new in zip(self._streams, streams, wanted.streams, strict=True):
                 if old is not new:
@@ -220,7 +418,7 @@ class Captured:
         self,
         streams: list[Any],
         autocast: list[Autocast],
-        flags: list[Any],
+        flags: tuple[Any, ...],
         device_context: Any,
         variables: contextvars.Context,
     ) -> None:
@@ -245,12 +443,6 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
 def _autocast(kind: str) -> Autocast:
     enabled = torch.is_autocast_enabled(kind)
     return kind, enabled, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-
-
-def _set_flags(now: list[Any], wanted: list[Any]) -> None:
-    for (_, put), old, new in zip(_FLAGS, now, wanted, strict=True):
-        if old != new:
-            put(new)
 
 
 def _device_context() -> Any:
