@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks import columns, workloads
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.engines.blocks.compress import CompressedHome, Compressor
+from spillway.engines.blocks.compress import CompressedStorage, Compressor
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.quantize import pack
 from spillway.methods.actions import Action, ActionOptions
@@ -179,8 +179,10 @@ def _counted(counts: Counter[str]) -> Iterator[None]:
     """Bytes of every float32 storage that is compressed, before and after."""
     compress = Compressor.compress
 
-    def counting(self: Compressor, tensor: Tensor, *, lossy: bool) -> tuple[CompressedHome, Bytes] | None:
-        found = compress(self, tensor, lossy=lossy)
+    def counting(
+        self: Compressor, tensor: Tensor, options: ActionOptions | None
+    ) -> tuple[CompressedStorage, Bytes] | None:
+        found = compress(self, tensor, options)
         if found is not None and found[1] and tensor.dtype is torch.float32:
             whole = torch.empty(0).set_(tensor.untyped_storage())  # type: ignore[call-overload]
             kind = "masks" if found[0].exact else "values" if float(whole.min()) != 0 else EXACT_ZEROS

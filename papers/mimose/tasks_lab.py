@@ -295,7 +295,7 @@ class Lab:
             return None
         collects = mimose.begin(at.size, 0).collects
         mimose.end(at.found.step, at.found.blocks if collects else ())
-        again = sum(call.seconds for call in at.calls) if collects and mimose.choices.forwards == 2 else 0.0
+        again = sum(call.seconds for call in at.calls) if collects and mimose.options.forwards == 2 else 0.0
         return at.run(at.everything).seconds + again
 
     def dtr(self, budget: Bytes, weights: Sequence[float], *, lost: Bytes = 0, planning: float = 0.0) -> Epoch:

@@ -342,11 +342,7 @@ class BlockEngine:
                 self.observer.forward_begins()
         elif self.observer is not None and not torch.is_grad_enabled() and self._runtime.runs_nothing:
             self.observer.evaluation_begins(args, kwargs)
-        self._stay_closed()
-
-    def _stay_closed(self) -> None:
-        """After an extra forward, which puts the modules back, with the hooks that were removed in the middle of it."""
-        if self.closed:
+        if self.closed:  # in the middle of an extra forward, which puts the modules back with the hooks they had
             self._remove_hooks()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,7 +399,8 @@ class BlockEngine:
                 raise
             return None if isinstance(error, Exception) else without_locals(error)
         finally:
-            self._stay_closed()
+            if self.closed:
+                self._remove_hooks()
         return None
 
     def _pass_by(self, block: Block) -> None:
