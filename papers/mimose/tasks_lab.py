@@ -291,7 +291,7 @@ class Lab:
     def _shelter(mimose: Mimose, at: At) -> Seconds | None:
         """One step of the sheltered phase: what it takes; None if the phase is over. With two forwards each block runs
         once more."""
-        if mimose.phase is not Phase.SHELTERED:
+        if mimose.phase is not Phase.COLLECTING:
             return None
         collects = mimose.begin(at.size, 0).collects
         mimose.end(at.found.step, at.found.blocks if collects else ())

@@ -129,7 +129,7 @@ def test_where_everything_fits_nothing_is_recomputed_and_later_nothing_watched(p
     training = Training((24, 48, 40, 32) * 3)
     with managed(training, "1GiB") as memory:
         run(training, memory)
-    assert [report.recomputed_blocks for report in memory.history] == [4] * 4 + [0] * 8  # the sheltered phase first
+    assert [report.recomputed_blocks for report in memory.history] == [4] * 4 + [0] * 8  # the collecting phase first
     assert [report.managed for report in memory.history] == [True] * 8 + [False] * 4
 
 
@@ -149,7 +149,7 @@ class TooHopeful(AbstractBlockMethod):
         return self
 
     @property
-    def sheltered(self) -> bool:
+    def collecting(self) -> bool:
         return False
 
     def begin(self, size: InputSize, available: int) -> Decision:
@@ -157,7 +157,7 @@ class TooHopeful(AbstractBlockMethod):
             size=size, actions=recomputing((), 4), otherwise=Action.RECOMPUTE, projected=0, available=available,
             seconds=0.0, smallest=0,
         )  # fmt: skip
-        return Decision(Phase.RESPONSIVE, plan, False)
+        return Decision(Phase.PLANNED, plan, False)
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         pass

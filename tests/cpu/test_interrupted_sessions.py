@@ -102,14 +102,14 @@ def test_what_a_method_learned_in_part_is_forgotten(method: Mimose, known: bool)
                 size = family.size((rows, length))
                 family.method.begin(size, 1 << 20)
                 family.method.forecast(size)
-                family.learn((rows, length), *learned(family.method.sheltered, rows, length, 1.0 + times))
-        assert not family.method.sheltered
+                family.learn((rows, length), *learned(family.method.collecting, rows, length, 1.0 + times))
+        assert not family.method.collecting
         forecast = family.method.forecast(family.size((8, 16)))
         assert forecast is None or len(forecast.saved) == len(forecast.working) == 3
         return lines
 
-    def learned(sheltered: bool, rows: int, length: int, seconds: float) -> tuple[StepSample, list[BlockSample]]:
-        recomputed = frozenset(range(3)) if sheltered else frozenset[int]()
+    def learned(collecting: bool, rows: int, length: int, seconds: float) -> tuple[StepSample, list[BlockSample]]:
+        recomputed = frozenset(range(3)) if collecting else frozenset[int]()
         step = StepSample(size=(), recomputed=recomputed, peak=40 * rows * length)
         return step, [
             BlockSample(block=block, size=(), nbytes=10 * rows * length, seconds=seconds, working=rows * length)

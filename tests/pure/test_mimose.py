@@ -84,11 +84,11 @@ def trained(mimose: Mimose, lengths: Sequence[int] = LENGTHS) -> Training:
 def test_sheltered_steps_recompute_every_block_and_the_published_ones_measure_all_of_them() -> None:
     training = Training(Mimose.as_published())
     decisions = [training.step(length) for length in LENGTHS]
-    assert [decision.phase for decision in decisions] == [Phase.SHELTERED] * 10
+    assert [decision.phase for decision in decisions] == [Phase.COLLECTING] * 10
     assert all(decision.collects for decision in decisions)
     assert not any(decision.plan.keeps(block) for decision in decisions for block in range(BLOCKS))
     after = training.step(60)
-    assert (after.phase, after.collects) == (Phase.RESPONSIVE, False)
+    assert (after.phase, after.collects) == (Phase.PLANNED, False)
 
 
 def test_a_size_that_was_measured_is_not_measured_again() -> None:
@@ -99,13 +99,13 @@ def test_a_size_that_was_measured_is_not_measured_again() -> None:
 def test_the_sheltered_phase_ends_when_four_steps_have_shown_the_laws_of_all_blocks() -> None:
     training = Training(Mimose())
     phases = [training.step(length).phase for length in LENGTHS[:5]]
-    assert phases == [Phase.SHELTERED] * 4 + [Phase.RESPONSIVE]
+    assert phases == [Phase.COLLECTING] * 4 + [Phase.PLANNED]
 
 
 def test_it_lasts_to_its_end_where_bytes_follow_no_law() -> None:
     training = Training(Mimose(), saves=lambda block, length: saved(block, length) + 7919 * length * length % 1009)
     phases = [training.step(length).phase for length in (*LENGTHS, 66)]
-    assert phases == [Phase.SHELTERED] * 10 + [Phase.RESPONSIVE]
+    assert phases == [Phase.COLLECTING] * 10 + [Phase.PLANNED]
 
 
 def test_the_first_step_is_no_sample_of_the_whole_model_but_its_blocks_are_samples() -> None:
@@ -277,7 +277,7 @@ def test_what_is_published_and_what_is_the_default_differ_in_these_fields() -> N
 
 @pytest.mark.parametrize("wrong", [{"iterations": 1}, {"interval": 0}, {"reserve": -1}])
 def test_options_that_make_no_sense_are_refused(wrong: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="Mimose needs 2 sheltered steps or more"):
+    with pytest.raises(UsageError, match="Mimose needs 2 collecting steps or more"):
         Options(**wrong)  # type: ignore[arg-type]
 
 

@@ -1,6 +1,6 @@
 """A published run of Mimose that passed its budget: a RetinaNet with a ResNet-101 on pictures of many sizes.
 
-The trace has the peak of every step, its first 30 sheltered. Its planner was given 13 GB less a buffer of 6, and the
+The trace has the peak of every step, its first 30 collecting. Its planner was given 13 GB less a buffer of 6, and the
 run ended out of memory after the last line. What blocks save is not in the trace; what the step needs with every block
 recomputed is. The size is height times width.
 """
@@ -17,7 +17,7 @@ from spillway.units import Bytes, GiB, MiB
 from tests.shared import shared
 
 BUDGET = 7 * GiB
-SHELTERED = 30
+COLLECTED = 30
 ALL_RECOMPUTED_FROM = 786_432
 """Pixels from which on the published planner recomputed every block."""
 
@@ -33,18 +33,18 @@ def test_the_published_planner_passed_its_budget_at_every_step_that_it_planned(
     trace: list[tuple[InputSize, Bytes]],
 ) -> None:
     assert len(trace) == 206
-    assert sum(peak > BUDGET for _, peak in trace[SHELTERED:]) == 176
-    assert sum(peak > BUDGET for _, peak in trace[1:SHELTERED]) == 21  # and it had seen that before it planned
+    assert sum(peak > BUDGET for _, peak in trace[COLLECTED:]) == 176
+    assert sum(peak > BUDGET for _, peak in trace[1:COLLECTED]) == 21  # and it had seen that before it planned
 
 
 def test_at_three_steps_of_four_it_had_recomputed_everything_and_no_plan_could_have_held(
     trace: list[tuple[InputSize, Bytes]],
 ) -> None:
-    """Their peaks are those of sheltered steps of the same size: the rest of the model needs more than the budget."""
+    """Their peaks are those of collecting steps of the same size: the rest of the model needs more than the budget."""
     planning = learned(trace)
-    at_the_floor = [(size, peak) for size, peak in trace[SHELTERED:] if size[0] >= ALL_RECOMPUTED_FROM]
+    at_the_floor = [(size, peak) for size, peak in trace[COLLECTED:] if size[0] >= ALL_RECOMPUTED_FROM]
     assert len(at_the_floor) == 133
-    smallest, largest = min(size for size, _ in trace[1:SHELTERED]), max(size for size, _ in trace[1:SHELTERED])
+    smallest, largest = min(size for size, _ in trace[1:COLLECTED]), max(size for size, _ in trace[1:COLLECTED])
     for size, peak in at_the_floor:
         expected = floor(planning, size)
         assert expected >= peak - 20 * MiB
@@ -56,10 +56,10 @@ def test_ours_would_have_said_so_before_each_of_these_steps_and_how_much_it_take
     trace: list[tuple[InputSize, Bytes]],
 ) -> None:
     planning = learned(trace)
-    plans = [planning.plan(size, BUDGET) for size, _ in trace[SHELTERED:]]
-    short = [plan for plan, (size, _) in zip(plans, trace[SHELTERED:], strict=True) if size[0] >= ALL_RECOMPUTED_FROM]
+    plans = [planning.plan(size, BUDGET) for size, _ in trace[COLLECTED:]]
+    short = [plan for plan, (size, _) in zip(plans, trace[COLLECTED:], strict=True) if size[0] >= ALL_RECOMPUTED_FROM]
     assert [plan for plan in short if plan.holds] == []
-    # The largest picture is a third larger than any sheltered one, and may grow with the square of its pixels.
+    # The largest picture is a third larger than any collecting one, and may grow with the square of its pixels.
     size, peak = max(trace)
     assert peak <= floor(planning, size) <= 1.2 * peak
 
@@ -68,7 +68,7 @@ def test_at_the_other_steps_it_kept_blocks_that_did_not_fit_and_never_learned(
     trace: list[tuple[InputSize, Bytes]],
 ) -> None:
     planning = learned(trace)
-    kept = [(size, peak) for size, peak in trace[SHELTERED:] if size[0] < ALL_RECOMPUTED_FROM]
+    kept = [(size, peak) for size, peak in trace[COLLECTED:] if size[0] < ALL_RECOMPUTED_FROM]
     assert len(kept) == 43
     over = [peak - BUDGET for _, peak in kept]
     assert (round(min(over) / MiB), round(max(over) / MiB)) == (519, 948)
@@ -87,7 +87,7 @@ def test_ours_would_have_passed_it_once_by_the_same_error_and_kept_it_from_then_
     If it is kept the peak is the trace's; if not, the floor. Corrected once, estimates of all sizes are.
     """
     planning = learned(trace)
-    small = [(size, peak) for size, peak in trace[SHELTERED:] if floor(planning, size) < BUDGET - 60 * MiB]
+    small = [(size, peak) for size, peak in trace[COLLECTED:] if floor(planning, size) < BUDGET - 60 * MiB]
     sizes = {size for size, _ in small}
     believed = {size: BUDGET - floor(planning, size) - MiB for size in sizes}
     floors = {size: floor(planning, size) for size in sizes}

@@ -189,7 +189,7 @@ def test_peaks_known_by_part_give_what_is_there(recomputed: set[int]) -> None:
 
 @given(forecasts(), st.integers(0, 700))
 def test_a_plan_made_from_one_recomputed_step_holds_in_the_real_one(step: Forecast, available: int) -> None:
-    """Only the peak of the sheltered step is known; what plans make of it errs upwards."""
+    """Only the peak of the collecting step is known; what plans make of it errs upwards."""
     peak = simulate(step, step.everything).nbytes
     turn, rest = outside(step, step.everything, peak, peak)
     expected = replace(step, turn=turn, rest=rest)

@@ -103,7 +103,7 @@ def test_algorithm_1_keeps_its_reserve_even_where_all_would_fit_and_sees_no_peak
     plain = step.plain_peak()
     reserved = MimosePlanner.as_published(Options.as_published(reserve=4 * UNIT))
     assert recomputed(step, plan(reserved, step, plain)) != []
-    # The last block's return raises the sheltered step's peak, and Algorithm 1 adds its bytes on top of that.
+    # The last block's return raises the collecting step's peak, and Algorithm 1 adds its bytes on top of that.
     (found,) = measured(step)
     unaware = found.step.peak + sum(block.nbytes for block in found.blocks) + found.start
     assert unaware > plain

@@ -254,7 +254,7 @@ def test_steps_with_an_input_size_are_drawn_against_it() -> None:
     assert "expected" in shown.text
     drawn = draw_sizes(steps, 40 * MiB)
     assert drawn is not None
-    assert [point.name for point in drawn.points] == ["sheltered", "planned", "expected"]
+    assert [point.name for point in drawn.points] == ["collecting", "planned", "expected"]
     assert [point.told for point in drawn.points][:1] == ["step 0, size 64: 20 MiB, 4 of 4 blocks recomputed"]
     assert drawn.points[0].x == pytest.approx(drawn.points[1].x / 2)
     assert drawn.budget_y is not None

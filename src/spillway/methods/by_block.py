@@ -81,9 +81,9 @@ class Forecast:
 class Phase(Enum):
     """What a step is for."""
 
-    SHELTERED = "sheltered"
+    COLLECTING = "collecting"
     """Every block is recomputed, and blocks are measured."""
-    RESPONSIVE = "responsive"
+    PLANNED = "planned"
     """Blocks follow the plan of the input's size."""
 
 
@@ -99,7 +99,7 @@ class BlockPlan:
     otherwise: Action
     """What becomes of any other call, of whose bytes nothing is known."""
     projected: Bytes
-    """Bytes that the step is expected to need above what is there when its forward begins; 0 in the sheltered phase,
+    """Bytes that the step is expected to need above what is there when its forward begins; 0 in the collecting phase,
     which expects nothing."""
     available: Bytes
     """Bytes that it may need."""
@@ -210,7 +210,7 @@ class AbstractBlockMethod(ABC):
 
     @property
     @abstractmethod
-    def sheltered(self) -> bool:
+    def collecting(self) -> bool:
         """Whether the next step is for measuring: every block is recomputed, whatever the budget."""
 
     @abstractmethod

@@ -3,7 +3,7 @@
 Or something else becomes of every block, the same of each: see `Checkpoint`.
 
 `Checkpoint` runs on the block engine, `CheckpointPlanner` on a recorded step: the left star of Mimose's Fig. 13, and
-what its sheltered phase does. Chen et al., arXiv:1604.06174, with every block a segment.
+what its collecting phase does. Chen et al., arXiv:1604.06174, with every block a segment.
 
 The planner differs from `torch.utils.checkpoint` in: what a block's second run brings back is what the backward reads;
 ops of the block from which nothing of that comes do not run again. A value of a block that some op reads outside of it,
@@ -70,14 +70,14 @@ class Checkpoint(AbstractBlockMethod):
         return type(self)(self.action, **asdict(self.action_options[self.action]))
 
     @property
-    def sheltered(self) -> bool:
+    def collecting(self) -> bool:
         """Nothing is measured."""
         return False
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """A plan that keeps nothing."""
         return Decision(
-            Phase.SHELTERED, BlockPlan.nothing_kept(size, available, self.action, self.action_options), False
+            Phase.COLLECTING, BlockPlan.nothing_kept(size, available, self.action, self.action_options), False
         )
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:

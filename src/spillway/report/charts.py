@@ -285,7 +285,7 @@ class Point:
     x: float
     y: float
     name: str
-    """"sheltered", every block recomputed; "planned"; or "expected" where the peak was not measured."""
+    """"collecting", every block recomputed; "planned"; or "expected" where the peak was not measured."""
     told: str
     """The step in a sentence."""
 
@@ -316,7 +316,7 @@ def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None) -> SizeChart |
     apart, points = next(number for number in round_numbers() if right / number <= 8), []
     for step, number in sized:
         every = step.recomputed_blocks == step.blocks > 0 and not step.projected_bytes
-        name = ("sheltered" if every else "planned") if step.peak_measured else "expected"
+        name = ("collecting" if every else "planned") if step.peak_measured else "expected"
         size = " x ".join(map(str, step.input_size or ()))
         told = (
             f"step {step.step}, size {size}: {short_bytes(step.peak_bytes)}, "

@@ -390,9 +390,9 @@ class _Step(AbstractStep):
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
-        sheltered = self._family.method.sheltered
-        self._key = self._dimensions, sheltered, self._start
-        self._new = sheltered or self._key not in self._family.traced
+        collecting = self._family.method.collecting
+        self._key = self._dimensions, collecting, self._start
+        self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
             self._page()
@@ -497,14 +497,14 @@ class _Step(AbstractStep):
         if not self._session._budget.limited:  # nothing is in want of room
             method = self._session._method
             nothing = BlockPlan.nothing_kept(self._size, available, method.action, method.action_options)
-            return Decision(Phase.RESPONSIVE, nothing, False), None, self._size, True
+            return Decision(Phase.PLANNED, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method
         decision = method.begin(self._size, available)
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
-        fits = decision.phase is Phase.RESPONSIVE and decision.plan.holds and not decision.plan.given_up
+        fits = decision.phase is Phase.PLANNED and decision.plan.holds and not decision.plan.given_up
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
@@ -614,7 +614,7 @@ class _Step(AbstractStep):
         for one, step, blocks in watch.samples():
             self._family.learn(self._dimensions, step, blocks)
             unlimited = not self._session._budget.limited
-            if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.SHELTERED:
+            if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
                 self._family.traced.setdefault(self._key, set()).add(watch.path)
 
     def _report(self, seconds: Seconds) -> None:

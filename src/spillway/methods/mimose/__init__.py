@@ -36,13 +36,13 @@ from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
 from spillway.methods.mimose.peaks import Peak, simulate
-from spillway.methods.mimose.phases import ModuleCall, Shelter, valid_calls
+from spillway.methods.mimose.phases import Collection, ModuleCall, valid_calls
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
 from spillway.methods.mimose.scheduler import Reading, Selection, select
 from spillway.units import Bytes
 
 FEWEST: Final = 4
-"""Steps of the sheltered phase even where it ends early: a quadratic takes three sizes, and one more to be sure of."""
+"""Steps of the collecting phase even where it ends early: a quadratic takes three sizes, and one more to be sure of."""
 
 
 @final
@@ -61,7 +61,7 @@ class Mimose(AbstractBlockMethod):
         self.cache = PlanCache(
             self.options.interval, batched=self.options.batched, trusting=not self.options.checks_peak
         )  # fmt: skip
-        self._shelter = Shelter(self.options.iterations, collects_known_sizes=self.options.collects_known_sizes)
+        self._collection = Collection(self.options.iterations, collects_known_sizes=self.options.collects_known_sizes)
         kind = SimulatedPlanning if self.options.checks_peak else PublishedPlanning
         self._planning: SimulatedPlanning | PublishedPlanning = kind(self.options)
 
@@ -86,12 +86,12 @@ class Mimose(AbstractBlockMethod):
     @property
     def phase(self) -> Phase:
         """Of the step that comes next."""
-        return self._shelter.phase
+        return self._collection.phase
 
     @property
-    def sheltered(self) -> bool:
+    def collecting(self) -> bool:
         """Whether there are no plans yet."""
-        return self.phase is Phase.SHELTERED or not self._planning.ready
+        return self.phase is Phase.COLLECTING or not self._planning.ready
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """What to do in a step whose input has this size.
@@ -100,12 +100,12 @@ class Mimose(AbstractBlockMethod):
             size: Of the input.
             available: The budget less what is resident when the forward begins.
 
-        In the sheltered phase, and until every block and the whole model were measured, every block is recomputed.
+        In the collecting phase, and until every block and the whole model were measured, every block is recomputed.
         """
-        if self.sheltered:
+        if self.collecting:
             unplanned = BlockPlan.nothing_kept(size, available)
-            return Decision(Phase.SHELTERED, unplanned, not self._planning.ready or self._shelter.collects(size))
-        return Decision(Phase.RESPONSIVE, self.plan(size, available), False)
+            return Decision(Phase.COLLECTING, unplanned, not self._planning.ready or self._collection.collects(size))
+        return Decision(Phase.PLANNED, self.plan(size, available), False)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
         """The plan of this size, or of `Options.static_size`: a remembered one, or a new one that is remembered.
@@ -129,15 +129,15 @@ class Mimose(AbstractBlockMethod):
             blocks: Of a step that collects every block. Others may bring what they counted anyway, of blocks that were
                 kept.
         """
-        sheltered = self.sheltered
-        if sheltered or self.options.corrects:
-            whole = self.options.first_counts or self._shelter.counts_for_whole_model
+        collecting = self.collecting
+        if collecting or self.options.corrects:
+            whole = self.options.first_counts or self._collection.counts_for_whole_model
             if self._planning.observe(step, blocks, whole=whole):
                 self.cache.forget()
-        if sheltered:
-            self._shelter.end_step(step.size, measured=bool(blocks))
-            if self.options.ends_early and self._shelter.steps >= FEWEST and self._planning.settled:
-                self._shelter.end()
+        if collecting:
+            self._collection.end_step(step.size, measured=bool(blocks))
+            if self.options.ends_early and self._collection.steps >= FEWEST and self._planning.settled:
+                self._collection.end()
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""

@@ -23,12 +23,12 @@ class Options:
     """
 
     iterations: int = 10
-    """Steps of the sheltered phase. 10 in the paper's evaluation, 10 to 30 in its text."""
+    """Steps of the collecting phase. 10 in the paper's evaluation, 10 to 30 in its text."""
     ends_early: bool = True
-    """Whether the sheltered phase ends as soon as the bytes of every block are known to follow an exact law. Paper: no.
-    Because more samples of an exact law say nothing new, and a sheltered step recomputes every block."""
+    """Whether the collecting phase ends as soon as the bytes of every block are known to follow an exact law. Paper:
+    no. Because more samples of an exact law say nothing new, and a collecting step recomputes every block."""
     collects_known_sizes: bool = False
-    """Whether a sheltered step of a size that was measured is measured again. Paper: no in section 4.2, yes in the
+    """Whether a collecting step of a size that was measured is measured again. Paper: no in section 4.2, yes in the
     public code. Because bytes of the same size are the same, and what differs is learned while training."""
     first_counts: bool = True
     """Whether the first step is a sample of the whole model. Paper: no, because optimizer state and what libraries take
@@ -66,8 +66,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.iterations < 2 or self.interval < 1 or self.reserve < 0:
             raise UsageError(
-                f"Mimose needs 2 sheltered steps or more, an interval of 1 or more and a reserve that is not negative, "
-                f"got {self.iterations}, {self.interval} and {self.reserve}: the first step does not count for the "
+                f"Mimose needs 2 collecting steps or more, an interval of 1 or more and a reserve that is not "
+                f"negative, got {self.iterations}, {self.interval} and {self.reserve}: the first step does not count for the "
                 f"whole model."
             )
 
@@ -84,7 +84,7 @@ class Options:
         """The paper's choices; its own runs differ in these arguments.
 
         Args:
-            iterations: Of the sheltered phase: 10 or 20 for text, 30 for pictures.
+            iterations: Of the collecting phase: 10 or 20 for text, 30 for pictures.
             interval: 5 for text, 100 for pictures, where the size is height times width.
             reserve: What the public code calls buffer.
             static_size: For the static plan of Fig. 13.

@@ -1,4 +1,4 @@
-"""The two phases (section 4.1), and which measurements count (Fig. 12)."""
+"""The two phases (section 4.1, "sheltered" and "responsive execution"), and which measurements count (Fig. 12)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from spillway.methods.by_block import InputSize, Phase
 
 
 @final
-class Shelter:
-    """The sheltered phase: how long it lasts, and what it measures.
+class Collection:
+    """The collecting phase: how long it lasts, and what it measures.
 
     Arguments:
         iterations: Its steps.
@@ -30,11 +30,11 @@ class Shelter:
     @property
     def phase(self) -> Phase:
         """Of the step that comes next."""
-        return Phase.RESPONSIVE if self._over or self.steps >= self.iterations else Phase.SHELTERED
+        return Phase.PLANNED if self._over or self.steps >= self.iterations else Phase.COLLECTING
 
     def collects(self, size: InputSize) -> bool:
         """Whether blocks are measured in the coming step, if that has this size."""
-        return self.phase is Phase.SHELTERED and (self.collects_known_sizes or size not in self.sizes)
+        return self.phase is Phase.COLLECTING and (self.collects_known_sizes or size not in self.sizes)
 
     @property
     def counts_for_whole_model(self) -> bool:

@@ -224,7 +224,7 @@ class SimulatedPlanning(AbstractPlanning):
         to be expected of that plan and size shows that a bound was too low, or that blocks need more than their samples
         say: the bound is raised by as much, and lower ones no longer count. Where the peak is not known by part of the
         step, both bounds are. The most by which a peak was too high also becomes a margin at every other size, for
-        plans that keep a block; the floor under all recomputed blocks is known from the sheltered steps.
+        plans that keep a block; the floor under all recomputed blocks is known from the collecting steps.
         """
         forecast = self._forecast(step.size, turn=0, rest=0)
         by_part = step.turn_peak is not None and step.backward_peak is not None
@@ -236,7 +236,7 @@ class SimulatedPlanning(AbstractPlanning):
         )
         keeps = len(step.recomputed) < len(self._saved)
         if not self._turn.measured or not (keeps or step.size in self._turn.measured):
-            # Fits to a few sheltered steps know less than the bounds themselves.
+            # Fits to a few collecting steps know less than the bounds themselves.
             return self._turn.bound(step.size, turn, proven=False) | self._rest.bound(step.size, rest, proven=False)
         expected = replace(forecast, turn=self._turn.at(step.size), rest=self._rest.at(step.size))
         over = max(step.peak - simulate(expected, step.recomputed).nbytes, 0)
