@@ -67,8 +67,8 @@ class Options:
         if self.iterations < 2 or self.interval < 1 or self.reserve < 0:
             raise UsageError(
                 f"Mimose needs 2 collecting steps or more, an interval of 1 or more and a reserve that is not "
-                f"negative, got {self.iterations}, {self.interval} and {self.reserve}: the first step does not count for the "
-                f"whole model."
+                f"negative, got {self.iterations}, {self.interval} and {self.reserve}: the first step does not count "
+                f"for the whole model."
             )
 
     @classmethod
