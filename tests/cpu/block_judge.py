@@ -47,7 +47,7 @@ def plainly(seed: int) -> list[After]:
         ]
 
 
-def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> Verdict:
+def judge(seed: int, method: str, budget: int | None, expected: list[After], *, page: bool = False) -> Verdict:
     """Train the program of a seed under a method and a budget, and compare after each step."""
     program, peak = program_of(seed), 0
     try:
@@ -59,6 +59,7 @@ def judge(seed: int, method: str, budget: int | None, expected: list[After]) -> 
                 method=method,
                 budget=budget,
                 report=spillway.ReportOptions(timeline=True),
+                blocks=spillway.BlockOptions(page=page),
             ) as memory,
         ):
             for number, loss in enumerate(steps(program, memory.step)):
