@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import grad_mode
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -20,8 +19,8 @@ SMALL: Final[Bytes] = 64 * KiB
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """No mode of the user's hears of the ops."""
-    with torch._C.DisableTorchFunction(), unwatched(), grad_mode(enabled=False):
+    """Unheard by modes and autograd, through guards in C++: no interruption leaves them half-way."""
+    with torch._C.DisableTorchFunction(), unwatched(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
