@@ -171,6 +171,35 @@ def test_what_is_refused_in_the_middle_of_a_step_is_paged_the_next_time() -> Non
     assert all(report.ops and report.peak_bytes <= BUDGET for report in memory.history)
 
 
+@pytest.mark.parametrize("page", [True, False])
+def test_what_a_step_makes_before_its_forward_counts_although_nobody_knows_its_storages(page: bool) -> None:
+    def run(training: Training, memory: BlockSession | None) -> list[bytes]:
+        x = training.batch(LARGE)
+        with contextlib.nullcontext() if memory is None else memory.step(x):
+            beside = [torch.ones(MiB // 4) for _ in range(2)]
+            training.step(x * beside[0][:64])
+        return training.state()
+
+    if not page:
+        training = Training()
+        with managed(training, names=["0", "1", "2", "3"]) as memory, pytest.raises(BudgetInfeasible):
+            run(training, memory)
+        return
+    alone, training = Training(), Training()
+    torch.manual_seed(1)
+    plain = run(alone, None)
+    torch.manual_seed(1)
+    with managed(training, names=["0", "1", "2", "3"], page=page) as memory:
+        seen: list[int] = []
+        # Before the first op that is watched: by then nothing but names and this is in the account.
+        training.model[0].register_forward_pre_hook(
+            lambda *_: seen.append(memory._budget.resident) if memory._running._paged else None  # type: ignore[union-attr]
+        )
+        assert run(training, memory) == plain
+    assert seen[0] - memory.history[0].start_bytes >= 2 * MiB, "what lies beside is in the account"
+    assert memory.history[0].peak_bytes <= BUDGET
+
+
 def test_what_is_away_comes_back_before_a_step_that_nobody_watches() -> None:
     training = Training()
     with managed(training, page=True) as memory:

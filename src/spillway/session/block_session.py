@@ -395,7 +395,7 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
-            self._page()
+            self._page(0)
             return
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
@@ -404,8 +404,8 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
 
-    def _page(self) -> None:
-        """From here on every op is watched, see `session.paging`."""
+    def _page(self, nameless: Bytes) -> None:
+        """From here on every op is watched, see `session.paging`; so many bytes were made that have no name."""
         session = self._session
         assert session._paging is not None
         session._paging.remember((self._signature, self._dimensions))
@@ -416,17 +416,17 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
         named = partial(session._tensors, self._batch)
-        session._paging.begin(self, named, self._signature, session._models, self.deferred.shut)
+        session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
 
     def pages(self, level: Bytes, call: Call) -> bool:
         """Whether every op of this step is watched from here on, where its first forward begins."""
         session = self._session
-        if session._paging is None or not torch.is_grad_enabled() or level > self._start:
+        if session._paging is None or not torch.is_grad_enabled():
             return False
         rise = self.recomputing(call)
         if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
             return False  # or nobody can tell, and the next one like it is
-        self._page()
+        self._page(max(level - self._start, 0))
         return True
 
     def watch(self) -> None:

@@ -7,7 +7,8 @@ A step is paged
 
  1. from its begin, if one of its size was paged or refused before, or if what is away since an earlier one does not fit
     beside the rest;
- 2. from its first forward on, if it is told there that it will not fit, and nothing but what is known by name is there.
+ 2. from its first forward on, if it is told there that it will not fit. What it has made until then and has no name is
+    not known storage by storage: so many bytes count as resident to its end, once more when an op comes to them.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Paging:
         self._sizes: set[Like] = set()
         self._calls = Calls()
         self._running = False
+        self._nameless: Bytes = 0
 
     def remember(self, size: Like) -> None:
         """Steps like this one are paged from here on."""
@@ -71,14 +73,33 @@ class Paging:
         return False
 
     def begin(
-        self, step: Taker, named: Named, signature: str, models: Sequence[torch.nn.Module], shut: Callable[[], None]
-    ) -> None:
-        """Every op of the step is watched from here on. `shut` is called where the step is lost."""
+        self, step: Taker, named: Named, signature: str, models: Sequence[torch.nn.Module], nameless: Bytes,
+        shut: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Every op of the step is watched from here on.
+
+        Args:
+            step: Which has begun.
+            named: What is known by name.
+            signature: Of its batch.
+            models: Whose calls a refusal will ask about.
+            nameless: Bytes that the step has made until now.
+            shut: Called where the step is lost.
+
+        Raises:
+            SessionError: A step of another session is running.
+            BudgetInfeasible: What cannot leave is more than the budget.
+        """
         engine = self.engine
+        self._calls = Calls()
         abandon = functools.partial(_abandon, engine, self._calls, shut)
         take_turn(engine, step, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         self._running = True
         engine.begin_step(named(), base_rss=self._base_rss, signature=signature)
+        with engine.controller.lock:
+            engine.controller.make_room(nameless, "what the step made before its first forward")
+        self._nameless = nameless
+        engine.budget.take(nameless)
         self._calls.begin(models)
 
     def end(self) -> SpillwayError | None:
@@ -88,6 +109,8 @@ class Paging:
         if not self._running:
             return None
         late: SpillwayError | None = None
+        nameless, self._nameless = self._nameless, 0
+        self.engine.budget.free(nameless)
         try:
             self.engine.end_step()
         except (BudgetInfeasible, SpillFullError) as at_the_end:

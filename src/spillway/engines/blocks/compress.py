@@ -1,4 +1,4 @@
-"""Storages of blocks that wait in fewer bytes, in memory or elsewhere: the lossy source.
+"""Storages of blocks that wait in fewer bytes, in memory or elsewhere: the lossy home.
 
 NOTE [When bytes are quantized]. A block's saved tensors are quantized when it has ended, so nothing that its forward
 reads is (safety rule 8): its results are handed on as they were, and only its own backward, or its second run, gets
@@ -105,7 +105,7 @@ class _Known(NamedTuple):
 
 @final
 class Compressor:
-    """Makes compressed sources, one for each storage.
+    """Compresses storages, each once.
 
     Args:
         seed: Of the chance by which elements are rounded. As many steps of the same model are the same again.
@@ -120,7 +120,7 @@ class Compressor:
         """So many are known before those are forgotten that are gone."""
 
     def compress(self, tensor: Tensor, options: ActionOptions | None) -> tuple[CompressedStorage, Bytes] | None:
-        """A source for the whole storage behind a plain strided tensor, and what that takes in addition.
+        """The whole storage behind a plain strided tensor in fewer bytes, and what that takes in addition.
 
         Args:
             tensor: Says how the bytes are to be read.
@@ -159,7 +159,7 @@ class Compressor:
         return source, source.nbytes
 
     def forget_dead(self) -> None:
-        """Of storages that are gone, or whose sources are."""
+        """Of storages that are gone, or that nobody wants compressed any more."""
         for key, one in list(self._known.items()):  # other threads may compress as well
             if one.source() is None or one.storage.expired():
                 self._known.pop(key, None)
