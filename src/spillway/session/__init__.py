@@ -63,7 +63,7 @@ def manage(
     decides, device = resolve(method), device_of(models)
     if isinstance(decides, AbstractBlockMethod):
         _check_action(decides, spill.host_budget, lossy=blocks.lossy)
-    elif blocks not in (_BLOCKS, BlockOptions(lossy=True)):
+    elif blocks != _BLOCKS:
         names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
         raise UsageError(
             f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
