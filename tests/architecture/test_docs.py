@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -59,6 +60,16 @@ def test_every_example_in_a_document_is_python(name: str) -> None:
 def test_the_readme_has_one_example_of_fifteen_lines() -> None:
     (example,) = blocks(README, "python")
     assert len([line for line in example.splitlines() if line]) == LINES_OF_THE_EXAMPLE
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    rows = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")] for line in README.splitlines() if "MiB |" in line
+    ]
+    assert len(rows) > 1
+    for *_, peak, resident, ratio, losses, benchmark in rows:
+        results = json.loads((ROOT / "benchmarks" / "results" / f"{benchmark}.json").read_text("utf-8"))
+        assert any({peak, resident, ratio, losses} <= set(row) for row in results["table"]["rows"]), (benchmark, peak)
 
 
 def test_the_page_of_methods_lists_exactly_those_that_there_are_as_ready() -> None:
