@@ -20,6 +20,7 @@ SpillwayError
  +- PlanRejected                       a plan that could not run; names the rule that it breaks
  +- NoPlanFound                        a planner ran out of time before it had any plan
  +- FileFormatError                    a file that Spillway cannot read: foreign, newer, or damaged
+ +- NativeError                        the native part cannot be built or loaded; sessions run without it
  +- EngineError                        an invariant of the engine is broken: a bug in Spillway
 
 The command line prints the sentence of a SpillwayError and exits with 1. A traceback of anything else is a bug.
@@ -179,6 +180,10 @@ class FileFormatError(SpillwayError):
         super().__init__(on_one_line(f"{path}, line {line}: {reason}."))
         self.path = Path(path)
         self.line = line
+
+
+class NativeError(SpillwayError):
+    """The native part cannot be built or loaded."""
 
 
 class EngineError(SpillwayError):

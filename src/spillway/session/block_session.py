@@ -38,6 +38,7 @@ from spillway.methods.by_block import (
     Phase,
     StepSample,
 )
+from spillway.native.arena import Arena
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
@@ -168,6 +169,7 @@ class BlockSession(Session):
         self._device = device_of(models)
         if method.action.moves and self._device.type == "cpu":
             DiskTier(spill.directory, spill.io).close()  # what is wrong with it is said now, and not within a step
+        self._arena = Arena.for_session() if self._device.type == "cpu" else None
         self._meter = meter_for(self._device)
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
@@ -222,6 +224,8 @@ class BlockSession(Session):
                 stack.callback(self._resident_set.close)
             if self._heap is not None:
                 stack.callback(self._heap.release)
+            if self._arena is not None:
+                stack.callback(self._arena.release)
             stack.callback(self._meter.close)
             if self._writer is not None:
                 stack.callback(self._writer.close)

@@ -10,6 +10,7 @@ from typing import Final, cast, final
 import torch
 
 from spillway.internals.process_memory import ResidentSet
+from spillway.native import arena
 from spillway.units import Bytes
 
 _PROBE: Final[Bytes] = 1 << 20
@@ -52,7 +53,7 @@ class _Heap(ctypes.Structure):
 
 @final
 class HeapMeter(AbstractMeter):
-    """What the C library's allocator has handed out to the whole process (about 6 us).
+    """What the C library's allocator and the arena have handed out to the whole process (about 6 us).
 
     It knows tensors to within a few hundred KiB: what else the process takes from the same allocator is in it. Most of
     that is small, but oneDNN's code for a product of matrices is not: on some processors it reserves megabytes for
@@ -69,12 +70,13 @@ class HeapMeter(AbstractMeter):
     def read(self) -> Bytes:
         assert _mallinfo2 is not None
         info = _mallinfo2()
-        return int(info.uordblks) + int(info.hblkhd)
+        return int(info.uordblks) + int(info.hblkhd) + arena.counts().live
 
     def begin(self, named: Bytes) -> Bytes:
         """The first time, what was freed before goes back to the system."""
         if self._others is None:
             self._memory.trim()
+            arena.trim()
             self._others = self._memory.read() - named
             self._rest = self.read() - named
         taken = self.read()
@@ -88,6 +90,7 @@ class HeapMeter(AbstractMeter):
         if self._others is None:
             return None
         self._memory.trim()
+        arena.trim()
         resident = self._memory.read()
         return resident - self._others if resident else None
 

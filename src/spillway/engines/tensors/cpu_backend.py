@@ -18,6 +18,7 @@ from spillway.errors import SpillError
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
+from spillway.native.arena import Arena
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
@@ -54,11 +55,12 @@ class CpuBackend(AbstractBackend):
         self.spill_io = self.tier.io
         self.resident_set = ResidentSet()
         self._heap = HeldHeap()
+        self._arena = Arena.for_session()
         self.creations = self.reclaimer = Reclaimer(self.resident_set)
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
         self._learned: Bytes = 0  # what is to be reserved
-        self.machine = self._machine = CpuMachine(self.tier, self.reclaimer)
+        self.machine = self._machine = CpuMachine(self.tier, self.reclaimer, self._arena)
         self.generator = torch.default_generator
         self.settings = GENERAL
         self.now = self.moment = time.perf_counter
@@ -129,8 +131,10 @@ class CpuBackend(AbstractBackend):
         return Measured()
 
     def close(self) -> None:
-        """Give the file back, and the heap to the C library."""
+        """Give the file back, the heap to the C library, and free pages to the system."""
         self._heap.release()
+        if self._arena is not None:
+            self._arena.release()
         self.tier.close()
         self.resident_set.close()
 

@@ -26,6 +26,7 @@ from spillway.errors import EngineError, SpillError
 from spillway.internals.private import fresh_storage, storage_at, swap_bytes
 from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.memory.records import Recipe, Storage
+from spillway.native.arena import Arena
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes, Seconds
 
@@ -63,8 +64,9 @@ class CpuMachine:
     """Whether a moved storage can be read where it is."""
     now = staticmethod(time.perf_counter)
 
-    def __init__(self, tier: DiskTier, reclaimer: Reclaimer) -> None:
+    def __init__(self, tier: DiskTier, reclaimer: Reclaimer, arena: Arena | None) -> None:
         self.tier = tier
+        self._arena = arena
         self._reclaimer = reclaimer
         self.returns_pages = True
         """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
@@ -159,8 +161,9 @@ class CpuMachine:
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)
         with memory_for("what comes back from the spill file"):
-            fresh = fresh_storage(nbytes)
-        prefer_huge_pages(fresh.data_ptr(), nbytes)
+            fresh = fresh_storage(nbytes) if self._arena is None else self._arena.storage(nbytes)
+        if self._arena is None:
+            prefer_huge_pages(fresh.data_ptr(), nbytes)
         return fresh
 
     def release(self, storage: Storage) -> None:
@@ -225,10 +228,12 @@ class CpuMachine:
         self._reclaimer.settle()
 
     def _exchange(self, real: torch.UntypedStorage, instead: torch.UntypedStorage) -> None:
-        """Point a storage elsewhere and free the bytes it had, pages and all if they are to be returned."""
+        """Point a storage elsewhere and free the bytes it had: pages and all if they are to be returned, and not the
+        arena's."""
         swap_bytes(real, instead)
-        if self.returns_pages:
-            give_pages_back(instead.data_ptr(), instead.nbytes())
+        left = instead.data_ptr()
+        if self.returns_pages and (self._arena is None or not self._arena.owns(left)):
+            give_pages_back(left, instead.nbytes())
 
     def _mapping(self, slot: Slot) -> torch.UntypedStorage:
         mapped = self.tier.mapped(slot)

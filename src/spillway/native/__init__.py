@@ -1,0 +1,1 @@
+"""The part in C++: everything works without it."""

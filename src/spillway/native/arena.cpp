@@ -1,0 +1,340 @@
+// An allocator for CPU tensors that keeps physical pages apart from the addresses at which they are used: the window
+// paper's virtual addressing (section 4), for main memory.
+//
+// One large range of addresses is reserved. A piece of it is used (a tensor's), warm (free, its pages still there) or
+// cold (addresses without pages). A tensor is born in a warm extent that is large enough, or else in a cold one, to
+// which pages of several warm extents are moved (`mremap`): no page is faulted in or zeroed a second time.
+//
+// NOTE [Rules]
+//  1. Pages are faulted in only where all that are warm were not enough. So what is resident never passes the most that
+//     was used at once, rounded up to pages, however fragmented the addresses are.
+//  2. Where pages cannot be moved (an old kernel, too many mappings), as many are given back to the system as are faulted
+//     in instead. Rule 1 holds all the same.
+//  3. The kernel moves pages mapping by mapping: `cuts_` holds every offset at which a mapping may begin. More than
+//     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
+//  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
+//  5. Nothing here is ever destroyed: tensors outlive the interpreter.
+//  6. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <utility>
+
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+
+namespace {
+
+constexpr std::size_t PAGE = 4096;
+constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
+constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
+constexpr std::uint8_t PRIORITY = 100;                // among those who set torch's allocator
+
+std::size_t pages(std::size_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
+
+// Extents by offset and by size; neighbours are one extent.
+class Extents {
+ public:
+  bool empty() const { return at_.empty(); }
+  std::size_t bytes() const { return bytes_; }
+  const std::map<std::size_t, std::size_t>& all() const { return at_; }
+
+  void add(std::size_t offset, std::size_t size) {
+    bytes_ += size;
+    auto next = at_.lower_bound(offset);
+    if (next != at_.begin()) {
+      auto before = std::prev(next);
+      if (before->first + before->second == offset) {
+        offset = before->first;
+        size += before->second;
+        erase(before);
+      }
+    }
+    if (next != at_.end() && offset + size == next->first) {
+      size += next->second;
+      erase(next);
+    }
+    insert(offset, size);
+  }
+
+  // The smallest extent of at least `size` bytes, else the largest: its offset and size. There has to be one.
+  std::pair<std::size_t, std::size_t> best(std::size_t size) const {
+    auto found = by_size_.lower_bound({size, 0});
+    if (found == by_size_.end()) found = std::prev(found);
+    return {found->second, found->first};
+  }
+
+  // The first `size` bytes of the extent at `offset`.
+  void take(std::size_t offset, std::size_t size) {
+    auto found = at_.find(offset);
+    const std::size_t rest = found->second - size;
+    erase(found);
+    if (rest != 0) insert(offset + size, rest);
+    bytes_ -= size;
+  }
+
+ private:
+  void insert(std::size_t offset, std::size_t size) {
+    at_.emplace(offset, size);
+    by_size_.emplace(size, offset);
+  }
+  void erase(std::map<std::size_t, std::size_t>::iterator extent) {
+    by_size_.erase({extent->second, extent->first});
+    at_.erase(extent);
+  }
+
+  std::map<std::size_t, std::size_t> at_;
+  std::set<std::pair<std::size_t, std::size_t>> by_size_;
+  std::size_t bytes_ = 0;
+};
+
+struct Counts {  // as `arena.Counts` in Python has it, in this order
+  std::size_t live, peak_live, resident, peak_resident, blocks, fitted, collected, moves, moved, faulted, mappings;
+};
+
+class Arena {
+ public:
+  // Reserves addresses: 0, or the system's error number.
+  int reserve(std::size_t span) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    if (base_ != nullptr) return 0;
+    void* range = ::mmap(nullptr, span, PROT_READ | PROT_WRITE, FLAGS, -1, 0);
+    if (range == MAP_FAILED) return errno;
+    base_ = static_cast<char*>(range);
+    span_ = span;
+    cold_.add(0, span);
+    return 0;
+  }
+
+  bool owns(const void* address) const {
+    const char* byte = static_cast<const char*>(address);
+    return byte >= base_ && byte < base_ + span_;
+  }
+
+  // Memory for a tensor, or null where there is no room for it here.
+  void* take(std::size_t nbytes) {
+    const std::size_t size = pages(nbytes);
+    std::lock_guard<std::mutex> guard(mutex_);
+    std::size_t offset = 0;
+    if (!warm_.empty() && warm_.best(size).second >= size) {
+      offset = warm_.best(size).first;
+      warm_.take(offset, size);
+      ++counts_.fitted;
+    } else {
+      if (cold_.empty() || cold_.best(size).second < size) return nullptr;
+      offset = cold_.best(size).first;
+      cold_.take(offset, size);
+      if (!collect(offset, size)) return nullptr;
+    }
+    used_.emplace(offset, size);
+    ++counts_.blocks;
+    counts_.live += size;
+    counts_.peak_live = std::max(counts_.peak_live, counts_.live);
+    return base_ + offset;
+  }
+
+  void give(void* address) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = used_.find(static_cast<std::size_t>(static_cast<char*>(address) - base_));
+    counts_.live -= found->second;
+    warm_.add(found->first, found->second);
+    used_.erase(found);
+  }
+
+  // Gives warm pages back to the system until at most `keep` bytes of them are left.
+  void trim(std::size_t keep) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    while (warm_.bytes() > keep) {
+      auto [offset, size] = warm_.best(span_);
+      size = std::min(size, pages(warm_.bytes() - keep));
+      if (!give_back(offset, size)) return;
+    }
+  }
+
+  Counts counts() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Counts counts = counts_;
+    counts.resident = counts_.live + warm_.bytes();
+    counts.mappings = cuts_.size();
+    return counts;
+  }
+
+  void reset_peaks() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    counts_.peak_live = counts_.live;
+    counts_.peak_resident = counts_.live + warm_.bytes();
+  }
+
+  std::mutex& mutex() { return mutex_; }
+
+ private:
+  static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  // Puts pages behind addresses that were taken from the cold ones (rules 1 to 3); false if the system gives no mapping.
+  bool collect(std::size_t offset, std::size_t size) {
+    if (cuts_.size() > heal_at_) heal();
+    const std::size_t wanted = std::min(size, warm_.bytes());
+    std::size_t filled = 0;
+    bool whole = true;
+    if (wanted != 0) ++counts_.collected;
+    while (whole && filled < wanted && moves_ && cuts_.size() <= 2 * MAPPINGS) {
+      auto [from, length] = warm_.best(wanted - filled);
+      length = std::min(length, wanted - filled);
+      warm_.take(from, length);
+      const std::size_t moved = move(from, length, offset + filled);
+      cold_.add(from, moved);
+      if (moved < length) warm_.add(from + moved, length - moved);
+      filled += moved;
+      whole = moved == length;
+    }
+    for (std::size_t owed = wanted - filled; owed != 0;) {  // rule 2
+      auto [from, length] = warm_.best(owed);
+      length = std::min(length, owed);
+      if (!give_back(from, length)) break;
+      owed -= length;
+    }
+    const std::size_t fresh = size - filled;
+    if (fresh != 0 && (!whole || cut_within(offset + filled, fresh)) && !one_mapping(offset + filled, fresh)) {
+      if (filled != 0) warm_.add(offset, filled);  // the other addresses are lost: nobody may have them
+      return false;
+    }
+    counts_.faulted += fresh;
+    counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
+    return true;
+  }
+
+  // Moves the pages of an extent, mapping by mapping; how many bytes of it were moved.
+  std::size_t move(std::size_t from, std::size_t length, std::size_t to) {
+    std::size_t done = 0;
+    while (done < length) {
+      const auto next = cuts_.upper_bound(from + done);
+      const std::size_t end = next == cuts_.end() ? from + length : std::min(*next, from + length);
+      const std::size_t piece = end - from - done;
+      void* moved = ::mremap(base_ + from + done, piece, piece, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP,
+                             base_ + to + done);
+      if (moved == MAP_FAILED) {
+        moves_ = errno != EINVAL;  // this kernel cannot
+        break;
+      }
+      cut(to + done, piece);
+      ++counts_.moves;
+      counts_.moved += piece;
+      done += piece;
+    }
+    return done;
+  }
+
+  // The pages of a warm extent, or of its first bytes, go back to the system; false if they cannot.
+  bool give_back(std::size_t offset, std::size_t size) {
+    warm_.take(offset, size);
+    const bool gone = one_mapping(offset, size) || ::madvise(base_ + offset, size, MADV_DONTNEED) == 0;
+    (gone ? cold_ : warm_).add(offset, size);
+    return gone;
+  }
+
+  // Maps anew: one mapping, without pages.
+  bool one_mapping(std::size_t offset, std::size_t size) {
+    void* mapped = ::mmap(base_ + offset, size, PROT_READ | PROT_WRITE, FLAGS | MAP_FIXED, -1, 0);
+    if (mapped != MAP_FAILED) cut(offset, size);
+    return mapped != MAP_FAILED;
+  }
+
+  void heal() {
+    while (!warm_.empty()) {
+      const auto [offset, size] = warm_.best(span_);
+      if (!give_back(offset, size)) break;
+    }
+    for (const auto& [offset, size] : cold_.all()) one_mapping(offset, size);
+    heal_at_ = std::max(MAPPINGS, 2 * cuts_.size());  // what is used is healed when it is free
+  }
+
+  // A mapping begins and ends here, and none between.
+  void cut(std::size_t offset, std::size_t size) {
+    cuts_.erase(cuts_.upper_bound(offset), cuts_.lower_bound(offset + size));
+    cuts_.insert(offset);
+    cuts_.insert(offset + size);
+  }
+  bool cut_within(std::size_t offset, std::size_t size) const {
+    const auto next = cuts_.upper_bound(offset);
+    return next != cuts_.end() && *next < offset + size;
+  }
+
+  std::mutex mutex_;
+  char* base_ = nullptr;
+  std::size_t span_ = 0;
+  bool moves_ = true;
+  std::size_t heal_at_ = MAPPINGS;
+  Extents warm_, cold_;
+  std::unordered_map<std::size_t, std::size_t> used_;
+  std::set<std::size_t> cuts_;
+  Counts counts_{};
+};
+
+Arena& arena() {
+  static Arena* const only = new Arena;  // rule 5
+  return *only;
+}
+
+class ArenaAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t nbytes) override {
+    void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes);
+    if (memory == nullptr) return c10::GetDefaultCPUAllocator()->allocate(nbytes);
+    c10::profiledCPUMemoryReporter().New(memory, nbytes);
+    return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free; }
+  void copy_data(void* target, const void* source, std::size_t count) const override {
+    default_copy_data(target, source, count);
+  }
+
+ private:
+  static void free(void* memory) {
+    if (!arena().owns(memory)) return c10::GetDefaultCPUAllocator()->raw_deleter()(memory);
+    c10::profiledCPUMemoryReporter().Delete(memory);
+    arena().give(memory);
+  }
+};
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+int spillway_arena_reserve(std::size_t span) {
+  const int error = arena().reserve(span);
+  static const int forks = ::pthread_atfork([] { arena().mutex().lock(); }, [] { arena().mutex().unlock(); },
+                                            [] { arena().mutex().unlock(); });  // rule 6
+  return error != 0 ? error : forks;
+}
+
+// For `torch.UntypedStorage(nbytes, allocator=...)`, which does not ask torch's current allocator.
+c10::Allocator* spillway_arena_allocator() {
+  static ArenaAllocator* const only = new ArenaAllocator;  // rule 5
+  return only;
+}
+
+void spillway_arena_serve(int on) {
+  c10::SetCPUAllocator(on != 0 ? spillway_arena_allocator() : c10::GetDefaultCPUAllocator(), PRIORITY);
+}
+
+void spillway_arena_trim(std::size_t keep) { arena().trim(keep); }
+void spillway_arena_counts(Counts* counts) { *counts = arena().counts(); }
+void spillway_arena_reset_peaks() { arena().reset_peaks(); }
+int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
+}
+#pragma GCC visibility pop

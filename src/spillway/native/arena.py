@@ -1,0 +1,138 @@
+"""The arena: CPU tensors at addresses whose pages are kept and moved, and never faulted in twice."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import threading
+import warnings
+from dataclasses import dataclass, fields
+from typing import Any, Final, cast, final
+
+import torch
+
+from spillway.errors import NativeError
+from spillway.internals.locks import renew_in_children
+from spillway.native import build
+from spillway.units import Bytes
+
+_SPAN: Final[Bytes] = 1 << 38
+"""Addresses, not memory."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What the arena has in hand: bytes, rounded up to pages; and how often it did what, since it was opened."""
+
+    live: Bytes
+    """Of tensors."""
+    peak_live: Bytes
+    resident: Bytes
+    """Of tensors, and of pages that are kept for the next ones."""
+    peak_resident: Bytes
+    blocks: int
+    fitted: int
+    """Blocks that lie in place of freed ones."""
+    collected: int
+    """Blocks whose pages were collected from several freed ones."""
+    moves: int
+    moved: Bytes
+    faulted: Bytes
+    """Pages that the system was asked for."""
+    mappings: int
+    """At most so many mappings."""
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = [(field.name, ctypes.c_size_t) for field in fields(Counts)]
+
+
+_lock = threading.RLock()
+renew_in_children(sys.modules[__name__], "_lock")
+_holders: Final[set[int]] = set()
+_told: Final[set[str]] = set()
+
+
+@functools.cache
+def _opened() -> ctypes.CDLL:
+    """The library, with a range of addresses. Raises NativeError."""
+    library = build.load()
+    library.spillway_arena_reserve.argtypes = library.spillway_arena_trim.argtypes = [ctypes.c_size_t]
+    library.spillway_arena_allocator.restype = ctypes.c_void_p
+    library.spillway_arena_owns.argtypes = [ctypes.c_void_p]
+    error = library.spillway_arena_reserve(_SPAN)
+    if error:
+        raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
+    return library
+
+
+def counts() -> Counts:
+    """What the arena of this process has in hand now; nothing where none was opened."""
+    taken = _Counts()
+    if _opened.cache_info().currsize:
+        _opened().spillway_arena_counts(ctypes.byref(taken))
+    return Counts(**{name: getattr(taken, name) for name, _ in _Counts._fields_})
+
+
+def reset_peaks() -> None:
+    """Peaks are of what follows."""
+    _opened().spillway_arena_reset_peaks()
+
+
+def trim(keep: Bytes = 0) -> None:
+    """Give pages that no tensor uses back to the system, all but so many bytes."""
+    if _opened.cache_info().currsize:
+        _opened().spillway_arena_trim(keep)
+
+
+@final
+class Arena:
+    """As long as there is one of these, CPU tensors are born in the arena of this process; there is only one."""
+
+    def __init__(self) -> None:
+        """Raises NativeError where there cannot be an arena, with the reason."""
+        self._library = _opened()
+        self._allocator = int(self._library.spillway_arena_allocator())
+        with _lock:
+            _holders.add(id(self))
+            self._library.spillway_arena_serve(1)
+
+    @staticmethod
+    def for_session() -> Arena | None:
+        """One, or None where there cannot be one; why not is said once."""
+        try:
+            return Arena()
+        except NativeError as reason:
+            if str(reason) not in _told:
+                _told.add(str(reason))
+                warnings.warn(
+                    f"Spillway runs without its native part, and what leaves and comes back costs page faults: {reason}",
+                    stacklevel=2,
+                )
+            return None
+
+    def storage(self, nbytes: Bytes) -> torch.UntypedStorage:
+        """A storage of uninitialised bytes, whichever modes are active."""
+        storage: Any = torch.UntypedStorage
+        return cast(torch.UntypedStorage, storage(nbytes, allocator=self._allocator))
+
+    def owns(self, address: int) -> bool:
+        """Whether memory at this address is the arena's."""
+        return bool(self._library.spillway_arena_owns(address))
+
+    def release(self) -> None:
+        """After the last one, tensors are born where torch puts them, and free pages go back. Called again, it does
+        what was not done."""
+        with _lock:
+            if id(self) in _holders:
+                if len(_holders) == 1:
+                    self._library.spillway_arena_serve(0)
+                    self._library.spillway_arena_trim(0)
+                _holders.discard(id(self))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_library"):
+            self.release()

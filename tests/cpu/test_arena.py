@@ -1,0 +1,254 @@
+"""The arena: contents stay, pages are kept and moved, and nothing that torch does with memory notices."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import spillway
+from spillway.native import arena, build
+from spillway.native.arena import Arena
+
+KiB, MiB = 1 << 10, 1 << 20
+RUNS = textwrap.dedent(
+    """
+    import torch, warnings
+    import spillway
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with spillway.manage(model, optimizer, budget="5MiB", method="lru") as memory:
+        for _ in range(2):
+            with memory.step(torch.ones(512, 256)):
+                model(torch.ones(512, 256)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    print("peak", memory.history[-1].peak_bytes <= 5 << 20)
+    """
+)
+
+
+@pytest.fixture
+def served() -> Iterator[Arena]:
+    if not build.wanted():
+        pytest.skip("SPILLWAY_NATIVE=0")
+    gc.collect()
+    one = Arena()
+    arena.trim()
+    arena.reset_peaks()
+    yield one
+    one.release()
+
+
+def filled(nbytes: int, value: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8).fill_(value)
+
+
+def jumble(turns: int, seed: int) -> int:
+    """Allocate, fill, check and free at random; how many had another content than they were given."""
+    pick, wrong = random.Random(seed), 0
+    held: list[tuple[torch.Tensor, int]] = []
+    for _ in range(turns):
+        while held and sum(len(tensor) for tensor, _ in held) > pick.uniform(16, 48) * MiB:
+            tensor, value = held.pop(pick.randrange(len(held)))
+            wrong += not bool((tensor == value).all())
+        value = pick.randrange(256)
+        held.append((filled(int(4 * KiB * 2 ** pick.uniform(0, 11)), value), value))
+    return wrong + sum(not bool((tensor == value).all()) for tensor, value in held)
+
+
+def test_contents_stay_and_no_more_is_resident_than_was_used_at_once(served: Arena) -> None:
+    before = arena.counts()
+    assert jumble(3000, 0) == 0
+    after = arena.counts()
+    assert after.collected > before.collected
+    assert after.peak_resident <= after.peak_live
+    assert after.moved > before.moved
+    assert after.faulted - before.faulted <= after.peak_resident
+
+
+def test_where_pages_cannot_be_moved_they_are_given_back(tmp_path: Path) -> None:
+    script = """
+        import resource
+        from tests.cpu.test_arena import *
+        one = Arena()
+        wrong = jumble(300, 1)
+        moved = arena.counts().moves
+        taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        # Moving takes addresses; what is mapped again in place takes none.
+        resource.setrlimit(resource.RLIMIT_AS, (taken + 4096, resource.RLIM_INFINITY))
+        wrong += jumble(300, 2)
+        counts = arena.counts()
+        print(wrong, counts.moves == moved, counts.peak_resident <= counts.peak_live)
+    """
+    assert ran(script).split() == ["0", "True", "True"]
+
+
+def ran(script: str, **environment: str) -> str:
+    """What a process prints that runs this."""
+    done = started(script, **environment)
+    said, wrong = done.communicate(timeout=300)
+    assert done.returncode == 0, wrong
+    return said
+
+
+def started(script: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], env=os.environ | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def test_threads_share_it(served: Arena) -> None:
+    wrong: list[int] = []
+    threads = [threading.Thread(target=lambda seed=seed: wrong.append(jumble(300, seed))) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == [0, 0, 0, 0]
+
+
+def test_a_forked_child_has_pages_of_its_own(served: Arena) -> None:
+    kept = filled(MiB, 7)
+    freed = filled(MiB, 8)
+    del freed
+    child = os.fork()
+    if child == 0:
+        fine = bool((kept == 7).all()) and jumble(50, 3) == 0
+        kept.fill_(9)
+        os._exit(0 if fine else 1)
+    assert jumble(50, 4) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bool((kept == 7).all())
+
+
+def test_what_torch_and_others_do_with_memory_works(served: Arena, tmp_path: Path) -> None:
+    tensor = filled(MiB, 1)
+    assert served.owns(tensor.data_ptr())
+    seen = tensor.numpy()
+    del tensor
+    gc.collect()
+    jumble(50, 5)
+    assert bool((seen == 1).all())
+    grown = filled(64 * KiB, 2)
+    grown.resize_(MiB)[64 * KiB :] = 3
+    assert grown.untyped_storage().nbytes() == MiB
+    assert int(grown.sum()) == 2 * 64 * KiB + 3 * (MiB - 64 * KiB)
+    shared = filled(MiB, 4).share_memory_()
+    assert not served.owns(shared.data_ptr())
+    torch.save(grown, tmp_path / "saved.pt")
+    assert torch.equal(torch.load(tmp_path / "saved.pt"), grown)
+    given = torch.from_dlpack(numpy.full(MiB, 5, dtype=numpy.uint8))
+    assert bool((given.clone() == 5).all())
+    assert served.storage(MiB).nbytes() == MiB
+    assert served.owns(served.storage(MiB).data_ptr())
+
+
+def test_what_is_small_and_what_is_larger_than_the_range_is_torchs_own(served: Arena) -> None:
+    assert not served.owns(torch.empty(KiB).data_ptr())
+    with pytest.raises(RuntimeError, match=r"can't allocate memory|not enough memory"):
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+
+def test_tensors_outlive_the_last_holder_and_the_free_pages_go_back(served: Arena) -> None:
+    other = Arena()
+    kept, freed = filled(MiB, 1), filled(8 * MiB, 2)
+    served.release()
+    del freed
+    assert served.owns(filled(MiB, 3).data_ptr())
+    other.release()
+    counts = arena.counts()
+    assert counts.resident == counts.live
+    assert not served.owns(filled(MiB, 3).data_ptr())
+    assert bool((kept == 1).all())
+
+
+def test_tensors_outlive_the_interpreter() -> None:
+    script = """
+        import builtins, torch
+        from spillway.native.arena import Arena
+        builtins.held = (Arena(), torch.ones(1 << 20), torch.ones(1 << 20).numpy())
+        print("done")
+    """
+    assert ran(script) == "done\n"
+
+
+def test_the_profiler_hears_of_every_block_as_without(served: Arena) -> None:
+    def heard() -> list[int]:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            tensor = torch.ones(256, 1024)
+            (tensor @ tensor.T).relu().sum()
+            del tensor
+        return sorted(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage)
+
+    with_it = heard()
+    served.release()
+    assert with_it == heard()
+    assert with_it
+
+
+def test_a_session_takes_no_page_twice(served: Arena) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    faults: list[int] = []
+    with spillway.manage(model, optimizer, budget="24MiB", method="lru") as memory:
+        for _ in range(8):
+            before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            with memory.step(torch.ones(1024, 512)):
+                model(torch.ones(1024, 512)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    assert memory.history[-1].bytes_out > 8 * MiB
+    assert max(faults[4:]) < 1000, faults
+    assert arena.counts().peak_resident <= 24 * MiB
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"SPILLWAY_NATIVE": "0"}, "SPILLWAY_NATIVE=0 says so."),
+        ({"CXX": "/nowhere/c++"}, "there is no C++ compiler"),
+        ({"CXX": "false"}, "false ended with 1"),
+        ({"XDG_CACHE_HOME": "/proc"}, "cannot be written"),
+    ],
+)
+def test_without_the_native_part_sessions_run_and_say_so_once(
+    environment: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    done = started(RUNS + RUNS, **{"XDG_CACHE_HOME": str(tmp_path), **environment})
+    printed, warned = done.communicate(timeout=300)
+    assert printed == "peak True\n" * 2, warned
+    assert warned.count("without its native part") == 1
+    assert said in warned
+
+
+def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
+    where = ran("from spillway.native import build; print(build.place())", XDG_CACHE_HOME=str(tmp_path)).strip()
+    Path(where).parent.mkdir(parents=True)
+    Path(where).write_bytes(b"no library")
+    done = started(RUNS, XDG_CACHE_HOME=str(tmp_path))
+    printed, warned = done.communicate(timeout=300)
+    assert printed == "peak True\n"
+    assert "does not load" in warned
+    assert "Remove it" in warned
+
+
+def test_two_processes_compile_once(tmp_path: Path) -> None:
+    both = [started(RUNS, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    said = [one.communicate(timeout=600) for one in both]
+    assert [printed for printed, _ in said] == ["peak True\n"] * 2
+    assert sum(warned.count("compiling the native part") for _, warned in said) == 1
+    assert len(list((tmp_path / "spillway" / "native").glob("*.so"))) == 1
