@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import platform
 import random
 import resource
 import subprocess
@@ -78,34 +80,39 @@ def test_contents_stay_and_no_more_is_resident_than_was_used_at_once(served: Are
     assert after.faulted - before.faulted <= after.peak_resident
 
 
-def test_where_pages_cannot_be_moved_they_are_given_back(tmp_path: Path) -> None:
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of `mremap` is that of x86-64")
+@pytest.mark.parametrize("error", [errno.EINVAL, errno.ENOMEM])
+def test_where_pages_cannot_be_moved_they_are_given_back(error: int) -> None:
     script = """
-        import resource
+        import ctypes, struct, sys
         from tests.cpu.test_arena import *
         one = Arena()
         wrong = jumble(300, 1)
         moved = arena.counts().moves
-        taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        # Moving takes addresses; what is mapped again in place takes none.
-        resource.setrlimit(resource.RLIMIT_AS, (taken + 4096, resource.RLIM_INFINITY))
+        # A filter of the system's calls: mremap (25) fails with this error, everything else is allowed.
+        rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 25), (0x06, 0, 0, 0x50000 | int(sys.argv[1])), (0x06, 0, 0, 0x7FFF0000)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
+        program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, program) == 0
         wrong += jumble(300, 2)
         counts = arena.counts()
-        print(wrong, counts.moves == moved, counts.peak_resident <= counts.peak_live)
+        print(wrong, moved > 0, counts.moves == moved, counts.peak_resident <= counts.peak_live)
     """
-    assert ran(script).split() == ["0", "True", "True"]
+    assert ran(script, str(error)).split() == ["0", "True", "True", "True"]
 
 
-def ran(script: str, **environment: str) -> str:
+def ran(script: str, *arguments: str, **environment: str) -> str:
     """What a process prints that runs this."""
-    done = started(script, **environment)
+    done = started(script, *arguments, **environment)
     said, wrong = done.communicate(timeout=300)
     assert done.returncode == 0, wrong
     return said
 
 
-def started(script: str, **environment: str) -> subprocess.Popen[str]:
+def started(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)], env=os.environ | environment, text=True,
+        [sys.executable, "-c", textwrap.dedent(script), *arguments], env=os.environ | environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -213,7 +220,8 @@ def test_a_session_takes_no_page_twice(served: Arena) -> None:
             faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
     assert memory.history[-1].bytes_out > 8 * MiB
     assert max(faults[4:]) < 1000, faults
-    assert arena.counts().peak_resident <= 24 * MiB
+    # The account's peak, and what one op takes inside: a copy of the expanded gradient of the sum, for a product.
+    assert arena.counts().peak_resident <= (24 + 2) * MiB
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ class Extents {
   const std::map<std::size_t, std::size_t>& all() const { return at_; }
 
   void add(std::size_t offset, std::size_t size) {
+    if (size == 0) return;
     bytes_ += size;
     auto next = at_.lower_bound(offset);
     if (next != at_.begin()) {
@@ -209,7 +210,7 @@ class Arena {
     }
     const std::size_t fresh = size - filled;
     if (fresh != 0 && (!whole || cut_within(offset + filled, fresh)) && !one_mapping(offset + filled, fresh)) {
-      if (filled != 0) warm_.add(offset, filled);  // the other addresses are lost: nobody may have them
+      warm_.add(offset, filled);  // the other addresses are lost: nobody may have them
       return false;
     }
     counts_.faulted += fresh;

@@ -69,7 +69,7 @@ def _compile(library: Path) -> None:
     found = compiler()
     if found is None:
         raise NativeError("there is no C++ compiler: install g++, or name one in CXX.")
-    print("spillway: compiling the native part, once; this takes some ten seconds.", file=sys.stderr, flush=True)
+    print("spillway: compiling the native part, once; this takes some seconds.", file=sys.stderr, flush=True)
     base = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder) / "made.so"
