@@ -96,6 +96,7 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
+    "build": ["[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

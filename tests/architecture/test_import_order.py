@@ -45,6 +45,7 @@ NEED_TORCH = (
     "internals.process_memory",
     "internals.interrupts",
     "tiers",
+    "native",
     "engines",
     "calibration.measured",
     "calibration.watching",

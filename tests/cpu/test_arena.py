@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import functools
 import gc
+import json
 import os
 import platform
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -20,7 +23,10 @@ import pytest
 import torch
 
 import spillway
-from spillway.native import arena, build
+from spillway.cli import main
+from spillway.doctor import on_torch
+from spillway.internals.private import fresh_storage
+from spillway.native import arena, library
 from spillway.native.arena import Arena
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -43,7 +49,7 @@ RUNS = textwrap.dedent(
 
 @pytest.fixture
 def served() -> Iterator[Arena]:
-    if not build.wanted():
+    if not library.wanted():
         pytest.skip("SPILLWAY_NATIVE=0")
     gc.collect()
     one = Arena()
@@ -159,8 +165,7 @@ def test_what_torch_and_others_do_with_memory_works(served: Arena, tmp_path: Pat
     assert torch.equal(torch.load(tmp_path / "saved.pt"), grown)
     given = torch.from_dlpack(numpy.full(MiB, 5, dtype=numpy.uint8))
     assert bool((given.clone() == 5).all())
-    assert served.storage(MiB).nbytes() == MiB
-    assert served.owns(served.storage(MiB).data_ptr())
+    assert served.owns(fresh_storage(MiB, allocator=served.allocator).data_ptr())
 
 
 def test_what_is_small_and_what_is_larger_than_the_range_is_torchs_own(served: Arena) -> None:
@@ -244,7 +249,7 @@ def test_without_the_native_part_sessions_run_and_say_so_once(
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
-    where = ran("from spillway.native import build; print(build.place())", XDG_CACHE_HOME=str(tmp_path)).strip()
+    where = ran("from spillway.native import library; print(library.place())", XDG_CACHE_HOME=str(tmp_path)).strip()
     Path(where).parent.mkdir(parents=True)
     Path(where).write_bytes(b"no library")
     done = started(RUNS, XDG_CACHE_HOME=str(tmp_path))
@@ -260,3 +265,25 @@ def test_two_processes_compile_once(tmp_path: Path) -> None:
     assert [printed for printed, _ in said] == ["peak True\n"] * 2
     assert sum(warned.count("compiling the native part") for _, warned in said) == 1
     assert len(list((tmp_path / "spillway" / "native").glob("*.so"))) == 1
+
+
+def test_build_says_where_the_library_lies_and_why_there_is_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(SystemExit, match="0"):
+        main(["build", "--json"])
+    assert Path(json.loads(capsys.readouterr().out)["library"]).is_file()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(SystemExit, match="1"):
+        main(["build"])
+    assert re.fullmatch(r"spillway: \S*false ended with 1: \?\n", capsys.readouterr().err.splitlines(True)[-1])
+
+
+def test_the_doctor_says_why_there_is_no_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "_opened", functools.cache(lambda: library.load.__wrapped__()))
+    monkeypatch.setenv("SPILLWAY_NATIVE", "0")
+    (problem,) = on_torch.native().problems
+    assert "SPILLWAY_NATIVE=0" in problem.what
+    assert not problem.fatal

@@ -35,7 +35,7 @@ def test_every_topic_has_a_sentence_and_facts(
     findings: dict[str, Any] = {finding["topic"]: finding for finding in json.loads(out)}
     cuda = [topic for topic in findings if topic.startswith("CUDA")]
     others = ["memory", "allocator", "huge pages", "spill directory", "disk speed"]
-    assert list(findings) == ["torch", "threads", "kernels", "memory copy", *cuda, *others]
+    assert list(findings) == ["torch", "native part", "threads", "kernels", "memory copy", *cuda, *others]
     assert all(finding["sentence"].endswith(".") for finding in findings.values())
     assert findings["torch"]["facts"]["version"] == torch.__version__
     assert findings["torch"]["facts"]["_swap_data_ptr_"] is True

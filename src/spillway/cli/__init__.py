@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import advise, compare, demo, doctor, plan, record, report, simulate, train
+from spillway.cli import advise, build, compare, demo, doctor, plan, record, report, simulate, train
 from spillway.errors import SpillwayError, on_one_line
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ app = typer.Typer(
 for _name, _verb in (
     ("demo", demo.demo), ("train", train.train), ("record", record.record), ("compare", compare.compare_),
     ("simulate", simulate.simulate), ("report", report.report), ("doctor", doctor.doctor), ("plan", plan.plan),
-    ("advise", advise.advise_),
+    ("advise", advise.advise_), ("build", build.build_),
 ):  # fmt: skip
     app.command(name=_name)(_verb)
 

@@ -50,7 +50,7 @@ def examine(directory: Path, *, measure: bool) -> list[Finding]:
         problem = Problem(what=f"torch cannot be imported: {error}.", fix="Install torch 2.13 or newer.", fatal=True)
         findings = [Finding(topic="torch", sentence="Not there.", facts={"version": None}, problems=[problem])]
     else:
-        findings = [on_torch.version(), on_torch.threads(), on_torch.kernels()]
+        findings = [on_torch.version(), on_torch.native(), on_torch.threads(), on_torch.kernels()]
         findings += [on_torch.memory_copy()] if measure else []
         findings += on_torch.devices(measure=measure)
     findings += [on_system.memory(), on_system.allocator(), on_system.huge_pages()]

@@ -15,7 +15,10 @@ from spillway.doctor import Finding, Problem
 from spillway.doctor.cuda_facts import NATIVE, cuda_facts
 from spillway.doctor.on_spill import rate
 from spillway.engines.tensors.devices import pinned_bytes
+from spillway.errors import NativeError
 from spillway.internals.private import CAN_SWAP
+from spillway.native.arena import Arena
+from spillway.native.library import place
 from spillway.processes import cores
 from spillway.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -43,6 +46,21 @@ def version() -> Finding:
             "saved_tensors": hasattr(torch._C._autograd, "_make_saved_tensor"),
             "onednn": bool(torch.backends.mkldnn.is_available()),  # type: ignore[no-untyped-call]
         },
+    )  # fmt: skip
+
+
+def native() -> Finding:
+    """The part in C++, compiled here if it is not there yet."""
+    try:
+        Arena().release()
+    except NativeError as reason:
+        what = f"The native part is not to be had: {reason}"
+        fix = "Sessions run without it; what leaves memory and comes back costs page faults then."
+        problem = Problem(what=what, fix=fix)
+        return Finding(topic="native part", sentence="Not there.", facts={"library": None}, problems=[problem])
+    return Finding(
+        topic="native part", facts={"library": str(place())},
+        sentence=f"There, as {place()}: pages that tensors free serve the next ones, and are never faulted in twice.",
     )  # fmt: skip
 
 

@@ -9,13 +9,11 @@ import sys
 import threading
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any, Final, cast, final
-
-import torch
+from typing import Final, final
 
 from spillway.errors import NativeError
 from spillway.internals.locks import renew_in_children
-from spillway.native import build
+from spillway.native.library import load
 from spillway.units import Bytes
 
 _SPAN: Final[Bytes] = 1 << 38
@@ -59,7 +57,7 @@ _told: Final[set[str]] = set()
 @functools.cache
 def _opened() -> ctypes.CDLL:
     """The library, with a range of addresses. Raises NativeError."""
-    library = build.load()
+    library = load()
     library.spillway_arena_reserve.argtypes = library.spillway_arena_trim.argtypes = [ctypes.c_size_t]
     library.spillway_arena_allocator.restype = ctypes.c_void_p
     library.spillway_arena_owns.argtypes = [ctypes.c_void_p]
@@ -95,7 +93,8 @@ class Arena:
     def __init__(self) -> None:
         """Raises NativeError where there cannot be an arena, with the reason."""
         self._library = _opened()
-        self._allocator = int(self._library.spillway_arena_allocator())
+        self.allocator = int(self._library.spillway_arena_allocator())
+        """Where its `c10::Allocator` lies, which `fresh_storage` takes."""
         with _lock:
             _holders.add(id(self))
             self._library.spillway_arena_serve(1)
@@ -108,16 +107,9 @@ class Arena:
         except NativeError as reason:
             if str(reason) not in _told:
                 _told.add(str(reason))
-                warnings.warn(
-                    f"Spillway runs without its native part, and what leaves and comes back costs page faults: {reason}",
-                    stacklevel=2,
-                )
+                cost = "what leaves memory and comes back costs page faults"
+                warnings.warn(f"Spillway runs without its native part, so that {cost}: {reason}", stacklevel=2)
             return None
-
-    def storage(self, nbytes: Bytes) -> torch.UntypedStorage:
-        """A storage of uninitialised bytes, whichever modes are active."""
-        storage: Any = torch.UntypedStorage
-        return cast(torch.UntypedStorage, storage(nbytes, allocator=self._allocator))
 
     def owns(self, address: int) -> bool:
         """Whether memory at this address is the arena's."""
