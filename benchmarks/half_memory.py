@@ -15,6 +15,7 @@ from benchmarks.workers import Job
 from spillway.units import Bytes
 
 PLAIN: Final = "plain"
+ON_ARENA: Final = "plain on the arena"
 DEFAULT: Final = "spillway lru"
 MOVES: Final = "spillway, moves only"
 DELTA: Final = "spillway delta"
@@ -107,6 +108,7 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
     budget, nearly_all = peaks[PLAIN] // 2, peaks[PLAIN] * 97 // 100
     jobs = {
         PLAIN: job(),
+        ON_ARENA: job(arena=True),
         DEFAULT: job("lru", budget),
         KEPT: job("lru", budget, return_freed=False),
         MOVES: job("lru that moves only", budget),

@@ -20,6 +20,7 @@ from benchmarks import models
 from benchmarks.timing import Clock
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
+from spillway.native.arena import Arena
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
@@ -139,12 +140,14 @@ class Trainer:
     """One competitor: every call is one step on the next batch."""
 
     def __init__(
-        self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory
-    ) -> None:
+        self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory,
+        arena: Arena | None,
+    ) -> None:  # fmt: skip
         self.workload = workload
         self._batches: Iterator[Batch] = cycle(batches)
         self._session = session
         self._memory = memory
+        self._arena = arena  # which serves as long as somebody has it
 
     def __call__(self) -> dict[str, Any]:
         clock, batch = Clock(), next(self._batches)
@@ -181,6 +184,7 @@ def trainer(
     return_freed: bool,
     activation_budget: float | None = None,
     spill_io: SpillIO = "buffered",
+    arena: bool = False,
 ) -> Trainer:
     """A competitor that trains a workload on its long batches.
 
@@ -192,7 +196,9 @@ def trainer(
         checkpoints: Whether every block is checkpointed.
         return_freed: As of `spillway.manage`, like `spill_io`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
+        arena: Whether tensors are born in the arena without a session, as they are with one.
     """
+    served = Arena() if arena else None
     inputs = long_batches(models.build(workload, options), batches)
     warm_up()
     memory = PeakMemory()
@@ -208,7 +214,7 @@ def trainer(
             built.model, built.optimizers, budget=budget, method=METHODS[method](),
             spill=spillway.SpillOptions(return_freed=return_freed, io=spill_io),
         )  # fmt: skip
-    return Trainer(built, inputs, session, memory)
+    return Trainer(built, inputs, session, memory, served)
 
 
 def warm_up() -> None:

@@ -1,0 +1,152 @@
+"""The arena by itself: random tensors made and freed, what is resident meanwhile, and what a collected block costs."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
+from spillway.errors import NativeError
+from spillway.native import arena
+from spillway.native.arena import Arena
+from spillway.units import Bytes, KiB, MiB, Seconds
+
+SMALLEST: Final = 4 * KiB
+TIMED: Final = 2 * MiB
+"""Blocks of this size are timed apart."""
+EVERY: Final = 16
+"""One block in so many has that size."""
+CHECKED: Final = 64
+"""Bytes at either end, and as many between, whose content is looked at when a block dies."""
+RESIDENT: Final = 1.02
+"""Target for the most that is resident, times the most that is live at once."""
+COLLECTED: Final[Seconds] = 20e-6
+"""Target for a block of `TIMED` that lies in no freed one, but in pages of several."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    turns: int
+    """Blocks that are made."""
+    held: Sequence[Bytes]
+    """At most about so many bytes are held at once, a row each."""
+    largest: Bytes
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """A row for every amount that is held."""
+    try:
+        one = Arena()
+    except NativeError as reason:
+        raise Skipped(str(reason)) from None
+    rows: list[Row] = []
+    for held in size.held:
+        tell(f"{size.turns} blocks, {held / MiB:.0f} MiB held")
+        rows.append(_row(size, held))
+    one.release()
+    checks = [
+        Check(what=f"{row['held'] / MiB:.0f} MiB held: {what}", measured=measured, at_most=limit)
+        for row in rows
+        for what, measured, limit in (
+            ("blocks whose content was wrong", row["wrong"], 0),
+            ("most resident, times the most live", row["resident"] / row["live"], RESIDENT),
+            ("median microseconds of a collected block of 2 MiB", row["collecting"] * 1e6, COLLECTED * 1e6),
+        )
+    ]
+    title = f"{size.turns} random blocks of 4 KiB to {size.largest / MiB:.0f} MiB in the arena"
+    return Result(title=title, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+
+
+COLUMNS: Final[Sequence[Column]] = (
+    *columns.nbytes(held="held"),
+    *columns.text(wrong="wrong"),
+    *columns.nbytes(live="most live", resident="most resident", faulted="faulted in", moved="moved"),
+    *columns.shares(fitted="in place", collected="collected"),
+    *columns.seconds(collecting="2 MiB, collected", fitting="in place", made="by malloc"),
+    *columns.text(mappings="mappings"),
+)
+NOTES: Final = (
+    "Sizes are drawn evenly in their logarithm, and blocks die in random order. Live: of tensors, rounded up to pages; "
+    "what is below 32 KiB is malloc's and counts in neither. Faulted in: pages that the system was asked for, "
+    "more than the most resident only where mappings were healed. By malloc: `torch.empty` of 2 MiB without the arena, "
+    "whose pages are still to be faulted in.",
+)
+
+
+def _row(size: Size, most: Bytes) -> Row:
+    pick, wrong, total = random.Random(0), 0, 0
+    held: list[tuple[torch.Tensor, int]] = []
+    took: dict[bool, list[Seconds]] = {True: [], False: []}
+    arena.trim()
+    arena.reset_peaks()
+    before = arena.counts()
+    for turn in range(size.turns):
+        goal = most * pick.uniform(0.5, 1)
+        while held and total > goal:
+            place = pick.randrange(len(held))
+            held[place], held[-1] = held[-1], held[place]
+            tensor, value = held.pop()
+            total -= len(tensor)
+            wrong += not _is(tensor, value)
+        nbytes = TIMED if turn % EVERY == 0 else int(SMALLEST * (size.largest / SMALLEST) ** pick.random())
+        collected, began = arena.counts().collected, time.perf_counter()
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        seconds = time.perf_counter() - began
+        if nbytes == TIMED:
+            took[arena.counts().collected > collected].append(seconds)
+        value = pick.randrange(256)
+        _write(tensor, value)
+        held.append((tensor, value))
+        total += nbytes
+    after = arena.counts()
+    blocks = after.blocks - before.blocks
+    return {
+        "held": most, "wrong": wrong + sum(not _is(*one) for one in held), "live": after.peak_live,
+        "resident": after.peak_resident, "faulted": after.faulted - before.faulted, "moved": after.moved - before.moved,
+        "fitted": (after.fitted - before.fitted) / blocks, "collected": (after.collected - before.collected) / blocks,
+        "collecting": statistics.median(took[True] or [0.0]), "fitting": statistics.median(took[False] or [0.0]),
+        "made": _by_malloc(), "mappings": after.mappings,
+    }  # fmt: skip
+
+
+def _by_malloc() -> Seconds:
+    storage = []
+    for _ in range(99):
+        began = time.perf_counter()
+        torch.UntypedStorage(TIMED)  # not the arena's
+        storage.append(time.perf_counter() - began)
+    return statistics.median(storage)
+
+
+def _places(tensor: torch.Tensor) -> torch.Tensor:
+    """A few of every page."""
+    return tensor[:: max(len(tensor) // (3 * CHECKED), 1)]
+
+
+def _write(tensor: torch.Tensor, value: int) -> None:
+    _places(tensor).fill_(value)
+    tensor[:CHECKED] = tensor[-CHECKED:] = value
+
+
+def _is(tensor: torch.Tensor, value: int) -> bool:
+    return bool(
+        (_places(tensor) == value).all() and (tensor[:CHECKED] == value).all() and (tensor[-CHECKED:] == value).all()
+    )
+
+
+BENCHMARK: Final = Benchmark(
+    name="arena",
+    run=run,
+    full=Size(turns=100_000, held=(256 * MiB, 1024 * MiB), largest=64 * MiB),
+    quick=Size(turns=300, held=(32 * MiB,), largest=4 * MiB),
+)
