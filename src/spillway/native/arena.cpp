@@ -30,6 +30,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -41,6 +42,7 @@ namespace {
 
 constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
+constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
 constexpr std::uint8_t PRIORITY = 100;                // among those who set torch's allocator
 
@@ -78,6 +80,15 @@ class Extents {
     if (found == by_size_.end()) found = std::prev(found);
     return {found->second, found->first};
   }
+
+  // Bytes of the extent that begins there; 0 if none does.
+  std::size_t at(std::size_t offset) const {
+    const auto found = at_.find(offset);
+    return found == at_.end() ? 0 : found->second;
+  }
+  // From the largest to the smallest: size and offset.
+  auto largest() const { return by_size_.crbegin(); }
+  auto smaller() const { return by_size_.crend(); }
 
   // The first `size` bytes of the extent at `offset`.
   void take(std::size_t offset, std::size_t size) {
@@ -136,10 +147,20 @@ class Arena {
       warm_.take(offset, size);
       ++counts_.fitted;
     } else {
-      if (cold_.empty() || cold_.best(size).second < size) return nullptr;
-      offset = cold_.best(size).first;
-      cold_.take(offset, size);
-      if (!collect(offset, size)) return nullptr;
+      std::size_t begun = 0;  // bytes that are there already
+      if (const auto extent = extendable(size); extent.second != 0) {
+        std::tie(offset, begun) = extent;
+        warm_.take(offset, begun);
+      } else {
+        if (cold_.empty() || cold_.best(size).second < size) return nullptr;
+        offset = cold_.best(size).first;
+      }
+      cold_.take(offset + begun, size - begun);
+      if (!collect(offset + begun, size - begun)) {
+        warm_.add(offset, begun);
+        return nullptr;
+      }
+      counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
     used_.emplace(offset, size);
     ++counts_.blocks;
@@ -185,6 +206,16 @@ class Arena {
  private:
   static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
+  // A large warm extent that the addresses behind it can make large enough: only the rest has to be collected.
+  std::pair<std::size_t, std::size_t> extendable(std::size_t size) const {
+    int looked_at = 0;
+    for (auto extent = warm_.largest(); extent != warm_.smaller() && looked_at < CANDIDATES; ++extent, ++looked_at) {
+      const auto [length, offset] = *extent;
+      if (cold_.at(offset + length) >= size - length) return {offset, length};
+    }
+    return {0, 0};
+  }
+
   // Puts pages behind addresses that were taken from the cold ones (rules 1 to 3); false if the system gives no mapping.
   bool collect(std::size_t offset, std::size_t size) {
     if (cuts_.size() > heal_at_) heal();
@@ -214,7 +245,6 @@ class Arena {
       return false;
     }
     counts_.faulted += fresh;
-    counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     return true;
   }
 
