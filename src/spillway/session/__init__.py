@@ -91,7 +91,10 @@ def manage(
 def _writer(report: ReportOptions, first: dict[str, Any], undo: contextlib.ExitStack) -> RunWriter | None:
     if report.run_file is None:
         return None
-    writer = RunWriter(report.run_file, first)
+    try:
+        writer = RunWriter(report.run_file, first)
+    except OSError as error:
+        raise UsageError(f"The run file {str(report.run_file)!r} cannot be written: {error.strerror}.") from error
     undo.callback(writer.close)
     return writer
 

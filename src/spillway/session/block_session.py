@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
@@ -314,9 +314,25 @@ class BlockSession(Session):
             failure.__cause__ = error
             return [], failure
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if isinstance(self._running, _Step):
-            self._running.optimizer_begins(self._needs_of(optimizer))
+    def _optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """With a closure, which runs forward and backward, it begins each time that the closure is through."""
+        step = self._running
+        if not isinstance(step, _Step):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            step.optimizer_begins(self._needs_of(optimizer))
+            return None
+
+        @wraps(closure)
+        def asked(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
+            step.optimizer_begins(self._needs_of(optimizer))
+            return loss
+
+        return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -370,6 +386,8 @@ class _Step(AbstractStep):
         self._trace: AbstractTrace | None = None
         self._optimized = self._updated = False
         """Whether an optimizer has begun, and whether it was granted what it needs."""
+        self._lost: str | None = None
+        """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
         self._paged = False
@@ -397,6 +415,7 @@ class _Step(AbstractStep):
         if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
             self._page(0)
             return
+        session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
@@ -521,6 +540,17 @@ class _Step(AbstractStep):
             self._watch.optimizer_ended()
 
     def end(self) -> SpillwayError | None:
+        refusal = self._end()
+        if refusal is not None or self.refused is not None:
+            self._put_back()
+        return refusal
+
+    def _put_back(self) -> None:
+        """Of a step that was refused, whatever the user's code makes of the refusal."""
+        if self._lost is None and self._session._before is not None and not self._updated:
+            self._lost = self._session._before.put_back()
+
+    def _end(self) -> SpillwayError | None:
         session = self._session
         if session._engine is not None:
             session._engine.observer = None
@@ -551,10 +581,9 @@ class _Step(AbstractStep):
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
         session, watch = self._session, self._watch
-        if session._before is not None and not self._updated:
-            lost = session._before.put_back()
-            if lost:
-                refusal.add_note(f"The buffer {lost!r}, which no step had changed before, could not be put back.")
+        self._put_back()
+        if self._lost:
+            refusal.add_note(self._lost)
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)
