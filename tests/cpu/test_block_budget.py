@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.errors import BudgetInfeasible
+from spillway.errors import BudgetInfeasible, ModelError
 from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
@@ -470,3 +470,20 @@ def test_a_large_buffer_that_never_changed_and_then_does_is_named_where_it_canno
             del held
             assert ("mask" in str(getattr(refused.value, "__notes__", ""))) == (note is not None)
         assert mask.eq(1).all()
+
+
+def test_a_block_is_managed_by_one_session_at_a_time() -> None:
+    model, _ = model_of()
+    other = nn.Sequential(*model.blocks)
+    named = [spillway.BlockOptions(names=[f"{prefix}{number}" for number in range(2)]) for prefix in ("blocks.", "")]
+    session = spillway.manage(model, budget=None, method="checkpoint", blocks=named[0])
+    with pytest.raises(ModelError, match="The block 0 is managed by another session"):
+        spillway.manage(other, budget=None, method="checkpoint", blocks=named[1])
+    session.close()
+    spillway.manage(other, budget=None, method="checkpoint", blocks=named[1]).close()
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_lazy_buffers_without_a_size_are_refused_too() -> None:
+    with pytest.raises(ModelError, match="lazy"):
+        spillway.manage(nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)), budget="4MiB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ def _writer(report: ReportOptions, first: dict[str, Any], undo: contextlib.ExitS
     try:
         writer = RunWriter(report.run_file, first)
     except OSError as error:
-        raise UsageError(f"The run file {str(report.run_file)!r} cannot be written: {error.strerror}.") from error
+        raise UsageError(f"The run file {os.fspath(report.run_file)} cannot be written: {error.strerror}.") from error
     undo.callback(writer.close)
     return writer
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import torch
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
+from spillway.engines.blocks.compiled_blocks import HOOKS
 from spillway.engines.blocks.discovery import find_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
@@ -251,6 +252,12 @@ class BlockSession(Session):
     # ------------------------------------------------------------------ blocks
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
+        there = dict(self._model.named_modules())
+        taken = [name for name in names if name in there and isinstance(vars(there[name]).get("forward"), HOOKS)]
+        if taken:
+            raise ModelError(
+                f"The block {taken[0]} is managed by another session, as a part of another model; close that first."
+            )
         self._engine = BlockEngine(
             self._model, names, generators=self._generators, spill_directory=self._spill.directory,
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,

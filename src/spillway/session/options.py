@@ -71,22 +71,18 @@ class BlockOptions:
     gradients are other than plain PyTorch's. Nothing else quantizes because of it."""
 
     def __post_init__(self) -> None:
-        names, streams = self.names, self.generators
+        names = self.names
         listed = names is None or (isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0)
+        streams = tuple(self.generators) if isinstance(self.generators, Iterable) else (None,)
+        known = all(isinstance(stream, get_args(Generator)) for stream in streams)
+        named = listed and all(isinstance(name, str) for name in names or ())
         _check(
-            self,
-            names=(
-                listed and all(isinstance(name, str) for name in names or ()), "names of modules, such as ['layers.0']"
-            ),
+            self, names=(named, "names of modules, such as ['layers.0']"),
             size=(self.size is None or callable(self.size), "a function of the batch"),
-            generators=(isinstance(streams, Iterable), "generators of random numbers, in a list"),
+            generators=(known, "generators of random numbers, in a list"),
             page=(isinstance(self.page, bool), "True or False"), lossy=(isinstance(self.lossy, bool), "True or False"),
         )  # fmt: skip
-        object.__setattr__(self, "generators", tuple(streams))
-        kinds = get_args(Generator)
-        _check(
-            self, generators=(all(isinstance(one, kinds) for one in self.generators), "generators of random numbers")
-        )
+        object.__setattr__(self, "generators", streams)
 
 
 @final
