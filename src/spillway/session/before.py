@@ -145,7 +145,7 @@ class Before:
         if buffer.untyped_storage()._cdata != key or _geometry(buffer) != place.geometry:
             size, stride, offset, dtype = place.geometry
             empty = torch.empty(0, dtype=dtype, device=storage.device)
-            buffer.data = empty.set_(storage, offset, size, stride)  # type: ignore[call-overload]
+            buffer.data = empty.set_(storage, offset, size, stride)
         return True
 
 
@@ -168,4 +168,4 @@ def _version(tensor: Tensor) -> int:
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
