@@ -70,8 +70,13 @@ class Before:
         return [*(copy for _, copy in self._copies.values()), *states]
 
     @_unseen()
-    def remember(self) -> None:
-        """A step begins."""
+    def remember(self, *, large: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            large: Whether there is room for copies of large storages. What changes in these cannot be put back
+                otherwise, and a refusal says so.
+        """
         self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
         self._parameters = [(one, _version(one)) for one in self._model.parameters()]
         self._places, self._others = [], []
@@ -92,7 +97,7 @@ class Before:
         self._constant = {key: one for key, one in self._constant.items() if key in known}
         kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         for key, storage in known.items():
-            if key not in self._constant:
+            if key not in self._constant and (large or storage.nbytes() <= SMALL):
                 _, copy = self._copies.get(key, (storage, None))
                 if copy is None or copy.numel() != storage.nbytes():
                     copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
@@ -130,13 +135,15 @@ class Before:
             except RuntimeError:
                 restored = False
             lost += [] if restored else [place.name]
-        return f"The buffer {lost[0]!r} could not be put back: no step had changed it before." if lost else ""
+        return f"The buffer {lost[0]!r} could not be put back: there is no copy of it." if lost else ""
 
     def _restore(self, place: _Place) -> bool:
         """Whether the buffer is as it was."""
         key, buffer, storage = place.storage._cdata, place.buffer, place.storage
         if key in self._constant:
             return torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
+        if key not in self._copies:
+            return _version(buffer) == place.version >= 0 and _geometry(buffer) == place.geometry
         copy = self._copies[key][1]
         if storage.nbytes() != copy.numel():
             storage.resize_(copy.numel())

@@ -361,12 +361,12 @@ class BlockSession(Session):
         if self._before is not None:
             yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
 
-    def _remember(self) -> None:
+    def _remember(self, *, large: bool) -> None:
         """What a refusal is to put back."""
         if self._budget.limited:
             if self._before is None:
                 self._before = Before(self._model, environment_of(self._model, self._generators))
-            self._before.remember()
+            self._before.remember(large=large)
 
     def _transfers(self) -> tuple[float, ...]:
         return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
@@ -405,7 +405,8 @@ class _Step(AbstractStep):
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
-        session._remember()
+        size = self._signature, self._dimensions
+        session._remember(large=session._paging is None or not session._paging.knows(size))
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
@@ -586,11 +587,16 @@ class _Step(AbstractStep):
         return self._session._budget.refused
 
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        self._put_back()
+        told = self._told(refusal)
+        notes = getattr(refusal, "__notes__", []) if told is not refusal else []
+        for note in [*notes, *([self._lost] if self._lost else [])]:
+            told.add_note(note)
+        return told
+
+    def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
         session, watch = self._session, self._watch
-        self._put_back()
-        if self._lost:
-            refusal.add_note(self._lost)
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)
