@@ -395,6 +395,7 @@ CHANGES: dict[str, Callable[[nn.Module], Any]] = {
     "taken": lambda model: setattr(model, "small", None),
     "written by data": lambda model: model.small.data.add_(1),
     "given other data": lambda model: setattr(model.small, "data", torch.ones(7, dtype=torch.bfloat16)),
+    "given other data, a large one": lambda model: setattr(model.large, "data", torch.ones(7)),
     "resized": lambda model: model.small.resize_(40),
     "zero with another sign": lambda model: model.small.neg_(),
     "an expanded one": lambda model: model.expanded[0].add_(1),
@@ -408,6 +409,7 @@ def test_whatever_a_refused_step_did_to_a_buffer_is_undone(kind: str) -> None:
     for name, buffer in (("small", torch.zeros(9)), ("nothing", None), ("expanded", torch.zeros(5).expand(3, 5))):
         model.register_buffer(name, buffer)
     model.register_buffer("view", model.small[2:4])
+    model.register_buffer("large", torch.zeros(150, 150))
 
     def buffers() -> dict[str, Any]:
         return {

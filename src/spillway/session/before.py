@@ -141,19 +141,21 @@ class Before:
         """Whether the buffer is as it was."""
         key, buffer, storage = place.storage._cdata, place.buffer, place.storage
         if key in self._constant:
-            return torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
-        if key not in self._copies:
-            return _version(buffer) == place.version >= 0 and _geometry(buffer) == place.geometry
-        copy = self._copies[key][1]
-        if storage.nbytes() != copy.numel():
-            storage.resize_(copy.numel())
-        if not torch.equal(_bytes(storage), copy):
-            storage.copy_(copy.untyped_storage())
+            fine = torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
+        elif key in self._copies:
+            copy = self._copies[key][1]
+            if storage.nbytes() != copy.numel():
+                storage.resize_(copy.numel())
+            if not torch.equal(_bytes(storage), copy):
+                storage.copy_(copy.untyped_storage())
+            fine = True
+        else:
+            fine = _version(buffer) == place.version >= 0
         if buffer.untyped_storage()._cdata != key or _geometry(buffer) != place.geometry:
             size, stride, offset, dtype = place.geometry
             empty = torch.empty(0, dtype=dtype, device=storage.device)
             buffer.data = empty.set_(storage, offset, size, stride)
-        return True
+        return fine
 
 
 def _differ(held: Any, buffers: dict[str, Tensor | None]) -> bool:
