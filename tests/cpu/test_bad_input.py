@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.errors import BudgetError, ModelError, SessionError, SpillDirectoryError, UnknownMethodError
+from spillway.errors import BudgetError, ModelError, SessionError, SpillDirectoryError, UnknownMethodError, UsageError
 from tests.cpu.another_process import run_python
 from tests.cpu.pressure import ORDERS
 from tests.cpu.training import WIDTH, adam, batch_of, network
@@ -130,7 +130,7 @@ def test_a_spill_directory_that_cannot_be_used_is_refused(directory: str, tmp_pa
 
 def test_a_run_file_that_cannot_be_written_leaves_nothing_open(tmp_path: Path) -> None:
     before = sorted(os.listdir("/proc/self/fd")), torch.Tensor.numpy
-    with pytest.raises(OSError, match="missing"):
+    with pytest.raises(UsageError, match="missing"):
         spillway.manage(
             network(), budget="1 MiB", report=spillway.ReportOptions(run_file=tmp_path / "missing" / "run.jsonl")
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.errors import BudgetInfeasible
+from spillway.errors import BudgetInfeasible, ModelError
 from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
@@ -258,8 +259,8 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     return [tensor.detach().clone().numpy().tobytes() for tensor in tensors] + numbers
 
 
-def refused_at(where: str, method: str, known: int) -> tuple[list[Any], list[Any]]:
-    """Before and after a step that is refused there, behind so many that fitted."""
+def refused_at(where: str, method: str, known: int, *, closure: bool = False) -> tuple[list[Any], list[Any]]:
+    """Before and after a step that is refused there, behind so many that fitted, all with a closure or without."""
     torch.manual_seed(0), random.seed(0), numpy.random.seed(0)
     model = Chain(*(Hoarding() for _ in range(4)))
     optimizer = torch.optim.Adam(model.parameters())
@@ -273,23 +274,178 @@ def refused_at(where: str, method: str, known: int) -> tuple[list[Any], list[Any
             if number == known:
                 model.blocks[1].where = where
                 with pytest.raises(BudgetInfeasible) as refused, memory.step(x):
-                    backward(model, optimizer, x)
-                    held = torch.ones(1 << 20) if where == "optimizer" else None
-                    optimizer.step()
-                    del held
+                    held: list[torch.Tensor] = []
+
+                    def run(held: list[torch.Tensor] = held) -> None:
+                        backward(model, optimizer, x)
+                        held += [torch.ones(1 << 20)] if where == "optimizer" else []
+
+                    if closure:
+                        optimizer.step(run)
+                    else:
+                        run()
+                        optimizer.step()
                 assert not getattr(refused.value, "__notes__", None)
             else:
                 with memory.step(x):
-                    update(model, optimizer, x)
+                    if closure:
+                        optimizer.step(closure=lambda: backward(model, optimizer, x))
+                        optimizer.zero_grad()
+                    else:
+                        update(model, optimizer, x)
         return before, everything(model, optimizer)
 
 
+@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 @pytest.mark.parametrize("known", [0, 3])
-def test_a_refused_step_leaves_all_but_gradients_as_it_was_when_it_began(known: int, where: str, method: str) -> None:
-    before, after = refused_at(where, method, known)
+def test_a_refused_step_leaves_all_but_gradients_as_it_was_when_it_began(
+    known: int, where: str, method: str, closure: bool
+) -> None:
+    before, after = refused_at(where, method, known, closure=closure)
     assert before == after
+
+
+def test_a_refusal_that_the_users_code_wraps_puts_all_back_too() -> None:
+    model, optimizer = model_of()
+    model.register_buffer("count", torch.zeros(3))
+    with spillway.manage(model, optimizer, budget="4MiB", method="checkpoint") as memory:
+        x = torch.randn(8, WIDTH)
+        for number in range(3):
+            before = everything(model, optimizer)
+            with pytest.raises(RuntimeError, match="mine") if number == 2 else contextlib.nullcontext(), memory.step(x):
+                model.count += torch.rand(3)
+                backward(model, optimizer, x)
+                held = [torch.ones(1 << 20)] if number == 2 else []
+                try:
+                    optimizer.step()
+                except BudgetInfeasible as refused:
+                    raise RuntimeError("mine") from refused
+                optimizer.zero_grad()
+        del held
+        assert everything(model, optimizer) == before
+
+
+def test_where_parameters_were_changed_unheard_nothing_is_put_back_and_that_is_said() -> None:
+    model, _ = model_of()
+    model.register_buffer("count", torch.zeros(3))
+    with spillway.manage(model, budget="4MiB", method="checkpoint") as memory:
+        x = torch.randn(8, WIDTH)
+        for number in range(2):
+            with pytest.raises(BudgetInfeasible) if number else contextlib.nullcontext() as refused, memory.step(x):
+                model.count += 1
+                model(x).square().mean().backward()
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter -= 0.1
+                held = [torch.ones(1 << 20)] if number else []
+        del held
+        assert "Parameters had been changed" in str(refused.value.__notes__)
+        assert model.count.tolist() == [2, 2, 2]
+
+
+def inferred(*shape: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(*shape)
+
+
+SMALL, LARGE = (4, 8), (64, 512)
+ODD_BUFFERS: dict[str, Callable[[tuple[int, int]], torch.Tensor]] = {
+    "quantized": lambda shape: torch.quantize_per_tensor(torch.ones(shape), 0.1, 3, torch.qint8),
+    "quantized by channels": lambda shape: torch.quantize_per_channel(
+        torch.ones(shape), torch.ones(shape[0]), torch.zeros(shape[0]), 0, torch.qint8
+    ),
+    "inference": lambda shape: inferred(*shape),
+    "nested": lambda shape: torch.nested.nested_tensor([torch.ones(shape), torch.ones(2)[:, None]]),
+    "sparse": lambda shape: torch.ones(shape).to_sparse(),
+    "compressed sparse": lambda shape: torch.ones(shape).to_sparse_csr(),
+    "conjugate": lambda shape: torch.ones(shape, dtype=torch.complex64).conj(),
+    "half complex": lambda shape: torch.ones(shape).to(torch.complex32),
+    "expanded": lambda shape: torch.ones(shape[1]).expand(shape),
+    "bits": lambda shape: torch.ones(shape, dtype=torch.uint8).view(torch.bits8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's prototypes
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+@pytest.mark.parametrize("kind", ODD_BUFFERS)
+def test_buffers_of_every_kind_are_trained_with_and_left_alone(kind: str, shape: Any, inside: bool) -> None:
+    model, optimizer = model_of()
+    (model.blocks[0] if inside else model).register_buffer("odd", ODD_BUFFERS[kind](shape))
+    named = spillway.BlockOptions(names=["blocks.0", "blocks.1"])
+    with spillway.manage(model, optimizer, budget="6MiB", method="checkpoint", blocks=named) as memory:
+        x = torch.randn(8, WIDTH)
+        for number in range(4):
+            stream = torch.get_rng_state()
+            ends = pytest.raises(BudgetInfeasible) if number == 3 else contextlib.nullcontext()
+            with ends as refused, memory.step(x):
+                torch.rand(3)
+                held = [torch.ones(2 << 20)] if number == 3 else []
+                update(model, optimizer, x)
+        del held
+        assert not getattr(refused.value, "__notes__", None)
+        assert torch.equal(stream, torch.get_rng_state())
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "made": lambda model: model.register_buffer("late", torch.ones(3)),
+    "given": lambda model: setattr(model, "nothing", torch.ones(3)),
+    "taken": lambda model: setattr(model, "small", None),
+    "written by data": lambda model: model.small.data.add_(1),
+    "given other data": lambda model: setattr(model.small, "data", torch.ones(7, dtype=torch.bfloat16)),
+    "given other data, a large one": lambda model: setattr(model.large, "data", torch.ones(7)),
+    "resized": lambda model: model.small.resize_(40),
+    "zero with another sign": lambda model: model.small.neg_(),
+    "an expanded one": lambda model: model.expanded[0].add_(1),
+    "a view of another": lambda model: model.view.add_(1),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_whatever_a_refused_step_did_to_a_buffer_is_undone(kind: str) -> None:
+    model, optimizer = model_of()
+    for name, buffer in (("small", torch.zeros(9)), ("nothing", None), ("expanded", torch.zeros(5).expand(3, 5))):
+        model.register_buffer(name, buffer)
+    model.register_buffer("view", model.small[2:4])
+    model.register_buffer("large", torch.zeros(150, 150))
+
+    def buffers() -> dict[str, Any]:
+        return {
+            name: None if one is None else (one.dtype, one.shape, one.stride(), str(one.tolist()))
+            for name, one in model._buffers.items()
+        }
+
+    with spillway.manage(model, optimizer, budget="4MiB", method="checkpoint") as memory:
+        x = torch.randn(8, WIDTH)
+        for number in range(3):
+            before = buffers()
+            ends = pytest.raises(BudgetInfeasible) if number == 2 else contextlib.nullcontext()
+            with ends as refused, memory.step(x):
+                if number == 2:
+                    CHANGES[kind](model)
+                held = [torch.ones(1 << 20)] if number == 2 else []
+                update(model, optimizer, x)
+        del held
+        assert not getattr(refused.value, "__notes__", None)
+        assert buffers() == before
+
+
+def test_a_large_buffer_that_is_written_where_no_version_tells_is_named() -> None:
+    model, optimizer = model_of()
+    model.register_buffer("bank", torch.zeros(128, 1024))
+    with spillway.manage(model, optimizer, budget="4MiB", method="checkpoint") as memory:
+        x = torch.randn(8, WIDTH)
+        with memory.step(x):
+            update(model, optimizer, x)
+        with pytest.raises(BudgetInfeasible) as refused, memory.step(x):
+            model.bank.data[3, 3] = 1
+            backward(model, optimizer, x)
+            held = torch.ones(1 << 20)
+            optimizer.step()
+        del held
+        assert "'bank'" in str(refused.value.__notes__)
 
 
 def test_without_what_is_put_back_that_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,3 +472,20 @@ def test_a_large_buffer_that_never_changed_and_then_does_is_named_where_it_canno
             del held
             assert ("mask" in str(getattr(refused.value, "__notes__", ""))) == (note is not None)
         assert mask.eq(1).all()
+
+
+def test_a_block_is_managed_by_one_session_at_a_time() -> None:
+    model, _ = model_of()
+    other = nn.Sequential(*model.blocks)
+    named = [spillway.BlockOptions(names=[f"{prefix}{number}" for number in range(2)]) for prefix in ("blocks.", "")]
+    session = spillway.manage(model, budget=None, method="checkpoint", blocks=named[0])
+    with pytest.raises(ModelError, match="The block 0 is managed by another session"):
+        spillway.manage(other, budget=None, method="checkpoint", blocks=named[1])
+    session.close()
+    spillway.manage(other, budget=None, method="checkpoint", blocks=named[1]).close()
+    assert not [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_lazy_buffers_without_a_size_are_refused_too() -> None:
+    with pytest.raises(ModelError, match="lazy"):
+        spillway.manage(nn.Sequential(nn.Linear(3, 3), nn.LazyBatchNorm1d(affine=False)), budget="4MiB")

@@ -246,3 +246,25 @@ def test_whatever_ends_a_paged_step_the_same_thread_trains_on(turn: int, how: st
         memory.close()
         signal.signal(signal.SIGALRM, before)
     trained((LARGE,), None, training)
+
+
+def test_a_paged_step_keeps_no_copies_of_large_buffers_and_says_which_it_could_not_put_back() -> None:
+    training = Training()
+    training.model.register_buffer("bank", torch.zeros(256, 256))
+    x, refused = training.batch(LARGE), []
+    with managed(training, names=[str(number) for number in range(4)], page=True) as memory:
+        for number in range(4):
+            held: list[Tensor] = []
+            try:
+                with memory.step(x):
+                    training.model.bank.add_(1)
+                    if number == 3:
+                        training.model[1].then = lambda held=held: held.append(torch.ones(BUDGET // 4, 4)) or None
+                    training.step(x)
+            except BudgetInfeasible as refusal:
+                refused.append((number, str(getattr(refusal, "__notes__", ""))))
+            del held
+        assert memory._before is not None
+        assert max(copy.nbytes for copy in memory._before.copies) <= 64 * 1024
+    assert refused[-1][0] == 3
+    assert "'bank'" in refused[-1][1]

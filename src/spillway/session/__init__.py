@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +92,10 @@ def manage(
 def _writer(report: ReportOptions, first: dict[str, Any], undo: contextlib.ExitStack) -> RunWriter | None:
     if report.run_file is None:
         return None
-    writer = RunWriter(report.run_file, first)
+    try:
+        writer = RunWriter(report.run_file, first)
+    except OSError as error:
+        raise UsageError(f"The run file {os.fspath(report.run_file)} cannot be written: {error.strerror}.") from error
     undo.callback(writer.close)
     return writer
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
+from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
+from spillway.internals.private import is_wrapper
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -24,13 +26,23 @@ def _unseen() -> Iterator[None]:
         yield
 
 
+class _Place(NamedTuple):
+    """Where a buffer lay."""
+
+    name: str
+    buffer: Tensor
+    storage: torch.UntypedStorage
+    geometry: tuple[Any, ...]
+    version: int
+
+
 @final
 class Before:
     """Buffers and random streams as they were when the latest step began.
 
-    The copies are made anew in every step, in the same memory, which counts as named storages do. A large buffer, such
-    as a mask, is copied until a whole step has shown that training does not change it; if a later one does, a refusal
-    cannot put it back, and says so.
+    Copied are storages, byte by byte, whatever the buffers make of them. The copies are made anew in every step, in the
+    same memory, which counts as named storages do. A large one, such as a mask's, is copied until a whole step has
+    shown that training does not change it; if a later one does, a refusal cannot put it back, and says so.
 
     Args:
         model: Whose buffers.
@@ -40,11 +52,15 @@ class Before:
     def __init__(self, model: nn.Module, environment: Environment) -> None:
         self._model = model
         self._environment = environment
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Buffers that training may change, by id, and their copies."""
-        self._constant: dict[int, tuple[Tensor, int]] = {}
-        """Large ones that it does not change, and their versions."""
-        self._places: list[tuple[nn.Module, str, Tensor]] = []
+        self._copies: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        """Storages that training may change, by identity, and what was in them."""
+        self._constant: dict[int, tuple[torch.UntypedStorage, int, Fingerprint]] = {}
+        """Large ones that it does not change, with the version and the content that they are known by."""
+        self._held: list[tuple[Any, dict[str, Tensor | None]]] = []
+        self._places: list[_Place] = []
+        self._others: list[tuple[str, Tensor, int]] = []
+        """Buffers without a storage of their own, such as sparse ones."""
+        self._parameters: list[tuple[Tensor, int]] = []
         self._streams: list[Any] = []
 
     @property
@@ -54,40 +70,111 @@ class Before:
         return [*(copy for _, copy in self._copies.values()), *states]
 
     @_unseen()
-    def remember(self) -> None:
-        """A step begins."""
-        found = [(m, n, one) for m in self._model.modules() for n, one in m._buffers.items() if one is not None]
-        self._places = [place for place in found if place[2].layout is torch.strided and not place[2].is_meta]
-        buffers = {id(one): one for _, _, one in self._places}
-        self._constant = {k: one for k, one in self._constant.items() if k in buffers and one[0]._version == one[1]}
-        kept: dict[int, tuple[Tensor, Tensor]] = {}
-        for key, one in buffers.items():
-            if key not in self._constant:
-                _, copy = self._copies.get(key, (one, None))
-                if copy is None or copy.shape != one.shape or copy.dtype != one.dtype:
-                    copy = torch.empty_like(one)
-                kept[key] = one, copy
+    def remember(self, *, large: bool = True) -> None:
+        """A step begins.
+
+        Args:
+            large: Whether there is room for copies of large storages. What changes in these cannot be put back
+                otherwise, and a refusal says so.
+        """
+        self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
+        self._parameters = [(one, _version(one)) for one in self._model.parameters()]
+        self._places, self._others = [], []
+        for _, buffers in self._held:
+            for name, one in buffers.items():
+                if one is not None and not one.is_meta:
+                    if torch._C._has_storage(one) and not is_wrapper(one):
+                        storage = one.untyped_storage()
+                        self._places.append(_Place(name, one, storage, _geometry(one), _version(one)))
+                    else:
+                        self._others.append((name, one, _version(one)))
+        known: dict[int, torch.UntypedStorage] = {}
+        for place in self._places:
+            key = place.storage._cdata
+            known[key] = place.storage
+            if key in self._constant and self._constant[key][1] != place.version:
+                del self._constant[key]
+        self._constant = {key: one for key, one in self._constant.items() if key in known}
+        kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        for key, storage in known.items():
+            if key not in self._constant and (large or storage.nbytes() <= SMALL):
+                _, copy = self._copies.get(key, (storage, None))
+                if copy is None or copy.numel() != storage.nbytes():
+                    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
+                copy.untyped_storage().copy_(storage)
+                kept[key] = storage, copy
         self._copies = kept
-        if kept:
-            torch._foreach_copy_([copy for _, copy in kept.values()], [one for one, _ in kept.values()])
         self._streams = self._environment.streams()
 
     @_unseen()
     def learn(self) -> None:
         """The step has ended as it should: what of the large buffers it did not change is not copied again."""
-        for key, (one, copy) in self._copies.items():
-            if one.nbytes > SMALL and torch.equal(one, copy):
-                self._constant[key] = one, one._version
+        for place in self._places:
+            key = place.storage._cdata
+            if place.storage.nbytes() > SMALL and key in self._copies and place.version >= 0:
+                content = _bytes(place.storage)
+                if torch.equal(content, self._copies[key][1]):
+                    self._constant[key] = place.storage, _version(place.buffer), fingerprint(content, {})
 
     @_unseen()
     def put_back(self) -> str:
-        """All is as it was when the step began; the name of a buffer that is not, or nothing."""
-        lost = ""
-        for module, name, buffer in self._places:
-            module._buffers[name] = buffer
-            if id(buffer) in self._constant:
-                lost = name if self._constant[id(buffer)][1] != buffer._version else lost
-            elif not torch.equal(buffer, copy := self._copies[id(buffer)][1]):
-                buffer.resize_(copy.shape).copy_(copy)
+        """All is as it was when the step began. Returns a sentence about what is not, or nothing."""
+        if any(_version(parameter) != version for parameter, version in self._parameters):
+            return "Parameters had been changed by then, so that buffers and random streams stay as the step left them."
         self._environment.set_streams(self._streams)
-        return lost
+        for held, buffers in self._held:
+            if _differ(held, buffers):
+                if isinstance(held, dict):
+                    held.clear()
+                for name, buffer in buffers.items():
+                    held[name] = buffer
+        lost = [name for name, one, version in self._others if _version(one) != version]
+        for place in self._places:
+            try:
+                restored = self._restore(place)
+            except RuntimeError:
+                restored = False
+            lost += [] if restored else [place.name]
+        return f"The buffer {lost[0]!r} could not be put back: there is no copy of it." if lost else ""
+
+    def _restore(self, place: _Place) -> bool:
+        """Whether the buffer is as it was."""
+        key, buffer, storage = place.storage._cdata, place.buffer, place.storage
+        if key in self._constant:
+            fine = torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
+        elif key in self._copies:
+            copy = self._copies[key][1]
+            if storage.nbytes() != copy.numel():
+                storage.resize_(copy.numel())
+            if not torch.equal(_bytes(storage), copy):
+                storage.copy_(copy.untyped_storage())
+            fine = True
+        else:
+            fine = _version(buffer) == place.version >= 0
+        if buffer.untyped_storage()._cdata != key or _geometry(buffer) != place.geometry:
+            size, stride, offset, dtype = place.geometry
+            empty = torch.empty(0, dtype=dtype, device=storage.device)
+            buffer.data = empty.set_(storage, offset, size, stride)
+        return fine
+
+
+def _differ(held: Any, buffers: dict[str, Tensor | None]) -> bool:
+    return len(held) != len(buffers) or any(
+        name != other or one is not another
+        for (name, one), (other, another) in zip(held.items(), buffers.items(), strict=True)
+    )
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    if tensor.is_nested:
+        return ()  # it has another one for each of its parts, and keeps it
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _version(tensor: Tensor) -> int:
+    """-1 where nobody counts."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -9,12 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
+from spillway.engines.blocks.compiled_blocks import HOOKS
 from spillway.engines.blocks.discovery import find_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
@@ -255,6 +256,12 @@ class BlockSession(Session):
     # ------------------------------------------------------------------ blocks
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
+        there = dict(self._model.named_modules())
+        taken = [name for name in names if name in there and isinstance(vars(there[name]).get("forward"), HOOKS)]
+        if taken:
+            raise ModelError(
+                f"The block {taken[0]} is managed by another session, as a part of another model; close that first."
+            )
         self._engine = BlockEngine(
             self._model, names, generators=self._generators, spill_directory=self._spill.directory,
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
@@ -318,9 +325,25 @@ class BlockSession(Session):
             failure.__cause__ = error
             return [], failure
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if isinstance(self._running, _Step):
-            self._running.optimizer_begins(self._needs_of(optimizer))
+    def _optimizer_begins(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """With a closure, which runs forward and backward, it begins each time that the closure is through."""
+        step = self._running
+        if not isinstance(step, _Step):
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            step.optimizer_begins(self._needs_of(optimizer))
+            return None
+
+        @wraps(closure)
+        def asked(*given: Any, **named: Any) -> Any:
+            loss = closure(*given, **named)
+            step.optimizer_begins(self._needs_of(optimizer))
+            return loss
+
+        return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -342,12 +365,12 @@ class BlockSession(Session):
         if self._before is not None:
             yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
 
-    def _remember(self) -> None:
+    def _remember(self, *, large: bool) -> None:
         """What a refusal is to put back."""
         if self._budget.limited:
             if self._before is None:
                 self._before = Before(self._model, environment_of(self._model, self._generators))
-            self._before.remember()
+            self._before.remember(large=large)
 
     def _transfers(self) -> tuple[float, ...]:
         return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
@@ -374,6 +397,8 @@ class _Step(AbstractStep):
         self._trace: AbstractTrace | None = None
         self._optimized = self._updated = False
         """Whether an optimizer has begun, and whether it was granted what it needs."""
+        self._lost: str | None = None
+        """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
         self._paged = False
@@ -384,7 +409,8 @@ class _Step(AbstractStep):
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
-        session._remember()
+        size = self._signature, self._dimensions
+        session._remember(large=session._paging is None or not session._paging.knows(size))
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
@@ -401,6 +427,7 @@ class _Step(AbstractStep):
         if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
             self._page(0)
             return
+        session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
         if self._trace is not None:
@@ -525,6 +552,17 @@ class _Step(AbstractStep):
             self._watch.optimizer_ended()
 
     def end(self) -> SpillwayError | None:
+        refusal = self._end()
+        if refusal is not None or self.refused is not None:
+            self._put_back()
+        return refusal
+
+    def _put_back(self) -> None:
+        """Of a step that was refused, whatever the user's code makes of the refusal."""
+        if self._lost is None and self._session._before is not None and not self._updated:
+            self._lost = self._session._before.put_back()
+
+    def _end(self) -> SpillwayError | None:
         session = self._session
         if session._engine is not None:
             session._engine.observer = None
@@ -553,12 +591,16 @@ class _Step(AbstractStep):
         return self._session._budget.refused
 
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
+        self._put_back()
+        told = self._told(refusal)
+        notes = getattr(refusal, "__notes__", []) if told is not refusal else []
+        for note in [*notes, *([self._lost] if self._lost else [])]:
+            told.add_note(note)
+        return told
+
+    def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         """What this step has left behind, such as gradients, is there when one like it begins."""
         session, watch = self._session, self._watch
-        if session._before is not None and not self._updated:
-            lost = session._before.put_back()
-            if lost:
-                refusal.add_note(f"The buffer {lost!r}, which no step had changed before, could not be put back.")
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)

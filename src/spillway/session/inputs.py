@@ -91,7 +91,11 @@ def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.o
         raise ModelError("manage() needs at least one model.")
     check_not_sharded(models, optimizers)
     device_of(models)
-    if any(isinstance(t, UninitializedParameter | UninitializedBuffer) for m in models for t in m.parameters()):
+    if any(
+        isinstance(t, UninitializedParameter | UninitializedBuffer)
+        for m in models
+        for t in (*m.parameters(), *m.buffers())
+    ):
         raise ModelError("The model has lazy parameters without a size; run one batch through it before manage().")
     if not any(p.requires_grad for m in models for p in m.parameters()):
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)

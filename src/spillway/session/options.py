@@ -5,10 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, final, get_args
 
 from spillway.engines.environment import Generator
+from spillway.errors import UsageError
 from spillway.tiers.spill_file import SpillIO
+
+
+def _check(options: object, **wanted: tuple[bool, str]) -> None:
+    for name, (given, what) in wanted.items():
+        if not given:
+            raise UsageError(f"{type(options).__name__}({name}=...) takes {what}, got {getattr(options, name)!r}.")
+
+
+def _is_place(given: object) -> bool:
+    return given is None or isinstance(given, str | os.PathLike)
 
 
 @final
@@ -31,6 +42,13 @@ class SpillOptions:
     leaves it to the allocator: steps under pressure are faster, and the process may take twice the budget and more,
     because the allocator keeps what it cannot reuse."""
 
+    def __post_init__(self) -> None:
+        _check(
+            self, directory=(_is_place(self.directory), "the path of a folder"),
+            io=(self.io in get_args(SpillIO), "'buffered' or 'direct'"),
+            return_freed=(isinstance(self.return_freed, bool), "True or False"),
+        )  # fmt: skip
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +70,20 @@ class BlockOptions:
     """Allow methods that quantize what the backward reads, such as `Checkpoint(Action.COMPRESS)`: their losses and
     gradients are other than plain PyTorch's. Nothing else quantizes because of it."""
 
+    def __post_init__(self) -> None:
+        names = self.names
+        listed = names is None or (isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0)
+        streams = tuple(self.generators) if isinstance(self.generators, Iterable) else (None,)
+        known = all(isinstance(stream, get_args(Generator)) for stream in streams)
+        named = listed and all(isinstance(name, str) for name in names or ())
+        _check(
+            self, names=(named, "names of modules, such as ['layers.0']"),
+            size=(self.size is None or callable(self.size), "a function of the batch"),
+            generators=(known, "generators of random numbers, in a list"),
+            page=(isinstance(self.page, bool), "True or False"), lossy=(isinstance(self.lossy, bool), "True or False"),
+        )  # fmt: skip
+        object.__setattr__(self, "generators", streams)
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,3 +98,10 @@ class ReportOptions:
     learned."""
     live: bool = False
     """Show one line in the terminal while training."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self, run_file=(_is_place(self.run_file), "the path of a file"),
+            timeline=(isinstance(self.timeline, bool), "True or False"),
+            live=(isinstance(self.live, bool), "True or False"),
+        )  # fmt: skip

@@ -57,6 +57,10 @@ class Paging:
         """Steps like this one are paged from here on."""
         self._sizes.add(size)
 
+    def knows(self, size: Like) -> bool:
+        """Whether a step like this one is paged from its begin, whatever is away."""
+        return size in self._sizes
+
     def wanted(self, size: Like, named: Bytes) -> bool:
         """Whether a step has to be paged from its begin; otherwise everything is back.
 

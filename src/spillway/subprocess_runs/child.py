@@ -65,16 +65,11 @@ def _session(request: RunRequest, workload: Workload, batches: list[Batch]) -> I
         return
     # The static plan has to know the largest input, which only a run knows that has all of them.
     method = Mimose.static(largest_size(batches)) if request.method == STATIC else request.method
-    try:
-        session = manage(
-            workload.model, workload.optimizers, budget=request.budget_bytes, method=method,
-            spill=SpillOptions(
-                directory=request.spill_directory, io=request.spill_io, return_freed=request.return_freed
-            ),
-            report=ReportOptions(run_file=request.run_file, timeline=request.timeline),
-        )  # fmt: skip
-    except OSError as error:
-        raise SpillwayError(f"The run file {request.run_file} cannot be written: {error.strerror}.") from error
+    session = manage(
+        workload.model, workload.optimizers, budget=request.budget_bytes, method=method,
+        spill=SpillOptions(directory=request.spill_directory, io=request.spill_io, return_freed=request.return_freed),
+        report=ReportOptions(run_file=request.run_file, timeline=request.timeline),
+    )  # fmt: skip
     with session:
         yield session
 

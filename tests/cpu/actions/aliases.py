@@ -25,6 +25,8 @@ def alias(world: World, i: Instruction) -> Any:
     if x.untyped_storage().nbytes() < 4 * SIDE * SIDE:
         return None  # some of them would make it larger, by bytes that nobody wrote
     name = list(ALIASES)[i.b % len(ALIASES)]
+    if name == "share_memory_":
+        world.aliases.clear()  # plain PyTorch frees the memory that they show
     made = ALIASES[name](x.detach().resolve_neg())
     world.aliases.append(made)
     del world.aliases[:-6]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -13,6 +14,12 @@ import torch
 from torch import Tensor
 
 from tests.cpu.world import Instruction, World, action
+
+
+def _swapped(x: Tensor, y: Tensor) -> None:
+    """Torch counts who has them, garbage as well."""
+    gc.collect()
+    torch.utils.swap_tensors(x, y)
 
 
 def _strangers(world: World, number: int) -> Tensor:
@@ -108,7 +115,7 @@ def another_storage(world: World, i: Instruction) -> Any:
         lambda: x.untyped_storage().copy_(y.untyped_storage()),
         lambda: world.note("byte", x.untyped_storage()[1], len(x.untyped_storage())),
         lambda: torch.empty(0, dtype=x.dtype).set_(x.untyped_storage().clone(), 0, (n // 2,)),
-        lambda: torch.utils.swap_tensors(x, y),
+        lambda: _swapped(x, y),
         lambda: x.untyped_storage().resize_(x.untyped_storage().nbytes() + 64),
         lambda: torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
         lambda: x.swapdims_(0, -1).unsqueeze_(0).squeeze_(0),

@@ -64,6 +64,9 @@ def in_front_of(module: nn.Module) -> Callable[..., Any]:
     return compiled if compiled is not None else module.forward
 
 
+HOOKS: Final = (Hook, CompiledHook)
+
+
 def hook_for(module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
     """A hook for a block, compiled or not."""
     return Hook(module, instead) if vars(module).get(_NAME) is None else CompiledHook(module, instead)

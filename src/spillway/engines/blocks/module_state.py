@@ -98,9 +98,13 @@ class ModuleState:
                 if parameter is not None:
                     parameters.append((parameter, parameter._version, name, module))
             for name, buffer in module._buffers.items():
-                if watched is None or (module, name) in watched:
-                    buffers[module, name] = None if buffer is None else buffer.detach().clone()
-                elif buffer is not None:
+                looked_at = watched is None or (module, name) in watched
+                if buffer is None:
+                    if looked_at:
+                        buffers[module, name] = None
+                elif looked_at and (copy := _copied(buffer)) is not None:
+                    buffers[module, name] = copy
+                else:
                     versions.append((buffer, buffer._version, name))
         snapshot = Snapshot(training, buffers, parameters, versions, self._attributes.look(training), self._look_deep())
         if self._looks < LOOKS:
@@ -162,7 +166,7 @@ class ModuleState:
         found: set[int] = set()
         for module in self._modules:
             for tensor in (*module._parameters.values(), *module._buffers.values()):
-                if tensor is not None:
+                if tensor is not None and torch._C._has_storage(tensor):
                     found.add(address(tensor))
         return found
 
@@ -199,6 +203,14 @@ class ModuleState:
         for module, flag in zip(self._modules, training, strict=True):
             if module.training != flag:
                 module.training = flag
+
+
+def _copied(buffer: Tensor) -> Tensor | None:
+    """None of what torch has no copy of, as of tensors that are quantized by channels with float zero points."""
+    try:
+        return buffer.detach().clone()
+    except RuntimeError:
+        return None
 
 
 def _held(tensors: Any, name: str) -> Any:
@@ -242,9 +254,15 @@ def _differs(place: _Place, before: Tensor | None) -> bool:
         return now is not before
     if isinstance(module, _NormBase) and module.training and module.track_running_stats:
         return True  # also where this batch happened to leave the values as they were
-    if now.shape != before.shape or now.dtype != before.dtype:
+    if not _can_be_compared(now) or now.shape != before.shape or now.dtype != before.dtype:
         return True
     return not torch.equal(_bits(now), _bits(before))
+
+
+def _can_be_compared(buffer: Tensor) -> bool:
+    """Whether its bytes can be looked at and its versions are counted; what cannot is copied at every call."""
+    odd = buffer.is_nested or buffer.is_quantized or buffer.is_inference() or buffer.is_conj() or buffer.is_neg()
+    return buffer.layout is torch.strided and not odd
 
 
 def _bits(tensor: Tensor) -> Tensor:
