@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 HANGS = 600
 """Seconds after which a test that waits for another thread or process gives up. Nothing is measured by it: only a test
 that would hang for ever meets it, however busy the machine is."""
+FULL_AUDIT = bool(os.environ.get("SPILLWAY_FULL_AUDIT"))
+"""Every case of tests that have very many, instead of some: hours."""
 SHARED = Path(__file__).parents[1].parent / "shared"
 """`../shared`, seen from the root of the project; tests that need something of it are skipped where it is absent."""
 
@@ -19,3 +25,10 @@ def shared(path: str) -> Path:
     if not found.is_file():
         pytest.skip(f"there is no {found}")
     return found
+
+
+def some_of(cases: Iterable[Any], share: float) -> list[Any]:
+    """A share of the cases, the same ones in every run and process; in the full audit all of them."""
+    every = list(cases)
+    chosen = set(random.Random(len(every)).sample(range(len(every)), 1 + int(share * (len(every) - 1))))
+    return [case for number, case in enumerate(every) if FULL_AUDIT or number in chosen]

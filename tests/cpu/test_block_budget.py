@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from spillway.session import block_session as blocks
 from spillway.session.before import Before
 from spillway.session.block_session import BlockSession
 from tests.cpu.block_cases import WIDTH, Chain, Residual
+from tests.shared import some_of
 
 METHODS = ("checkpoint", "mimose", "mimose-published")
 Way = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor], Any]
@@ -296,10 +298,10 @@ def refused_at(where: str, method: str, known: int, *, closure: bool = False) ->
         return before, everything(model, optimizer)
 
 
-@pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
-@pytest.mark.parametrize("known", [0, 3])
+@pytest.mark.parametrize(
+    ("known", "where", "method", "closure"),
+    some_of(itertools.product([0, 3], ["forward", "backward", "optimizer"], METHODS, [False, True]), 0.5),
+)
 def test_a_refused_step_leaves_all_but_gradients_as_it_was_when_it_began(
     known: int, where: str, method: str, closure: bool
 ) -> None:

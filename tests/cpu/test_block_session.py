@@ -120,7 +120,8 @@ def test_once_there_are_plans_the_peak_is_what_they_expected(peaks: tuple[int, i
         run(training, memory)
     planned = memory.history[4:]
     assert all(report.projected_bytes for report in planned)
-    assert [report.peak_bytes / report.projected_bytes for report in planned] == pytest.approx([1.0] * 6, abs=0.01)
+    ratios = [report.peak_bytes / report.projected_bytes for report in planned]
+    assert ratios == pytest.approx([1.0] * 6, abs=0.02)  # by which blocks are recomputed, which measured seconds decide
     assert {report.recomputed_blocks for report in planned} > {0}  # some of them had to
     assert {tuple(report.input_size or ()) for report in planned} == {(n,) for n in LENGTHS[4:]}
 

@@ -211,7 +211,7 @@ def test_a_slower_disk_in_later_steps_is_seen_and_makes_no_step_larger(monkeypat
 
 def test_how_it_is_spilled_is_said_and_where_before_any_step(tmp_path: Path) -> None:
     training = Training()
-    with pytest.raises(UsageError, match="spill_io is"):
+    with pytest.raises(UsageError, match="takes 'buffered' or 'direct'"):
         managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(io="nonsense"))
     with pytest.raises(SpillDirectoryError):
         managed(training, "1GiB", Checkpoint(Action.OFFLOAD), spill=spillway.SpillOptions(directory=tmp_path / "none"))

@@ -4,7 +4,6 @@ plain PyTorch leaves it, the same thread trains on, and nothing is left open."""
 from __future__ import annotations
 
 import functools
-import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -20,8 +19,8 @@ import spillway
 from tests.cpu.callbacks import BLOCKS, KINDS, PLACES, TENSORS, WIDTH, Fault, Training
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.leftovers import clean_up, world
+from tests.shared import FULL_AUDIT
 
-EVERYTHING: Final = bool(os.environ.get("SPILLWAY_FULL_AUDIT"))
 ANYWHERE: Final = "all "
 """Places that ops come to of which plain PyTorch knows nothing."""
 
@@ -143,12 +142,12 @@ def assert_as_plainly(method: str, place: str, at: int, kind: str, *, caught: bo
 def cases(method: str) -> Iterator[tuple[str, int, str, bool]]:
     """Places, the first, middle and last time that they are come to, and exceptions of all kinds in turn."""
     turn = [*TENSORS, *BLOCKS].index(method)
-    places = [*PLACES] if EVERYTHING else [*PLACES][turn % 6 :: 6]
+    places = [*PLACES] if FULL_AUDIT else [*PLACES][turn % 6 :: 6]
     for number, place in enumerate(places, turn):
         most = calls(method, place)
         for moment, at in enumerate(dict.fromkeys((1, (most + 1) // 2, most))):
             for caught in (False, True):
-                if EVERYTHING or caught == (number + moment) % 2:
+                if FULL_AUDIT or caught == (number + moment) % 2:
                     yield place, at, [*KINDS][(number + moment + 5 * caught) % len(KINDS)], caught
 
 

@@ -14,6 +14,7 @@ import spillway
 from spillway.methods import AbstractPolicy, Drop, Move
 from tests.cpu.families import FAMILIES, Built, State, difference, state_of
 from tests.cpu.pressure import ENDS, ORDERS, PLENTY, InputsLeave, Way
+from tests.shared import some_of
 
 SHARES = (70, 50, 35)
 """Budgets in percent of the plain peak."""
@@ -99,7 +100,7 @@ def assert_kept(reports: list[spillway.StepReport], budget: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "share"), [*product(FAMILIES, ENDS, SHARES), *product(A_FEW, ["copy beside"], [35])]
+    ("name", "order", "share"), some_of([*product(FAMILIES, ENDS, SHARES), *product(A_FEW, ["copy beside"], [35])], 0.4)
 )
 def test_a_family_trains_to_the_same_bits_or_is_refused_with_a_budget_that_works(
     name: str, share: int, order: str

@@ -28,6 +28,7 @@ from tests.cpu.families import difference, state_of
 from tests.cpu.pressure import ORDERS, PLENTY, put_away
 from tests.cpu.test_copies import begin
 from tests.cpu.test_interruptions import after_each_op, fresh, ops_of_a_step, step_of, stopped_plainly
+from tests.shared import some_of
 
 TIGHT = "280 KiB"
 """Under half of what the step asks for: storages are dropped too, where the policy prefers that."""
@@ -145,9 +146,9 @@ PLACES: dict[
 }
 
 
-@pytest.mark.parametrize("times", [1, 1 << 30], ids=["once", "for good"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "order", "times"), some_of(itertools.product(PLACES, ORDERS, [1, 1 << 30]), 0.6)
+)  # once, or for good
 def test_a_fault_below_makes_a_step_slower_or_ends_it_between_two_ops(place: str, order: str, times: int) -> None:
     owner, name, error, expected = PLACES[place]
     happened = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,13 +24,13 @@ from spillway.session.input_sizes import SizeReader
 from tests.cpu.callbacks import BLOCKS, TENSORS
 from tests.cpu.interrupted import ACTS, BATCH, PAGED, PHASES, Interrupted, Lines, Training, raises
 from tests.cpu.leftovers import clean_up, world
+from tests.shared import FULL_AUDIT
 
-EVERY_LINE = bool(os.environ.get("SPILLWAY_FULL_AUDIT"))
 METHODS = ("lru", "checkpoint", PAGED)
 """One of each engine, and one of both."""
 NEAR = ("session/", "turns.py", "interrupts.py", "tensors/engine.py", "tensors/mode.py", "private.py", "trace.py")
-"""Files all of whose lines are interrupted in any run; of others every sixth is. The full audit has every line, at
-every time that it runs."""
+"""Files of which every second line is interrupted in any run; of others every twelfth is. The full audit has every
+line, at every time that it runs."""
 
 
 @functools.cache
@@ -57,22 +56,22 @@ def numbers(method: str, phase: str) -> list[int]:
         one = Interrupted(method, lines)
         one.play(phase)
         one.go_on()
-    if EVERY_LINE:
+    if FULL_AUDIT:
         return list(range(1, len(lines.where) + 20))
     firsts = {where: number for number, where in reversed(list(enumerate(lines.where, 1)))}
     far = [number for (file, _), number in firsts.items() if not any(near in file for near in NEAR)]
-    return sorted(set(firsts.values()) - set(far) | set(sorted(far)[::6]))
+    return sorted([*sorted(set(firsts.values()) - set(far))[::2], *sorted(far)[::12]])
 
 
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS, PAGED] if EVERY_LINE else METHODS)
+@pytest.mark.parametrize("method", [*TENSORS, *BLOCKS, PAGED] if FULL_AUDIT else METHODS)
 def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: str, act: str) -> None:
     plain_states()
     chosen = numbers(method, phase)
     before = world()
     reached = 0
-    for number in chosen if EVERY_LINE else chosen[list(ACTS).index(act) :: 2]:
+    for number in chosen if FULL_AUDIT else chosen[list(ACTS).index(act) :: 2]:
         lines = Lines(number, ACTS[act])
         one = Interrupted(method, lines)
         one.play(phase)
@@ -81,7 +80,7 @@ def test_interrupted_at_any_line_the_same_thread_trains_on(method: str, phase: s
         assert_trained_as_plainly(one.training)
         assert clean_up(before) == [], where
         reached += lines.reached
-    assert reached > 0.7 * len(chosen) / (1 if EVERY_LINE else 2)
+    assert reached > 0.7 * len(chosen) / (1 if FULL_AUDIT else 2)
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["sizes found", "sizes known"])

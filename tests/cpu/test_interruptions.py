@@ -27,6 +27,7 @@ from spillway.engines.tensors.ops import OpInfo
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.pressure import ORDERS
 from tests.cpu.training import WIDTH, batch_of, network
+from tests.shared import some_of
 
 BUDGET = "380 KiB"
 """About 60 % of what the step asks for."""
@@ -127,8 +128,7 @@ def what_is_open() -> tuple[Any, ...]:
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("percent", range(0, 100, 5))
+@pytest.mark.parametrize(("percent", "order"), some_of(itertools.product(range(0, 100, 5), ORDERS), 0.5))
 def test_an_error_before_any_op_leaves_what_it_would_have_left_plainly(percent: int, order: str) -> None:
     number = ops_of_a_step() * percent // 100
     assert_left_as_plainly(lambda model, optimizer: RaisesBefore(number, Fault()), order)
@@ -169,9 +169,9 @@ PLACES: dict[str, Callable[[nn.Sequential, Optimizer, Callable[..., None]], Any]
 }
 
 
-@pytest.mark.parametrize("act", [fails, interrupts], ids=["error", "Ctrl-C"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "order", "act"), some_of(itertools.product(PLACES, ORDERS, [fails, interrupts]), 0.5)
+)
 def test_a_hook_that_ends_the_step(place: str, order: str, act: Callable[..., None]) -> None:
     assert_left_as_plainly(lambda model, optimizer: Removing(PLACES[place](model, optimizer, act)), order, foreach=True)
 

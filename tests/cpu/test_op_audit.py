@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,15 +17,15 @@ from spillway.methods import LRU
 from tests.cpu.fronts import stand_before
 from tests.cpu.op_audit import Audit
 from tests.cpu.op_samples import MORE, Case, cases, database
+from tests.shared import FULL_AUDIT
 
-FULL = os.environ.get("SPILLWAY_FULL_AUDIT") == "1"
 """Six dtypes and four samples of each op, instead of two and one."""
 
 
 def everything() -> Iterator[Case]:
     yield from MORE
     for op in database():
-        yield from cases(op, dtypes=6 if FULL else 2, samples=4 if FULL else 1)
+        yield from cases(op, dtypes=6 if FULL_AUDIT else 2, samples=4 if FULL_AUDIT else 1)
 
 
 def audited(found: Iterable[Case]) -> Audit:

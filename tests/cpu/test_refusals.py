@@ -240,3 +240,27 @@ def test_what_an_update_takes_is_told(name: str, form: dict[str, Any], shapes: t
             one.grad = torch.ones_like(one)
         told = needs_of([optimizer])
         assert 0 <= told.state + told.working - _taken(optimizer.step) <= NUMBERS
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda x, y: x.set_(y),
+        lambda x, y: x.set_(y.detach(), 1, (4, 4), (4, 1)),
+        lambda x, y: x.set_(y.untyped_storage(), 0, (512, 512)),
+    ],
+    ids=["a tensor", "a window", "a storage"],
+)
+def test_another_storage_for_a_tensor_needs_that_one_in_memory_and_no_more(given: Callable[..., Any]) -> None:
+    """Not the one that it had until then, and nothing new; they are 1 MiB each."""
+    model = nn.Linear(4, 4)
+    with spillway.manage(model, budget="1.5MiB", method="lru") as memory:
+        with memory.step():
+            x, y = torch.full((512, 512), 1.0), torch.full((512, 512), 2.0)
+            before = x[0]  # its storage lives on
+            z = torch.full((512, 512), 3.0)
+            given(x, y)
+            assert x.flatten()[0] == 2.0
+            assert before[0] == 1.0
+            assert z[0, 0] == 3.0
+        assert memory.history[-1].bytes_out

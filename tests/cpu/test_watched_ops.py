@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +13,7 @@ from spillway.engines.tensors.tensor_engine import TensorEngine
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.op_samples import database
 from tests.cpu.watched_ops import DTYPES, Program, look_at, many, programs
-
-FULL = os.environ.get("SPILLWAY_FULL_AUDIT") == "1"
+from tests.shared import FULL_AUDIT
 
 OTHERWISE_UNDER_A_MODE = (
     "cumprod", "linalg.cond", "linalg.eigvals", "linalg.eigvalsh", "linalg.matrix_norm", "linalg.matrix_rank",
@@ -31,11 +29,11 @@ SPARSE = ("to_sparse", "sparse.sampled_addmm", "nn.functional.gaussian_nll_loss"
 def chosen() -> list[Any]:
     ops = database()
     some = (*OTHERWISE_UNDER_A_MODE, *SPARSE)
-    return list(ops) if FULL else [*(op for op in ops if op.name in some), *ops[::12]]
+    return list(ops) if FULL_AUDIT else [*(op for op in ops if op.name in some), *ops[::12]]
 
 
 def test_ops_come_out_the_same_watched_and_the_account_is_what_was_allocated() -> None:
-    found = look_at(programs(dtypes=DTYPES if FULL else DTYPES[:1], samples=3 if FULL else 1, ops=chosen()))
+    found = look_at(programs(dtypes=DTYPES if FULL_AUDIT else DTYPES[:1], samples=3 if FULL_AUDIT else 1, ops=chosen()))
     assert found.found == {}
     assert found.counts["identical watched"] >= 150
     assert found.counts["things left"] >= 75

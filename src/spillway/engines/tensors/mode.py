@@ -314,6 +314,8 @@ class General:
         writes: list[Storage] = []
         training = bool(info.scratch) and info.trains(args)
         for place, tensor, name in operands(info, args, kwargs):
+            if place == 0 and info.sets_storage:
+                continue
             storage = engine.lookup(tensor)
             if storage is None:
                 engine.reveal_inside(tensor)

@@ -159,6 +159,7 @@ class OpInfo:
         "schema_writes",
         "scratch",
         "seeded",
+        "sets_storage",
         "single",
         "tensors",
         "training",
@@ -184,6 +185,8 @@ class OpInfo:
         self.view = self._is_view(schema)
         self.seeded = torch.Tag.nondeterministic_seeded in func.tags
         self.resizes = self.name in RESIZES or any(argument.kwarg_only for argument in written)
+        self.sets_storage = self.name == "aten::set_"
+        """Whether it gives a tensor another storage: what the tensor had until then is neither read nor written."""
         self.resized = self.resizes or self.name == "aten::copy_"
         """Whether it may leave another size of what it writes. Functions made of ops resize `out=` unseen and copy."""
         self.uncounted = self.name.startswith("aten::_foreach_") and bool(self.writes)
@@ -250,7 +253,7 @@ class OpInfo:
         """Whether a call may need memory: what is sparse has other parts when it was written."""
         written = (args[place] for place in self.writes if place < len(args))
         sparse = any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in written)
-        return self.fresh or self.resizes or sparse
+        return self.fresh or (self.resizes and not self.sets_storage) or sparse
 
     def trains(self, args: Sequence[Any]) -> bool:
         """Whether an op of `SCRATCH` is called in training."""

@@ -272,6 +272,16 @@ class TensorEngine(AbstractTensorEngine):
         real = ((storage.nbytes, storage.handle()) for storage in storages if storage.handle is not None)
         return sum(max(now.nbytes() - known, 0) for known, now in real if now is not None)
 
+    def _grown_by_set(self, args: Sequence[Any]) -> Bytes:
+        """What `set_(storage, offset, sizes, strides)` adds to a storage that is shorter than the tensor is to be."""
+        if len(args) < 5 or not isinstance(args[1], torch.UntypedStorage):
+            return 0
+        tensor, real, offset, sizes, strides = args[:5]
+        known = self.table.get(real._cdata)
+        length = real.nbytes() if known is None else max(real.nbytes(), known.nbytes)  # it may be away
+        last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=False))
+        return max((offset + last + 1) * tensor.element_size() - length, 0) if min(sizes, default=1) else 0
+
     # ------------------------------------------------------------------ ops
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
@@ -288,7 +298,7 @@ class TensorEngine(AbstractTensorEngine):
                 key, needed = self.sizes.expected(info, seen.args, seen.kwargs or {})
                 needed = needed if bound is None else min(needed, bound)
         needed += self.growth(seen.writes) if info.resized else 0
-        needed += _grown_by_set(seen.args) if info.resizes else 0
+        needed += self._grown_by_set(seen.args) if info.resizes else 0
         guess = 0
         if self.backend.workspaces is not None and key is not None:
             guess = self.backend.workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
@@ -678,15 +688,6 @@ def _range_of(storage: Storage) -> tuple[int, int] | None:
     """Where its bytes lie; nowhere if it is just dying, in a cycle of references that is being collected."""
     real = storage.handle() if storage.handle is not None else None
     return None if real is None else (real.data_ptr(), real.data_ptr() + storage.nbytes)
-
-
-def _grown_by_set(args: Sequence[Any]) -> Bytes:
-    """What `set_(storage, offset, sizes, strides)` adds to a storage that is shorter than the tensor is to be."""
-    if len(args) < 5 or not isinstance(args[1], torch.UntypedStorage):
-        return 0
-    tensor, real, offset, sizes, strides = args[:5]
-    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=False))
-    return max((offset + last + 1) * tensor.element_size() - real.nbytes(), 0) if min(sizes, default=1) else 0
 
 
 def _ready(seen: Seen) -> bool:
