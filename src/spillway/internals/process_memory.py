@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from io import FileIO
+from pathlib import Path
 from typing import Final, cast, final
 
 from spillway.errors import DeviceFullError
@@ -265,14 +266,14 @@ _mallopt = _find_mallopt()
 
 def reset_peak() -> None:
     """Let the system's own peak counter start anew (Linux; elsewhere nothing happens)."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "wb", buffering=0) as file:
-        file.write(b"5")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_bytes(b"5")
 
 
 def peak_rss() -> Bytes:
     """Highest resident set size since `reset_peak`, files mapped included; 0 where the system does not say."""
-    with contextlib.suppress(OSError), open("/proc/self/status", "rb", buffering=0) as file:
-        _, _, rest = file.read(1 << 14).partition(b"VmHWM:")
+    with contextlib.suppress(OSError):
+        _, _, rest = Path("/proc/self/status").read_bytes().partition(b"VmHWM:")
         return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
     return 0
 
@@ -299,6 +300,6 @@ class PeakMemory:
 
 
 def _file_pages() -> Bytes:
-    with contextlib.suppress(OSError), open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[2]) * _PAGE
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_bytes().split()[2]) * _PAGE
     return 0
