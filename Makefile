@@ -8,19 +8,25 @@ RUN := $(VENV)/bin
 # The tests of one file run one after the other, four files beside each other: many tests wait for a process of theirs.
 BESIDE := --numprocesses=4 --max-worker-restart=1 --dist=loadscope
 INSTALLED := $(VENV)/installed
+WITHOUT_NATIVE := $(patsubst %,tests/cpu/test_%.py,exactness soft_budget reclaimer block_exactness block_session block_meter block_trace)
 
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
 .PHONY: demo test test-gpu check bench bench-gpu papers clean
 
+# Compiled now, so that nothing waits for it later; where there is no compiler everything runs without it.
 demo: $(INSTALLED)
+	-@$(RUN)/spillway build
 	$(RUN)/spillway demo
 
-# First the part that promises to do without torch, with torch refused to every import; then what needs torch.
+# First the part that promises to do without torch, with torch refused to every import; then what needs torch; at last
+# bits and budgets where there is no native part.
 test: $(INSTALLED)
+	-@$(RUN)/spillway build
 	$(RUN)/python -m pytest $(BESIDE) --without-torch tests/pure tests/architecture
 	$(RUN)/python -m pytest $(BESIDE) --ignore=tests/pure --ignore=tests/architecture
+	SPILLWAY_NATIVE=0 $(RUN)/python -m pytest $(BESIDE) $(WITHOUT_NATIVE)
 
 check: $(INSTALLED)
 	$(RUN)/ruff check
