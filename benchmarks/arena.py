@@ -6,13 +6,12 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 import torch
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, frozen
 from spillway.errors import NativeError
 from spillway.native import arena
 from spillway.native.arena import Arena
@@ -29,8 +28,7 @@ COLLECTED: Final[Seconds] = 20e-6
 """Target for a block of `TIMED` that lies in no freed one, but in pages of several."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

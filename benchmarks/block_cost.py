@@ -12,7 +12,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType, MappingProxyType
 from typing import Any, Final, TypeAlias, final
@@ -20,9 +19,9 @@ from typing import Any, Final, TypeAlias, final
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
-from benchmarks.growth_models import BUILDS
+from benchmarks.growth import bert
 from benchmarks.host_cost import CountsOps
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
@@ -47,8 +46,7 @@ WARM: Final = 2
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """What is trained."""
 
@@ -60,8 +58,7 @@ class Model:
     """Whether the targets are for it: steps of a few milliseconds are there for what a call costs."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -257,7 +254,7 @@ def _recompute_checks(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _bert(*, layers: int, width: int, batch: int, length: int, judged: bool = True) -> Model:
-    build = partial(BUILDS["BERT"], length, layers=layers, width=width, batch=batch)
+    build = partial(bert, length, layers=layers, width=width, batch=batch)
     return Model(name=f"BERT, {layers} x {width}, {batch} x {length}", build=build, judged=judged)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, TypeAlias, final
+from typing import Final, TypeAlias
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.units import format_bytes
 from tests.cpu.architectures import ARCHITECTURES
 from tests.cpu.block_ways import STEPS, WAYS, Outcome, Subject, outcome_of, subject_of
@@ -17,8 +16,7 @@ from tests.cpu.families import FAMILIES
 FEWEST_ARCHITECTURES: Final = 20
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.errors import BudgetInfeasible, NoBlocksError, RecomputeError
 from tests.cpu.block_judge import METHODS, judge, plainly, tried
 
@@ -19,8 +18,7 @@ RIGHTLY: Final = (BudgetInfeasible, NoBlocksError, RecomputeError)
 """Refused with a sentence: no room, every block left out by chance, or something that no second run can follow."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -6,11 +6,10 @@ Measured as `spillway demo` measures: every run in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.training import account, longest_batch
 from benchmarks.trainings import differing, path_of, trained
 from spillway.errors import BudgetInfeasible
@@ -24,8 +23,7 @@ RSS_LIMIT: Final = 1.15
 """Peak RSS above the start, as a multiple of the budget."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

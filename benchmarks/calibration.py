@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
-from typing import Final, TypeAlias, final
+from typing import Final, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
+from benchmarks.record import frozen
 from spillway.costs.device import Device
 from spillway.costs.roofline import SHARES, OpKind, Share, Shares, kind_of, modelled, work_of
 from spillway.errors import UsageError
@@ -29,8 +30,7 @@ _UNBOUND: Final = 1e-30
 _Floats: TypeAlias = NDArray[numpy.float64]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Residual:
     """What the model says about ops of one kind, beside what was measured."""
 
@@ -49,8 +49,7 @@ class Residual:
         return self.apart / self.measured if self.measured else 0.0
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Calibration:
     """Shares of a device, and how well they explain the steps they were found from."""
 

@@ -11,13 +11,12 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.methods import METHODS
 from tests.cpu.process_judge import group, judged, plainly
 from tests.cpu.process_programs import PROGRAMS
@@ -35,8 +34,7 @@ GROUPS: Final = 3
 """Groups of processes that train at the same time: each waits for itself most of the time."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 

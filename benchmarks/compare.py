@@ -10,13 +10,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.ir import write_step
 from spillway.units import Seconds, format_bytes, format_seconds
 from spillway.workloads.recorded import record
@@ -26,8 +25,7 @@ LIMIT: Final[Seconds] = 180.0
 """For all of them, page, picture and lower bounds included."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is compared."""
 

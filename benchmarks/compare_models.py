@@ -8,18 +8,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Final, cast, final
+from typing import Final, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import columns, models
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.costs.device import DEVICES, Device
 from spillway.methods import METHODS
 from spillway.recording import record
@@ -34,8 +34,7 @@ SHARES: Final = (0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
 """Of what the plain step needs."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is compared."""
 

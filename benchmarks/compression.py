@@ -7,7 +7,6 @@ import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Final, TypeAlias, final
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import columns, workloads
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
 from spillway.engines.blocks.meter import meter_for
@@ -45,8 +44,7 @@ MODELS: Final[Mapping[str, Build]] = MappingProxyType(
 )
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from benchmarks.training import METHODS
 from spillway.units import Bytes
 from tests.cpu.families import difference
@@ -22,8 +21,7 @@ from tests.cpu.varying_models import VARYING
 from tests.cpu.witness import Training
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

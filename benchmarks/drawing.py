@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
-from typing import Final, final
+from typing import Final
+
+from benchmarks.record import frozen
 
 INK: Final = "#1f2430"
 FAINT: Final = "#c9ced6"
 COLOURS: Final = ("#2b6cb0", "#c05621", "#2f855a", "#97266d", "#6b46c1", "#b7791f")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Line:
     """Points of one kind."""
 
@@ -29,8 +29,7 @@ class Line:
     """Places of its own instead of the panel's."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Panel:
     """One of the drawings that stand side by side."""
 

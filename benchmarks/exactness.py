@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.methods import AbstractPolicy, Delta
 from spillway.units import Bytes
 from tests.cpu.families import FAMILIES
@@ -20,8 +19,7 @@ WAYS: Final[Mapping[str, Callable[[], AbstractPolicy]]] = {**ORDERS, "delta": De
 """What decides: the policies that the tests drive to both ends, and DELTA, whose copies run beside the ops."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -30,8 +28,7 @@ class Size:
     """Budgets, in percent of the plain peak."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Outcome:
     """What became of a family under a budget."""
 

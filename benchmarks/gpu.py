@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import spillway
 from benchmarks import bottlenecks, columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.errors import SpillwayError
 from spillway.methods import LRU, AbstractPolicy, Delta
 from spillway.units import Bytes, Seconds
@@ -45,8 +45,7 @@ PUBLISHED: Final[Mapping[tuple[str, int], float]] = MappingProxyType(
 """Peak under DELTA as a share of the plain one: section 5.2, and table II, whose batch sizes are not told."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

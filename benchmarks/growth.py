@@ -3,16 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Final, final
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
 
 from benchmarks import columns
-from benchmarks.growth_models import BUILDS
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.models import bottleneck_resnet, built, encoder, pictures_of, repeated, swin_transformer
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.costs import Growth, alike, fit_growth
 from spillway.ir import Step
 from spillway.recording import record
+from spillway.workloads import Workload
+
+# ---------------------------------------------------------------------- the models
+
+
+_VOCABULARY: Final = 1000
+
+
+def bert(size: int, *, layers: int = 12, width: int = 768, batch: int = 8) -> Workload:
+    """BERT-base that guesses masked words, of `size` words; attention as the papers had it, scores in memory."""
+    settings = encoder(layers, width) | {"vocab_size": _VOCABULARY, "max_position_embeddings": 4096}
+    return _of_words("BERT", built("BertForMaskedLM", **settings), size, batch)
+
+
+def gpt2(size: int, *, layers: int = 12, width: int = 768, batch: int = 8) -> Workload:
+    """GPT-2 small that guesses the next of `size` words."""
+    model = built(
+        "GPT2LMHeadModel", vocab_size=_VOCABULARY, n_embd=width, n_layer=layers, n_head=width // 64, n_positions=4096,
+        attn_implementation="eager", bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _of_words("GPT-2", model, size, batch)
+
+
+def t5(size: int, *, layers: int = 12, width: int = 768, batch: int = 8) -> Workload:
+    """T5-base that turns `size` words into a third as many, the odd ones cut off."""
+    model = built(
+        "T5ForConditionalGeneration", vocab_size=_VOCABULARY, d_model=width, d_kv=64, d_ff=4 * width, num_layers=layers,
+        num_heads=width // 64, decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return _of_words("T5", model, size, batch, size // 3)
+
+
+def swin(size: int, *, depths: tuple[int, ...] = (2, 2, 6, 2), width: int = 96, batch: int = 8) -> Workload:
+    """Swin-T on pictures of `size` x `size`, padded to whole patches of 4 and whole windows of 7."""
+    return _workload("Swin", swin_transformer(depths, width), pictures_of(batch, size))
+
+
+def resnet(size: int, *, depths: tuple[int, ...] = (3, 4, 6, 3), width: int = 64, batch: int = 8) -> Workload:
+    """ResNet-50 on pictures of `size` x `size`, halved five times."""
+    return _workload("ResNet", bottleneck_resnet(depths, width, 100), pictures_of(batch, size))
+
+
+BUILDS: Final[Mapping[str, Callable[..., Workload]]] = {
+    "BERT": bert, "GPT-2": gpt2, "T5": t5, "Swin": swin, "ResNet": resnet,
+}  # fmt: skip
+"""By their names in the table, called with the size."""
+
+
+def _of_words(name: str, model: nn.Module, size: int, batch: int, answer: int | None = None) -> Workload:
+    words = torch.ones(batch, size, dtype=torch.int64)
+    return _workload(name, model, {"input_ids": words, "labels": words[:, :answer].clone()})
+
+
+def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Workload:
+    return repeated(name, model, batch, torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True))
+
+
+# ---------------------------------------------------------------------- what is foretold
+
 
 _LENGTHS: Final = (32, 50, 77, 101, 150, 211, 300)
 _OTHER_LENGTHS: Final = (20, 64, 128, 255, 512)
@@ -23,8 +84,7 @@ _OTHER_WINDOWED_SIDES: Final = (288, 448, 640, 768, 1024)
 """Multiples of 32, as of all strides. 448 is one of 7 windows too, nothing is padded, and other ops run."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """What is recorded at which sizes."""
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
-from benchmarks.timing import median_ratio
-from benchmarks.turns import account, answered
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
+from benchmarks.turns import account, answered, figures, training, verdict
 from benchmarks.workers import Job
 from spillway.units import Bytes
 
@@ -31,21 +29,12 @@ LIMIT: Final = 1.35
 """Times the plain step, with freed memory returned to the system (the default) and with it left to the allocator."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A workload with its options."""
-
-    workload: str
-    options: Mapping[str, Any]
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
-    tasks: Sequence[Task]
+    tasks: Sequence[tuple[str, Mapping[str, Any]]]
+    """Workloads with their options."""
     batches: int
     """Different batches, trained on in turn."""
     rounds: int
@@ -56,15 +45,15 @@ class Size:
 
 def run(size: Size, tell: Tell) -> Result:
     """Measure every workload."""
-    rows = [row for task in size.tasks for row in _rows(task, size, tell)]
-    limited = [row for row in rows if row["competitor"] in LIMITED]
+    rows = [row for task in size.tasks for row in _rows(*task, size, tell)]
     return Result(
         title="time per step at half of the plain peak",
         columns=COLUMNS,
         rows=rows,
         checks=[
             Check(what=f"{r['workload']}, {r['competitor']}, times the plain step", measured=r["ratio"], at_most=LIMIT)
-            for r in limited
+            for r in rows
+            if r["competitor"] in LIMITED
         ],
         notes=NOTES,
     )
@@ -78,7 +67,7 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
     *columns.nbytes(bytes_out="out/step", bytes_in="in/step"),
     *columns.shares(recomputed_share="recomputed"),
-    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
+    *columns.shown(verdict, identical="losses"),
 )
 
 NOTES: Final = (
@@ -96,11 +85,9 @@ NOTES: Final = (
 )
 
 
-def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
+def _rows(workload: str, options: Mapping[str, Any], size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None, **flags: bool) -> Job:
-        own = {"workload": task.workload, "options": dict(task.options), "batches": size.batches}
-        options = {**own, "method": method, "budget": budget, "checkpoints": False, "return_freed": True, **flags}
-        return Job(function="benchmarks.training:trainer", options=options)
+        return training(workload, options, batches=size.batches, method=method, budget=budget, **flags)
 
     # One step more than batches: the optimizer's state is there from the second on.
     without = {PLAIN: job("keep-all"), CHECKPOINT: job("keep-all", checkpoints=True)}
@@ -119,65 +106,25 @@ def _rows(task: Task, size: Size, tell: Tell) -> list[Row]:
         NEARLY_ALL: job("lru", nearly_all),
         CHECKPOINT: job(checkpoints=True),
     }
-    answers = answered(jobs, size.rounds, lambda text: tell(f"{task.workload}: {text}"))
-    budgets = {NEARLY_ALL: nearly_all}
+    answers = answered(jobs, size.rounds, lambda text: tell(f"{workload}: {text}"))
     return [
-        _row(task, name, budgets.get(name, budget), peaks.get(name), found, answers[PLAIN], size)
+        {
+            "workload": workload,
+            "competitor": name,
+            "budget_bytes": jobs[name].options["budget"],
+            "system_seconds": statistics.median(answer["system"] for answer in found[size.warm :]),
+            "page_faults": statistics.median(answer["faults"] for answer in found[size.warm :]),
+            **figures(found, answers[PLAIN], size.warm, peaks.get(name)),
+        }
         for name, found in answers.items()
     ]
-
-
-def _row(
-    task: Task, name: str, budget: Bytes, peak: Bytes | None, answers: list[Any], plain: list[Any], size: Size
-) -> Row:
-    reports = [answer["report"] for answer in answers if answer["report"] is not None]
-    clocks = ("wall", "cpu", "system", "faults")
-    counted = {clock: [answer[clock] for answer in answers[size.warm :]] for clock in clocks}
-    beside = {clock: [answer[clock] for answer in plain[size.warm :]] for clock in ("wall", "cpu")}
-    return {
-        "workload": task.workload,
-        "competitor": name,
-        "budget_bytes": budget if reports else None,
-        "peak_bytes": max((report["peak_bytes"] for report in reports), default=peak),
-        "peak_rss_bytes": max(answer["rss"] for answer in answers),
-        "seconds": statistics.median(counted["wall"]),
-        "cpu_seconds": statistics.median(counted["cpu"]),
-        "system_seconds": statistics.median(counted["system"]),
-        "page_faults": statistics.median(counted["faults"]),
-        "ratio": median_ratio(counted["wall"], beside["wall"]),
-        "cpu_ratio": median_ratio(counted["cpu"], beside["cpu"]),
-        **moved_per_step(reports[size.warm :]),
-        "identical": [answer["loss"] for answer in answers] == [answer["loss"] for answer in plain],
-    }
-
-
-def moved_per_step(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What left and came back in a step, on average; nothing without a session."""
-    if not reports:
-        return {"bytes_out": None, "bytes_in": None, "recomputed_share": None}
-    share = sum(report["recomputed_ops"] for report in reports) / sum(report["ops"] for report in reports)
-    return {
-        "bytes_out": sum(report["bytes_out"] for report in reports) // len(reports),
-        "bytes_in": sum(report["bytes_in"] for report in reports) // len(reports),
-        "recomputed_share": share,
-    }
 
 
 BENCHMARK: Final = Benchmark(
     name="half_memory",
     run=run,
-    full=Size(
-        tasks=[Task(workload="stdlib-lm", options={"grouped": 1}), Task(workload="resnet", options={})],
-        batches=4,
-        rounds=17,
-        warm=2,
-    ),
+    full=Size(tasks=[("stdlib-lm", {"grouped": 1}), ("resnet", {})], batches=4, rounds=17, warm=2),
     quick=Size(
-        tasks=[
-            Task(workload="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96}),
-        ],
-        batches=2,
-        rounds=3,
-        warm=1,
+        tasks=[("stdlib-lm", {"grouped": 1, "width": 64, "layers": 2, "longest": 96})], batches=2, rounds=3, warm=1
     ),
 )

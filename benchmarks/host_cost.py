@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Final, final
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
 from benchmarks.training import METHODS
 from benchmarks.turns import answered
@@ -42,8 +42,7 @@ ROOM: Final = 16 * GiB
 """A budget that nothing here comes near. Not None: without a budget, the engine leaves out what a budget needs."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Shape:
     """An encoder and its input."""
 
@@ -56,8 +55,7 @@ class Shape:
         return f"{self.layers} x {self.width}, input {self.batch} x {self.length}"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -6,7 +6,6 @@ The same training with the single-tensor form, which needs one parameter's tenso
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.units import Bytes
 from tests.cpu.families import State, difference, state_of
 from tests.cpu.refusal_cases import FUSED, OPTIMIZERS, smallest_that_works
@@ -25,8 +24,7 @@ ALLOWED: Final = 1.10
 LAYERS: Final = 12
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

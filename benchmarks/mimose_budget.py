@@ -12,10 +12,9 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Final, final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 import spillway
 from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
+from benchmarks.models import built
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, frozen
 from benchmarks.workers import Job, started
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes, MiB
@@ -38,16 +38,14 @@ wrong by, half a percent."""
 Inputs = dict[str, Tensor]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Subject:
     """A model and its inputs."""
 
     name: str
     lengths: tuple[int, int]
     """The shortest and the longest."""
-    build: Callable[[Any], nn.Module]
-    """From transformers."""
+    build: Callable[[], nn.Module]
     two: bool = False
     """Whether encoder and decoder have lengths of their own."""
 
@@ -62,41 +60,28 @@ class Subject:
         return {"input_ids": tokens[0]}
 
 
-def _encoder(library: Any, kind: str) -> nn.Module:
-    config = getattr(library, f"{kind}Config")(
-        vocab_size=100, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=640, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
-    )  # fmt: skip
-    model: nn.Module = getattr(library, f"{kind}Model")(config)
-    return model
-
-
-def _xlnet(library: Any) -> nn.Module:
-    model: nn.Module = library.XLNetModel(
-        library.XLNetConfig(vocab_size=100, d_model=32, n_layer=4, n_head=2, d_inner=64, dropout=0.1)
-    )
-    return model
-
-
-def _t5(library: Any) -> nn.Module:
-    config = library.T5Config(
-        vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=3, num_heads=2, dropout_rate=0.1,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    model: nn.Module = library.T5ForConditionalGeneration(config)
-    return model
-
-
+_ENCODER: Final = {
+    "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 640, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1,
+}  # fmt: skip
 SUBJECTS: Final = (
-    Subject(name="BERT, 30 to 332", lengths=(30, 332), build=lambda library: _encoder(library, "Bert")),
-    Subject(name="RoBERTa, 35 to 141", lengths=(35, 141), build=lambda library: _encoder(library, "Roberta")),
-    Subject(name="XLNet, 153 to 512", lengths=(153, 512), build=_xlnet),
-    Subject(name="T5, two lengths, 30 to 332", lengths=(30, 332), build=_t5, two=True),
-)
+    Subject(name="BERT, 30 to 332", lengths=(30, 332), build=partial(built, "BertModel", **_ENCODER)),
+    Subject(name="RoBERTa, 35 to 141", lengths=(35, 141), build=partial(built, "RobertaModel", **_ENCODER)),
+    Subject(
+        name="XLNet, 153 to 512", lengths=(153, 512),
+        build=partial(built, "XLNetModel", vocab_size=100, d_model=32, n_layer=4, n_head=2, d_inner=64, dropout=0.1),
+    ),
+    Subject(
+        name="T5, two lengths, 30 to 332", lengths=(30, 332), two=True,
+        build=partial(
+            built, "T5ForConditionalGeneration", vocab_size=100, d_model=32, d_kv=16, d_ff=64, num_layers=3,
+            num_heads=2, dropout_rate=0.1, decoder_start_token_id=0,
+        ),
+    ),
+)  # fmt: skip
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -156,20 +141,18 @@ def _in_a_process(number: int, size: Size, tell: Tell) -> tuple[list[Row], Panel
 
 def competitor(*, number: int, steps: int, shares: Sequence[float]) -> Callable[[], tuple[list[Row], Panel]]:
     """All runs of one model, in its own process."""
-    import transformers
-
-    return partial(_measured, SUBJECTS[number], transformers, Size(subjects=(number,), steps=steps, shares=shares))
+    return partial(_measured, SUBJECTS[number], Size(subjects=(number,), steps=steps, shares=shares))
 
 
-def _measured(subject: Subject, library: Any, size: Size) -> tuple[list[Row], Panel]:
-    losses, _ = _train(subject, library, size.steps, None, None)
-    _, floor = _train(subject, library, size.steps, "90%", "checkpoint")
-    _, most = _train(subject, library, size.steps, None, "mimose")
+def _measured(subject: Subject, size: Size) -> tuple[list[Row], Panel]:
+    losses, _ = _train(subject, size.steps, None, None)
+    _, floor = _train(subject, size.steps, "90%", "checkpoint")
+    _, most = _train(subject, size.steps, None, "mimose")
     low, high = int(SPARE * max(r.peak_bytes for r in floor)), max(r.peak_bytes for r in most)
     rows, runs = [], {}
     for share in size.shares:
         budget = int(low + share * (high - low))
-        found, reports = _train(subject, library, size.steps, budget, "mimose")
+        found, reports = _train(subject, size.steps, budget, "mimose")
         rows.append(_row(subject, share, budget, losses, found, reports))
         runs[budget] = reports
     return rows, _drawn(subject, runs, floor, most)
@@ -204,11 +187,11 @@ def _length(report: spillway.StepReport) -> int:
 
 
 def _train(
-    subject: Subject, library: Any, steps: int, budget: int | str | None, method: str | None
+    subject: Subject, steps: int, budget: int | str | None, method: str | None
 ) -> tuple[list[str | None], list[spillway.StepReport]]:
     """The loss of every step, exactly, None where it was refused; and the reports of a session."""
     seed_everything(0)
-    model = subject.build(library).train()
+    model = subject.build().train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     drawn = random.Random(0)
     batches = [subject.inputs(drawn) for _ in range(steps)]

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import cycle
-from typing import Any, Final, final
+from typing import Any, Final
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
-from benchmarks.timing import Clock
-from benchmarks.training import warm_up
+from benchmarks.record import Benchmark, Check, Column, Result, Tell, frozen
+from benchmarks.training import Trainer, warm_up
 from benchmarks.trainings import path_of
-from benchmarks.turns import account, answered
+from benchmarks.turns import Answers, account, answered, figures, verdict
 from benchmarks.workers import Job
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import Mimose
@@ -33,8 +30,7 @@ LIMITS: Final = {CHECKPOINT: 0.85, STATIC: 0.95}
 """Mimose's mean step, as a multiple of theirs."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -46,50 +42,28 @@ class Size:
     """The first of them, in which Mimose measures and which do not count."""
 
 
-@final
-class Competitor:
-    """Every call is a step on the next batch."""
-
-    def __init__(
-        self, *, workload: str, steps: int, method: str | None, budget: Bytes | str | None, traced: bool
-    ) -> None:
-        warm_up()
-        batches = list(get(path_of(workload)).batches(steps))
-        self._memory = PeakMemory()
-        self._workload = get(path_of(workload))
-        self._batches = cycle(batches)
-        self._session: spillway.Session | None = None
-        if method is not None:
-            chosen: Any = Mimose.static(largest_size(batches)) if method == STATIC else method
-            self._session = spillway.manage(
-                self._workload.model, self._workload.optimizers, budget=budget, method=chosen,
-                report=spillway.ReportOptions(timeline=traced), spill=spillway.SpillOptions(return_freed=False),
-            )  # fmt: skip
-
-    def __call__(self) -> dict[str, Any]:
-        batch, clock = next(self._batches), Clock()
-        with clock.running():
-            if self._session is None:
-                loss = float(self._workload.train_step(batch))
-            else:
-                with self._session.step(batch):
-                    loss = float(self._workload.train_step(batch))
-        report = None if self._session is None else self._session.history[-1].to_json()
-        rss = self._memory.above_start()
-        return {"wall": clock.wall[0], "cpu": clock.cpu[0], "loss": loss.hex(), "rss": rss, "report": report}
-
-
-def competitor(**options: Any) -> Competitor:
-    """One by its options, in its own process."""
-    return Competitor(**options)
+def competitor(
+    *, workload: str, steps: int, method: str | None, budget: Bytes | str | None, traced: bool = False
+) -> Trainer:
+    """One that trains every batch in turn."""
+    warm_up()
+    batches, memory = list(get(path_of(workload)).batches(steps)), PeakMemory()
+    built, session = get(path_of(workload)), None
+    if method is not None:
+        chosen: Any = Mimose.static(largest_size(batches)) if method == STATIC else method
+        session = spillway.manage(
+            built.model, built.optimizers, budget=budget, method=chosen,
+            report=spillway.ReportOptions(timeline=traced), spill=spillway.SpillOptions(return_freed=False),
+        )  # fmt: skip
+    return Trainer(built, batches, session, memory)
 
 
 def run(size: Size, tell: Tell) -> Result:
     """Measure all competitors, a step each in turn."""
 
-    def job(method: str | None, budget: Bytes | str | None = None, *, traced: bool = False) -> Job:
-        options = {"workload": size.workload, "steps": size.steps, "method": method, "budget": budget}
-        return Job(function="benchmarks.mimose_speed:competitor", options={**options, "traced": traced})
+    def job(method: str | None, budget: Bytes | str | None = None, **more: bool) -> Job:
+        options = {"workload": size.workload, "steps": size.steps, "method": method, "budget": budget, **more}
+        return Job(function="benchmarks.mimose_speed:competitor", options=options)
 
     peaks = {}
     for name, method, budget in ((CHECKPOINT, CHECKPOINT, "90%"), (PLAIN, MIMOSE, None)):
@@ -103,7 +77,7 @@ def run(size: Size, tell: Tell) -> Result:
         title=f"mean step over natural lengths ({size.workload}), budget {format_bytes(budget)}",
         columns=COLUMNS,
         rows=rows,
-        checks=[*_checks(rows), *_promises(rows, budget)],
+        checks=_checks(rows, budget),
         notes=NOTES,
     )
 
@@ -115,7 +89,7 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.ratios(ratio="x plain", to_checkpoint="x checkpoint", to_static="x static"),
     *columns.shares(recomputed_share="blocks recomputed"),
     *columns.seconds(planning_seconds="planning, median"),
-    *columns.shown(lambda same: "as plain" if same else "DIFFER", identical="losses"),
+    *columns.shown(verdict, identical="losses"),
 )
 NOTES: Final = (
     "Every competitor trains the same batches, one function of the standard library a sample, in a process of its "
@@ -127,45 +101,37 @@ NOTES: Final = (
 
 
 def _row(
-    name: str, peaks: dict[str, Bytes], budget: Bytes, found: list[Any], plain: list[Any], size: Size
+    name: str, peaks: dict[str, Bytes], budget: Bytes, found: Answers, plain: Answers, size: Size
 ) -> dict[str, Any]:
-    counted, beside = found[size.warm :], plain[size.warm :]
+    told, counted = figures(found, plain, size.warm, peaks[PLAIN]), found[size.warm :]
     reports = [answer["report"] for answer in counted if answer["report"] is not None]
-    mean = statistics.fmean(answer["wall"] for answer in counted)
+    mean, beside = (statistics.fmean(answer["wall"] for answer in answers[size.warm :]) for answers in (found, plain))
     blocks = sum(report["blocks"] for report in reports)
     return {
         "competitor": name,
         "budget_bytes": budget if reports else None,
-        "peak_bytes": max((report["peak_bytes"] for report in reports), default=peaks[PLAIN]),
-        "peak_rss_bytes": max(answer["rss"] for answer in found),
+        **{key: told[key] for key in ("peak_bytes", "peak_rss_bytes", "identical")},
         "seconds": mean,
         "cpu_seconds": statistics.fmean(answer["cpu"] for answer in counted),
-        "ratio": mean / statistics.fmean(answer["wall"] for answer in beside),
+        "ratio": mean / beside,
         "recomputed_share": sum(r["recomputed_blocks"] for r in reports) / (blocks or 1) if reports else None,
         "planning_seconds": statistics.median(r["planning_seconds"] for r in reports) if reports else None,
-        "identical": [answer["loss"] for answer in found] == [answer["loss"] for answer in plain],
     }
 
 
-def _checks(rows: list[dict[str, Any]]) -> list[Check]:
+def _checks(rows: list[dict[str, Any]], budget: Bytes) -> list[Check]:
     seconds = {row["competitor"]: row["seconds"] for row in rows}
     for row in rows:
         row["to_checkpoint"] = row["seconds"] / seconds[CHECKPOINT]
         row["to_static"] = row["seconds"] / seconds[STATIC]
+    over = sum(row["peak_bytes"] > budget for row in rows if row["competitor"] != PLAIN)
     return [
-        Check(what=f"mimose's mean step, times {name}'s", measured=seconds[MIMOSE] / seconds[name], at_most=limit)
-        for name, limit in LIMITS.items()
-    ]
-
-
-def _promises(rows: Sequence[Row], budget: Bytes) -> list[Check]:
-    return [
-        Check(what="losses that differ from plain", measured=sum(not row["identical"] for row in rows), at_most=0),
-        Check(
-            what="competitors over the budget",
-            measured=sum(row["peak_bytes"] > budget for row in rows if row["competitor"] != PLAIN),
-            at_most=0,
+        *(
+            Check(what=f"mimose's mean step, times {name}'s", measured=seconds[MIMOSE] / seconds[name], at_most=limit)
+            for name, limit in LIMITS.items()
         ),
+        Check(what="losses that differ from plain", measured=sum(not row["identical"] for row in rows), at_most=0),
+        Check(what="competitors over the budget", measured=over, at_most=0),
     ]
 
 

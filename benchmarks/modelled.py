@@ -7,13 +7,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
 from benchmarks.calibration import calibrate, residuals
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
 from spillway.ir import Step
@@ -21,8 +20,7 @@ from spillway.recording import record
 from spillway.workloads import Workload, get
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.record import Skipped
 from spillway.workloads import Batch, Workload, get, seed_everything
 
 
@@ -27,6 +28,41 @@ def build(name: str, options: Mapping[str, Any]) -> Workload:
 def _training(name: str, model: nn.Module, batches: Callable[[int], Iterator[Batch]], loss: Any) -> Workload:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Workload(name=name, model=model, optimizers=(optimizer,), batches=batches, loss=loss)
+
+
+def built(name: str, **settings: Any) -> Any:
+    """A model of the transformers library with random weights, by its class and its configuration's settings.
+
+    Raises Skipped where the library is not installed.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise Skipped("transformers is not installed: pip install 'torch-spillway[workloads]'") from None
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**settings))
+
+
+def encoder(layers: int, width: int) -> dict[str, Any]:
+    """Settings of a BERT and the like, with heads of 64 and its attention scores in memory as the papers had them."""
+    return {
+        "num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": max(width // 64, 1),
+        "intermediate_size": 4 * width, "attn_implementation": "eager",
+    }  # fmt: skip
+
+
+def bottleneck_resnet(depths: Sequence[int], width: int, labels: int) -> Any:
+    """A ResNet-50 of so many blocks in each stage."""
+    return built(
+        "ResNetForImageClassification", embedding_size=width, depths=list(depths), num_labels=labels,
+        hidden_sizes=[4 * width * 2**stage for stage in range(len(depths))],
+    )  # fmt: skip
+
+
+def swin_transformer(depths: Sequence[int], width: int, **settings: Any) -> Any:
+    """A Swin of so many blocks in each stage, with heads of 32."""
+    heads = [max(width // 32, 1) * 2**stage for stage in range(len(depths))]
+    return built("SwinForImageClassification", embed_dim=width, depths=list(depths), num_heads=heads, **settings)
 
 
 def repeated(

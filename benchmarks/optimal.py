@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.costs import device_named, step_seconds
 from spillway.errors import BudgetInfeasible, NoPlanFound, PlanRejected
 from spillway.ir import Step, verify
@@ -31,8 +30,7 @@ has."""
 TOLERANCE: Final = 1e-6
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is planned."""
 

@@ -7,13 +7,12 @@ import statistics
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, answered
+from benchmarks.turns import Answers, account, answered, figures, training, verdict
 from benchmarks.workers import Job
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds, format_bytes
@@ -29,8 +28,7 @@ LEAST_COPYING: Final = 0.3
 """Share of copies in the step without overlap for which that is asked."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -95,43 +93,32 @@ NOTES: Final = (
 
 def _rows(model: str, options: Mapping[str, Any], io: SpillIO, size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None) -> Job:
-        common = {"workload": model, "options": dict(options), "batches": 1, "method": method, "budget": budget}
-        more = {"checkpoints": False, "return_freed": False, "spill_io": io}
-        return Job(function="benchmarks.training:trainer", options={**common, **more})
+        return training(model, options, method=method, budget=budget, return_freed=False, spill_io=io)
 
     budget = account(job("keep-all"), 2) * size.percent // 100
     jobs = {PLAIN: job(), WITHOUT: job(WITHOUT, budget), WITH: job(WITH, budget)}
     steps = answered(jobs, size.rounds, lambda text: tell(f"{model}: {text}"))
-    return [{"spill_io": io, **_row(model, name, budget, steps, size)} for name in jobs]
+    return [{"model": model, "spill_io": io, "competitor": name, **_row(name, budget, steps, size)} for name in jobs]
 
 
-def _row(model: str, name: str, budget: Bytes, steps: Mapping[str, Answers], size: Size) -> Row:
-    wall = {other: [answer["wall"] for answer in steps[other][size.warm :]] for other in steps}
-    row = {
-        "model": model,
-        "competitor": name,
-        "seconds": statistics.median(wall[name]),
-        "plain_ratio": median_ratio(wall[name], wall[PLAIN]),
-        "losses": "as plain" if _losses(steps[name]) == _losses(steps[PLAIN]) else "DIFFER",
-    }
+def _row(name: str, budget: Bytes, steps: Mapping[str, Answers], size: Size) -> Row:
+    told = figures(steps[name], steps[PLAIN], size.warm)
+    row = {"seconds": told["seconds"], "plain_ratio": told["ratio"], "losses": verdict(told["identical"])}
     if name == PLAIN:
         return row
-    figures = {other: _figures(steps[other][size.warm :]) for other in (name, WITHOUT)}
-    per_byte = {other: found["stall_seconds"] / max(found["copied"], 1) for other, found in figures.items()}
+    found, without = (_copied(steps[other][size.warm :]) for other in (name, WITHOUT))
+    per_byte, per_byte_without = (one["stall_seconds"] / max(one["copied"], 1) for one in (found, without))
+    walls = ([answer["wall"] for answer in steps[other][size.warm :]] for other in (name, WITHOUT))
     return {
         **row,
         "budget_bytes": budget,
-        **figures[name],
-        "hidden_share": 1 - per_byte[name] / per_byte[WITHOUT] if per_byte[WITHOUT] else 0.0,
-        "ratio": median_ratio(wall[name], wall[WITHOUT]),
+        **found,
+        "hidden_share": 1 - per_byte / per_byte_without if per_byte_without else 0.0,
+        "ratio": median_ratio(*walls),
     }
 
 
-def _losses(answers: Answers) -> list[str]:
-    return [answer["loss"] for answer in answers]
-
-
-def _figures(answers: Answers) -> dict[str, Any]:
+def _copied(answers: Answers) -> dict[str, Any]:
     """Averages over steps of what was copied, and of what was waited for."""
     reports, counts = [answer["report"] for answer in answers], [answer["counts"] for answer in answers]
     out, back = (sum(report[key] for report in reports) for key in ("bytes_out", "bytes_in"))
@@ -164,18 +151,10 @@ BENCHMARK: Final = Benchmark(
     name="overlap",
     run=run,
     full=Size(
-        models=[
-            ("stripes", {}, "buffered"),
-            ("stripes", {}, "direct"),
-            ("resnet", {}, "direct"),
-            ("unet", {}, "direct"),
-        ],
-        percent=35,
-        rounds=17,
-        warm=3,
-        bus_bytes=256 << 20,
+        models=[("stripes", {}, "buffered"), *((name, {}, "direct") for name in ("stripes", "resnet", "unet"))],
+        percent=35, rounds=17, warm=3, bus_bytes=256 << 20,
     ),
     quick=Size(
         models=[("stripes", {"layers": 6, "batch": 2}, "buffered")], percent=50, rounds=3, warm=1, bus_bytes=1 << 20
     ),
-)
+)  # fmt: skip

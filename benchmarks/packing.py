@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
 from spillway.engines.blocks.arithmetic import Arithmetic, compiled, decode_straight, encode_straight
 from spillway.engines.blocks.quantize import pack
@@ -27,8 +26,7 @@ KINDS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {"any numbers": lambda 
 """What is quantized; groups with zeros take another way."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

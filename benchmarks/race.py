@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, final
+from dataclasses import field
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.half_memory import moved_per_step
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, take_turns
+from benchmarks.turns import Answers, account, figures, take_turns, training, verdict
 from benchmarks.workers import Job, started
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
@@ -27,19 +25,17 @@ LIMIT: Final = 1.25
 MIDDLE: Final = 50
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Contest:
     """A model with its options."""
 
     model: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
     without_dropout: Mapping[str, Any] = field(default_factory=dict)
     """Options that switch dropout off, if the model has any."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -89,9 +85,7 @@ NOTES: Final = (
 def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None, still: bool = False, **flags: Any) -> Job:
         options = {**contest.options, **(contest.without_dropout if still else {})}
-        common = {"workload": contest.model, "options": options, "batches": size.batches, "method": method}
-        more = {"budget": budget, "checkpoints": False, "return_freed": True, **flags}
-        return Job(function="benchmarks.training:trainer", options={**common, **more})
+        return training(contest.model, options, batches=size.batches, method=method, budget=budget, **flags)
 
     tell("peaks")
     steps = size.batches + 1  # the optimizer's state is there from the second on
@@ -111,38 +105,28 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
         budget = peaks[PLAIN] * percent // 100
         jobs |= {f"{method}, {percent} %": job(method, budget) for method in (*OTHERS, DELTA)}
         if percent == MIDDLE:
-            kept = {f"{m}, {percent} %, kept": job(m, budget, return_freed=False) for m in (*OTHERS, DELTA)}
-            jobs |= kept
+            jobs |= {f"{m}, {percent} %, kept": job(m, budget, return_freed=False) for m in (*OTHERS, DELTA)}
     answers = take_turns(jobs, size.rounds, tell)
-    return [_row(contest, name, jobs[name], peaks.get(name), answers, size) for name in jobs]
+    return [
+        {
+            "model": contest.model, "competitor": name, "budget_bytes": job.options["budget"],
+            "peak_bytes": peaks.get(name), **_found(name, answers, size.warm, peaks.get(name)),
+        }
+        for name, job in jobs.items()
+    ]  # fmt: skip
 
 
-def _row(
-    contest: Contest, name: str, job: Job, peak: Bytes | None, answers: Mapping[str, Answers | BudgetInfeasible],
-    size: Size,
-) -> Row:  # fmt: skip
+def _found(
+    name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: Bytes | None
+) -> dict[str, Any]:
     found = answers[name]
-    row = {"model": contest.model, "competitor": name, "budget_bytes": job.options["budget"], "peak_bytes": peak}
     if isinstance(found, BudgetInfeasible):
-        return {**row, "losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
+        return {"losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
     beside = answers[STILL if name == TORCH_BUDGET and STILL in answers else PLAIN]
     assert not isinstance(beside, BudgetInfeasible)
-    reports = [answer["report"] for answer in found if answer["report"] is not None]
-    wall, cpu = ([answer[clock] for answer in found[size.warm :]] for clock in ("wall", "cpu"))
-    plain_wall, plain_cpu = ([answer[clock] for answer in beside[size.warm :]] for clock in ("wall", "cpu"))
-    same = [answer["loss"] for answer in found] == [answer["loss"] for answer in beside]
-    return {
-        **row,
-        "peak_bytes": max((report["peak_bytes"] for report in reports), default=peak),
-        "peak_rss_bytes": max(answer["rss"] for answer in found),
-        "seconds": statistics.median(wall),
-        "cpu_seconds": statistics.median(cpu),
-        "ratio": median_ratio(wall, plain_wall),
-        "cpu_ratio": median_ratio(cpu, plain_cpu),
-        "walls": wall,
-        **moved_per_step(reports[size.warm :]),
-        "losses": "no dropout" if name == STILL else "as plain" if same else "DIFFER",
-    }
+    told = figures(found, beside, warm, peak)
+    losses = "no dropout" if name == STILL else verdict(told.pop("identical"))
+    return {**told, "walls": [answer["wall"] for answer in found[warm:]], "losses": losses}
 
 
 def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
@@ -168,26 +152,19 @@ BENCHMARK: Final = Benchmark(
     full=Size(
         contests=[
             Contest(model="stdlib-lm", options={"grouped": 1}, without_dropout={"dropout": 0.0}),
-            Contest(model="resnet", options={}),
-            Contest(model="lstm", options={}),
-            Contest(model="unet", options={}),
+            Contest(model="resnet"),
+            Contest(model="lstm"),
+            Contest(model="unet"),
         ],
-        percents=(70, 50, 35),
-        batches=2,
-        rounds=9,
-        warm=3,
+        percents=(70, 50, 35), batches=2, rounds=9, warm=3,
     ),
     quick=Size(
         contests=[
             Contest(
-                model="stdlib-lm",
-                options={"grouped": 1, "width": 64, "layers": 2, "longest": 96},
+                model="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96},
                 without_dropout={"dropout": 0.0},
             )
         ],
-        percents=(50,),
-        batches=1,
-        rounds=3,
-        warm=1,
+        percents=(50,), batches=1, rounds=3, warm=1,
     ),
-)
+)  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.training import METHODS, account, longest_batch, managed_step
 from spillway.units import Bytes
 from spillway.workloads import Workload, get
@@ -25,8 +24,7 @@ STEPS: Final = 2
 """Of every try: in the second the optimizer has its state."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Task:
     """A workload with its options."""
 
@@ -34,8 +32,7 @@ class Task:
     options: Mapping[str, Any]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -47,8 +44,7 @@ class Size:
     methods: Sequence[str] = ("lru", "delta", "delta-published")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tried:
     """What became of a budget."""
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, dataclass_transform
+
+T = TypeVar("T")
 
 Row: TypeAlias = Mapping[str, Any]
 """Raw figures by name: numbers, texts, booleans, or None where there is nothing to say."""
@@ -14,12 +16,17 @@ Tell: TypeAlias = Callable[[str], None]
 """Called with a line about how far a benchmark has come."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def frozen(cls: type[T]) -> type[T]:
+    """A dataclass whose fields are given by name, and then stay as they are."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
 class Skipped(Exception):
     """A benchmark that cannot run here, with the reason; what was written before stays."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Column:
     """A figure of every row, as the table shows it."""
 
@@ -36,8 +43,7 @@ class Column:
         return "" if value is None else self.show(value)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Check:
     """A figure that has a target."""
 
@@ -59,8 +65,7 @@ class Check:
         return f"{verdict}: {self.what}: {self.measured:.4g}, target at most {self.at_most:.4g}"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Result:
     """One benchmark's outcome."""
 
@@ -78,8 +83,7 @@ class Result:
     """PNG by the name of its file, which stands beside the page of results."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Benchmark:
     """A benchmark and its two sizes."""
 
@@ -93,8 +97,7 @@ class Benchmark:
     """A size that shows within seconds whether the benchmark runs; its figures mean nothing."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Collection:
     """Benchmarks that one command runs."""
 

@@ -9,20 +9,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.ir.step_files import read_step
 from spillway.units import Bytes, GiB, KiB, Seconds
 
 MB: Final = 10**6
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recording:
     """A step to record, and what that may take."""
 
@@ -34,8 +32,7 @@ class Recording:
     largest_file: Bytes | None = None
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is recorded."""
 

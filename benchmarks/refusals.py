@@ -7,13 +7,12 @@ smallest budget that works, found by bisection. `SPILLWAY_TRAININGS=22,55` tries
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, Final
 
 import spillway
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.units import Bytes
 from tests.cpu.refusal_cases import STEPS, TOO_MUCH, Case, asked_for, cases, smallest_that_works, trained, works
 
@@ -24,8 +23,7 @@ ENGINES: Final[Mapping[str, str]] = MappingProxyType({"tensors": "lru"})
 """The method under which each engine's refusals are looked at."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

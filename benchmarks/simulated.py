@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 import spillway
 from benchmarks import columns
 from benchmarks.models import build
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.calibration.measured import this_machine
 from spillway.costs.device import Device
 from spillway.ir import Recorded
@@ -32,8 +31,7 @@ WARM: Final = 2
 """Steps under a budget that do not count: policies look back, and sizes are learned."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -47,8 +45,7 @@ class Size:
     """Whether the machine on paper is measured now, and not remembered from another day and load."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Real:
     """What real steps did."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, cycle
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from benchmarks import models
+from benchmarks.record import frozen
 from benchmarks.timing import Clock
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
@@ -104,8 +104,7 @@ def longest_batch(workload: Workload, among: int) -> Batch:
     return max(workload.batches(among), key=size_of)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Account:
     """What a session that only keeps account says of a few steps of one batch."""
 
@@ -128,11 +127,7 @@ def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> 
     return float(loss).hex()
 
 
-def count_copies(memory: spillway.Session) -> dict[str, float]:
-    """What the controller counted in the last step and its report does not tell."""
-    counters = memory._engine.controller.counters
-    names = ("reloads", "recomputes", "recalls", "early_out", "early_in")
-    return {name: getattr(counters, name) for name in names}
+COUNTED: Final = ("reloads", "recomputes", "recalls", "early_out", "early_in")
 
 
 @final
@@ -156,15 +151,16 @@ class Trainer:
             loss = float(self.workload.train_step(batch))
         after = resource.getrusage(resource.RUSAGE_SELF)
         report = None if self._session is None else self._session.history[-1].to_json()
-        counts = None if self._session is None else count_copies(self._session)
-        rss = self._memory.above_start()
+        # What the tensor engine's controller counted and the report does not tell.
+        counters = getattr(getattr(self._session, "_engine", None), "controller", None)
+        counts = {} if counters is None else {name: getattr(counters.counters, name) for name in COUNTED}
         return {
             "wall": clock.wall[0],
             "cpu": clock.cpu[0],
             "system": after.ru_stime - before.ru_stime,
             "faults": after.ru_minflt - before.ru_minflt,
             "loss": loss.hex(),
-            "rss": rss,
+            "rss": self._memory.above_start(),
             "report": report,
             "counts": counts,
         }
@@ -174,18 +170,10 @@ class Trainer:
 
 
 def trainer(
-    *,
-    workload: str,
-    options: dict[str, Any],
-    batches: int,
-    method: str | None,
-    budget: Bytes | None,
-    checkpoints: bool,
-    return_freed: bool,
-    activation_budget: float | None = None,
-    spill_io: SpillIO = "buffered",
-    arena: bool = False,
-) -> Trainer:
+    *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
+    checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
+    spill_io: SpillIO = "buffered", arena: bool = False,
+) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
     Arguments:

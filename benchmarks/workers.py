@@ -18,6 +18,7 @@ from typing import Any, Final, final
 
 import torch
 
+from benchmarks.record import frozen
 from spillway.errors import SpillwayError
 
 GRACE: Final = 10.0
@@ -27,8 +28,7 @@ PRELOADED: Final = ["benchmarks.training", "benchmarks.host_cost", "torch._dynam
 """Torch loads the last one when the first optimizer is made, which would take most of a competitor's start."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Job:
     """What a competitor is built from."""
 

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
+
+from benchmarks.models import built
+
+SIDE: Final = 224
+"""Pixels along a side of a picture."""
+CLASSES: Final = 1000
+
+
+def imagenet_resnet(depths: Sequence[int]) -> nn.Module:
+    """A ResNet of bottlenecks (He et al. 2016, table 1) with so many blocks in each stage."""
+    widths = [256, 512, 1024, 2048][: len(depths)]  # channels that come out of each stage
+    model: nn.Module = built(
+        "ResNetForImageClassification", depths=list(depths), hidden_sizes=widths, num_labels=CLASSES
+    )
+    return model
 
 
 def widen(model: nn.Module, *, groups: int = 1) -> None:
     """Twice the channels within each block of a ResNet, its convolution of 3 x 3 in so many groups."""
+    from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer, ResNetConvLayer
+
     for block in [module for module in model.modules() if isinstance(module, ResNetBottleNeckLayer)]:
         first, middle, last = (cast(Any, layer).convolution for layer in cast(Any, block).layer)
         inner = 2 * middle.in_channels
@@ -29,6 +45,12 @@ def words_of(*shape: int) -> dict[str, Tensor]:
     """Words, all of them looked at."""
     words = torch.full(shape, 7)
     return {"input_ids": words, "attention_mask": torch.ones_like(words)}
+
+
+def sentences_of(*shape: int) -> dict[str, Tensor]:
+    """The same, all of one sentence."""
+    words = words_of(*shape)
+    return words | {"token_type_ids": torch.zeros_like(words["input_ids"])}
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.training import account, longest_batch
 from benchmarks.trainings import kept, path_of, trained
 from spillway.report.figures import highest_peak
@@ -18,8 +17,7 @@ from spillway.workloads import get
 METHODS: Final = ("delta", "delta-published")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

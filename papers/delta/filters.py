@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
-from benchmarks.timing import median_ratio
-from benchmarks.turns import account, take_turns
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
+from benchmarks.turns import account, figures, take_turns, training, verdict
 from benchmarks.workers import Job
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
@@ -19,8 +17,7 @@ PLAIN: Final = "plain"
 FILTERS: Final = ("base", "lru", "greedy")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -70,10 +67,7 @@ NOTES: Final = (
 
 def _rows(model: str, options: Mapping[str, Any], size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None) -> Job:
-        common = {"workload": model, "options": dict(options), "batches": 1, "method": method, "budget": budget}
-        return Job(
-            function="benchmarks.training:trainer", options={**common, "checkpoints": False, "return_freed": False}
-        )
+        return training(model, options, method=method, budget=budget, return_freed=False)
 
     peak = account(job("keep-all"), 2)
     rows: list[Row] = []
@@ -94,23 +88,22 @@ def _rows(model: str, options: Mapping[str, Any], size: Size, tell: Tell) -> lis
 def _figures(found: Any, plain: Any, warm: int) -> dict[str, Any]:
     if isinstance(found, BudgetInfeasible):
         return {"losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
-    walls = [[answer["wall"] for answer in answers[warm:]] for answers in (found, plain)]
-    reports, counts = ([answer[key] for answer in found[warm:]] for key in ("report", "counts"))
+    told, steps = figures(found, plain, warm), found[warm:]
 
-    def middle(records: Sequence[Mapping[str, Any]], key: str) -> Any:
-        return statistics.median_high(record[key] for record in records)
+    def middle(record: str, key: str) -> Any:
+        return statistics.median_high(answer[record][key] for answer in steps)
 
     return {
-        "peak_bytes": max(answer["report"]["peak_bytes"] for answer in found),
+        "peak_bytes": told["peak_bytes"],
         "over": sum(answer["report"]["peak_bytes"] > answer["report"]["allowed"] for answer in found),
-        "seconds": statistics.median(walls[0]),
-        "ratio": median_ratio(*walls),
-        "stall_seconds": middle(reports, "stall_seconds"),
-        "offloads": middle(reports, "moves"),
-        "evictions": middle(reports, "drops"),
-        "recomputed_ops": middle(reports, "recomputed_ops"),
-        **{key: middle(counts, key) for key in ("recomputes", "recalls", "reloads")},
-        "losses": "as plain" if [a["loss"] for a in found] == [a["loss"] for a in plain] else "DIFFER",
+        "seconds": told["seconds"],
+        "ratio": told["ratio"],
+        "stall_seconds": middle("report", "stall_seconds"),
+        "offloads": middle("report", "moves"),
+        "evictions": middle("report", "drops"),
+        "recomputed_ops": middle("report", "recomputed_ops"),
+        **{key: middle("counts", key) for key in ("recomputes", "recalls", "reloads")},
+        "losses": verdict(told["identical"]),
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, final
 
-from benchmarks.record import Row, Tell
+from benchmarks.record import Row, Tell, frozen
 from papers import TABLES, table
 from papers.delta.models import BUILDS
 from papers.delta.soft_budget import Ran, run_softly
@@ -27,8 +27,7 @@ METHODS: Final = ("baseline", "DTR", "DELTA")
 """As the paper's tables name them."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Largest:
     """A row of Table III or IV."""
 
@@ -37,8 +36,7 @@ class Largest:
     memory_gib: float
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Costs:
     """A row of Table V, in seconds."""
 
@@ -47,8 +45,7 @@ class Costs:
     recompute: float
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Paper:
     """What the paper says."""
 
@@ -118,8 +115,7 @@ HERITAGE: Final = "dtr-eqclass"
 """The heuristic of DTR's prototype."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 

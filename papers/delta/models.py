@@ -7,75 +7,54 @@ Adam over lists of parameters as PyTorch has it on CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    EfficientNetConfig,
-    EfficientNetForImageClassification,
-    ResNetConfig,
-    ResNetForImageClassification,
-)
 
-from benchmarks.models import pictures_of, repeated
-from papers.networks import widen
+from benchmarks.models import built, pictures_of, repeated
+from papers.networks import CLASSES, SIDE, imagenet_resnet, widen
 from spillway.workloads import Workload
 
-SIDE: Final = 224
-"""Pixels along a side of a picture."""
-CLASSES: Final = 1000
 LENGTH: Final = 384
 """Tokens of a question and its text, as BERT's authors cut them for SQuAD."""
 GROUPS: Final = 32
 """Of ResNeXt-50 (32x4d): Xie et al. 2017, table 1."""
-DEPTHS: Final = MappingProxyType({"ResNet-50": (3, 4, 6, 3), "ResNet-101": (3, 4, 23, 3), "ResNeXt-50": (3, 4, 6, 3)})
+DEPTHS: Final = {"ResNet-50": (3, 4, 6, 3), "ResNet-101": (3, 4, 23, 3), "ResNeXt-50": (3, 4, 6, 3)}
 """Blocks of each stage: He et al. 2016, table 1."""
-WIDTHS: Final = (256, 512, 1024, 2048)
-"""Channels that come out of each stage."""
 
 
 def resnet(name: str, batch: int, *, blocks: tuple[int, ...] | None = None, side: int = SIDE) -> Workload:
     """ResNet-50, ResNet-101 or ResNeXt-50."""
-    depths = blocks or DEPTHS[name]
-    config = ResNetConfig(depths=list(depths), hidden_sizes=list(WIDTHS[: len(depths)]), num_labels=CLASSES)
-    model = ResNetForImageClassification(config)
+    model = imagenet_resnet(blocks or DEPTHS[name])
     if name == "ResNeXt-50":
         widen(model, groups=GROUPS)
-    return _of_pictures(name, model, batch, side)
+    return _workload(name, model, batch, pictures_of(batch, side))
 
 
 def efficientnet(name: str, batch: int, *, side: int = SIDE) -> Workload:
     """EfficientNet-B0, whose multiples of width and depth are 1 (Tan and Le 2019, table 1)."""
-    config = EfficientNetConfig(
-        width_coefficient=1.0, depth_coefficient=1.0, image_size=SIDE, hidden_dim=1280, dropout_rate=0.2,
-        num_labels=CLASSES,
+    model = built(
+        "EfficientNetForImageClassification", width_coefficient=1.0, depth_coefficient=1.0, image_size=SIDE,
+        hidden_dim=1280, dropout_rate=0.2, num_labels=CLASSES,
     )  # fmt: skip
-    return _of_pictures(name, EfficientNetForImageClassification(config), batch, side)
+    return _workload(name, model, batch, pictures_of(batch, side))
 
 
 def bert(name: str, batch: int, *, layers: int = 12, length: int = LENGTH, activation: str = "gelu") -> Workload:
     """BERT-base that finds answers, attention scores in memory as in 2022."""
-    config = BertConfig(num_hidden_layers=layers, attn_implementation="eager", hidden_act=activation)
+    settings = {"num_hidden_layers": layers, "attn_implementation": "eager", "hidden_act": activation}
     words = torch.ones(batch, length, dtype=torch.int64)
     place = torch.zeros(batch, dtype=torch.int64)
     inputs = {"input_ids": words, "attention_mask": words.clone(), "token_type_ids": words.clone()}
-    return _workload(
-        name, BertForQuestionAnswering(config), batch, inputs | {"start_positions": place, "end_positions": place + 1}
-    )
+    answers = {"start_positions": place, "end_positions": place + 1}
+    return _workload(name, built("BertForQuestionAnswering", **settings), batch, inputs | answers)
 
 
-BUILDS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
-    {"ResNet-50": resnet, "ResNet-101": resnet, "ResNeXt-50": resnet, "EfficientNet": efficientnet, "BERT": bert}
-)
+BUILDS: Final[Mapping[str, Callable[..., Workload]]] = {
+    "ResNet-50": resnet, "ResNet-101": resnet, "ResNeXt-50": resnet, "EfficientNet": efficientnet, "BERT": bert,
+}  # fmt: skip
 """By the paper's names; called with the name and the batch size."""
-
-
-def _of_pictures(name: str, model: nn.Module, batch: int, side: int) -> Workload:
-    return _workload(name, model, batch, pictures_of(batch, side))
 
 
 def _workload(name: str, model: nn.Module, size: int, batch: Mapping[str, Tensor]) -> Workload:

@@ -8,9 +8,9 @@ Here the controller is given the device's whole memory, and the policy one that 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, cast, final
 
+from benchmarks.record import frozen
 from spillway.costs import Device
 from spillway.ir import Step
 from spillway.ir.timeline import Change, Kind
@@ -128,8 +128,7 @@ class SoftBudget(AbstractPolicy):
                 granted = False
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Ran:
     """A step that ran under a soft budget."""
 

@@ -7,12 +7,12 @@ this explains every row that is further from the paper than a tenth, by the lett
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.delta.lab import (
     HERITAGE,
     LINKS,
@@ -162,8 +162,7 @@ MOST: Final = 3.4
 """No batch is tried that is so many times larger than the plain step's largest."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Found:
     """The largest batch of one method with one link."""
 

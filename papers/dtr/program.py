@@ -8,10 +8,10 @@ them. What still has a name when the log is over has to be there in the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias, final
 
+from benchmarks.record import frozen
 from spillway.errors import FileFormatError
 from spillway.ir.dtr_log import Annotate, Call, Constant, Copy, CopyFrom, Instruction, Mutate, Release
 from spillway.units import Bytes
@@ -34,8 +34,7 @@ class Event(Enum):
     """A tensor has to be there, and its storage stays from here on."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Operator:
     """One call of an operator."""
 
@@ -49,8 +48,7 @@ class Operator:
     """Bytes of the storages that it creates."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tensor:
     """A tensor, or a view of one."""
 
@@ -62,8 +60,7 @@ class Tensor:
     """Bytes that making it takes: 0 for a view."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Program:
     """An operator log, ready to be run under any budget by any heuristic."""
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, frozen
 from papers import SHARED, table
 from papers.dtr.program import Program, program_of
 from papers.dtr.runtime import Outcome, run_dtr
@@ -59,8 +58,7 @@ FAST: Final = ("DenseNet-121 (84)", "dtr-eqclass", 0.5)
 """The run whose time has a target: one second."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 

@@ -23,7 +23,6 @@ NOTE [DTR's rules].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import Literal, final
@@ -31,6 +30,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.record import frozen
 from papers.dtr.costs import AbstractCost, Classes, Neighbourhood, One, Own
 from papers.dtr.program import Event, Operator, Program, TensorId
 from spillway.errors import UsageError
@@ -40,8 +40,7 @@ ROUNDING = 1e-12
 """Scores that differ by less, of one, are looked at again with exact numbers."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Heuristic:
     """A score: the smallest is evicted first."""
 
@@ -66,8 +65,7 @@ HEURISTICS: Mapping[str, Heuristic] = MappingProxyType(
 """Those of the paper's figures 2 and 5, by the names of our methods: h_DTR, h_eq, h_local, h_LRU, h_size, h_MSPS."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Outcome:
     """How a run ended, or where it was given up."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.methods.actions import Action
@@ -25,8 +25,7 @@ TOO_HIGH: Final = 0.01
 """Target for the share by which peaks are foretold too high."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """A model and the sizes of its inputs."""
 
@@ -35,8 +34,7 @@ class Model:
     sizes: Sequence[int]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, final
+from typing import Final
 
 from benchmarks import columns
 from benchmarks.drawing import Line, Panel, can_draw, png
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.trainings import differing, kept, trained
 from spillway.report.figures import highest_peak
 from spillway.subprocess_runs.run import RunResult
@@ -20,8 +19,7 @@ COLLECTED: Final = 10
 """Steps in which both do nothing but measure; they count as all others."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

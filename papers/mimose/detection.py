@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import SHARED, table
 from spillway.methods.mimose import BlockSample, InputSize, Options, StepSample
 from spillway.methods.mimose.planning import SimulatedPlanning
@@ -31,8 +31,7 @@ SPARE: Final[Bytes] = 60 * MiB
 """A size is one that can hold if its floor is below the budget by more than this."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is looked at."""
 

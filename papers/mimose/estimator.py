@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 import numpy
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.mimose.lab import Taken, blocks_at, build, counted_at
 from spillway.methods.mimose import BlockSample, Options, StepSample
 from spillway.methods.mimose.planning import AbstractPlanning, PublishedPlanning, SimulatedPlanning
@@ -96,8 +96,7 @@ def of_scikit() -> dict[str, Fit]:
 # ---------------------------------------------------------------------- the estimates
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Task:
     """A model and the sizes of its inputs."""
 
@@ -113,8 +112,7 @@ class Task:
     """Whether all are tried, those that the paper gave more samples with more of them too: Table 3."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

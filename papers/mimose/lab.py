@@ -9,8 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, Final, cast, final
 
@@ -19,20 +18,19 @@ from torch import Tensor, nn
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.record import Skipped
+from benchmarks.models import bottleneck_resnet, swin_transformer
+from benchmarks.record import frozen
+from papers.mimose.tasks_models import CHOICES, network
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.units import Bytes, Seconds
 from spillway.workloads import seed_everything
 
 _VOCABULARY: Final = 1000
-_CHOICES: Final = 4
-"""Endings of a question of SWAG, each a row of words."""
 
 Inputs = Mapping[str, Tensor]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Subject:
     """A model and its inputs of any size."""
 
@@ -57,121 +55,50 @@ class Subject:
 # ---------------------------------------------------------------------- the models
 
 
-def bert(task: str, *, layers: int, width: int, batch: int) -> Subject:
-    """BERT that classifies texts ("TC-Bert") or finds answers in them ("QA-Bert")."""
-    library = transformers()
-    config = library.BertConfig(**_encoder(layers, width), attn_implementation="eager")
-    if task == "TC-Bert":
-        return _of_words(task, library.BertForSequenceClassification, config, batch, {"labels": _one_of_two})
-    return _of_words(task, library.BertForQuestionAnswering, config, batch, _ANSWER)
-
-
-def roberta(task: str, *, layers: int, width: int, batch: int) -> Subject:
-    """RoBERTa that chooses one of four endings."""
-    library = transformers()
-    config = library.RobertaConfig(**_encoder(layers, width), attn_implementation="eager")
-    return _of_words(task, library.RobertaForMultipleChoice, config, batch, {"labels": _one_of_two}, choices=_CHOICES)
-
-
-def xlnet(task: str, *, layers: int, width: int, batch: int) -> Subject:
-    """XLNet that finds answers in texts."""
-    library = transformers()
-    config = library.XLNetConfig(
-        vocab_size=_VOCABULARY, d_model=width, n_layer=layers, n_head=width // 64, d_inner=4 * width
-    )  # fmt: skip
-    return _of_words(task, library.XLNetForQuestionAnsweringSimple, config, batch, _ANSWER)
-
-
-def resnet(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
-    """ResNet of bottlenecks; its blocks are the residual ones, which the search would take apart."""
-    library = transformers()
-    config = library.ResNetConfig(
-        embedding_size=width, hidden_sizes=[4 * width * 2**stage for stage in range(len(depths))], depths=list(depths),
-        num_labels=10,
-    )  # fmt: skip
-    names = [f"resnet.encoder.stages.{s}.layers.{n}" for s, layers in enumerate(depths) for n in range(layers)]
-    return _of_pictures(task, library.ResNetForImageClassification(config), batch, names)
-
-
-def swin(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
-    """Swin, padded to whole windows of 7."""
-    library = transformers()
-    config = library.SwinConfig(
-        embed_dim=width, depths=list(depths), num_heads=[max(width // 32, 1) * 2**i for i in range(len(depths))],
-        num_labels=10,
-    )  # fmt: skip
-    names = [f"swin.encoder.layers.{s}.blocks.{n}" for s, layers in enumerate(depths) for n in range(layers)]
-    return _of_pictures(task, library.SwinForImageClassification(config), batch, names)
-
-
-BUILDS: Final[Mapping[str, Callable[..., Subject]]] = {
-    "TC-Bert": bert, "QA-Bert": bert, "MC-Roberta": roberta, "QA-XLNet": xlnet, "ResNet": resnet, "Swin": swin,
-}  # fmt: skip
-"""By the names of Table 1 of the paper, and of Fig. 10."""
-
-
 def build(task: str, options: Mapping[str, Any]) -> Subject:
-    """The model of a task, with the same weights every time."""
+    """The model of a task of the paper's Table 1 or of its Fig. 10, with the same weights every time."""
     seed_everything(0)
-    return BUILDS[task](task, **options)
+    return (_of_pictures if task in ("ResNet", "Swin") else _of_words)(task, **options)
 
 
-@cache
-def transformers() -> Any:
-    """The library. Raises Skipped where it is not installed."""
-    try:
-        import transformers as library
-    except ImportError:
-        raise Skipped("transformers is not installed: pip install 'torch-spillway[workloads]'") from None
-    return library
-
-
-def _encoder(layers: int, width: int) -> dict[str, int]:
-    return {
-        "vocab_size": _VOCABULARY, "hidden_size": width, "num_hidden_layers": layers,
-        "num_attention_heads": width // 64, "intermediate_size": 4 * width, "max_position_embeddings": 514,
-    }  # fmt: skip
-
-
-def _one_of_two(batch: int) -> Tensor:
-    return torch.arange(batch) % 2
-
-
-def _inside(batch: int) -> Tensor:
-    return torch.arange(batch) % 7 + 1
-
-
-_ANSWER: Final = {"start_positions": _inside, "end_positions": _inside}
-
-
-def _of_words(
-    name: str, kind: Any, config: Any, batch: int, labels: Mapping[str, Callable[[int], Tensor]], *, choices: int = 1
-) -> Subject:
+def _of_words(task: str, *, layers: int, width: int, batch: int) -> Subject:
     """Rows of words of which all but the first are padded, by one word more each."""
+    positions = {} if task == "QA-XLNet" else {"max_position_embeddings": 514}
+    model = network(task, layers=layers, width=width, vocab_size=_VOCABULARY, **positions)
+    choices = CHOICES if task == "MC-Roberta" else 1
+    place = torch.arange(batch) % 7 + 1
+    answers = {"start_positions": place, "end_positions": place}
+    told = answers if task.startswith("QA") else {"labels": torch.arange(batch) % 2}
 
     def inputs(length: int) -> Inputs:
         rows = torch.arange(batch * choices * length).reshape(batch * choices, length) % (_VOCABULARY - 2) + 2
         mask = (torch.arange(length) < length - torch.arange(batch * choices)[:, None] % (length // 2)).long()
         shape = (batch, choices, length) if choices > 1 else (batch, length)
-        told = {key: make(batch) for key, make in labels.items()}
         return {"input_ids": rows.reshape(shape), "attention_mask": mask.reshape(shape), **told}
 
-    return Subject(name=name, model=kind(config).train(), inputs=inputs, blocks=())
+    return Subject(name=task, model=model.train(), inputs=inputs, blocks=())
 
 
-def _of_pictures(name: str, model: nn.Module, batch: int, blocks: Sequence[str]) -> Subject:
+def _of_pictures(task: str, *, depths: Sequence[int], width: int, batch: int) -> Subject:
+    """ResNet of bottlenecks, whose blocks are the residual ones, which the search would take apart; or Swin, padded to
+    whole windows of 7."""
+    if task == "ResNet":
+        model, path = bottleneck_resnet(depths, width, 10), "resnet.encoder.stages.{}.layers.{}"
+    else:
+        model, path = swin_transformer(depths, width, num_labels=10), "swin.encoder.layers.{}.blocks.{}"
+
     def inputs(side: int) -> Inputs:
         pictures = torch.linspace(-1, 1, batch * 3 * side * side).reshape(batch, 3, side, side)
         return {"pixel_values": pictures, "labels": torch.arange(batch) % 10}
 
-    return Subject(name=name, model=model.train(), inputs=inputs, blocks=blocks)
+    names = [path.format(stage, number) for stage, layers in enumerate(depths) for number in range(layers)]
+    return Subject(name=task, model=model.train(), inputs=inputs, blocks=names)
 
 
 # ---------------------------------------------------------------------- what they take
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Taken:
     """What one block took in one forward."""
 

@@ -7,8 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final
 from unittest import mock
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
 from papers.mimose.lab import build
 from spillway.engines.blocks.call import BlockCall
@@ -117,8 +116,7 @@ COLLECTING: Final = 1.02
 """Target for a step that counts, times one that recomputes every block as well and does not."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Task:
     """A row of the paper's Table 2."""
 
@@ -148,8 +146,7 @@ TASKS: Final = (
 """Table 2 of arXiv:2209.02478; its ranges of lengths are those of section 3.1."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 

@@ -7,14 +7,13 @@ paper's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import columns
 from benchmarks.drawing import can_draw
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab, Paper
 from spillway.costs import device_named
 from spillway.errors import PlanRejected
@@ -44,8 +43,7 @@ WAYS: Final = (PUBLISHED, DEFAULT, STATIC, DTR, DTR_AS_RUN, CHECKPOINT)
 """The ways to run an epoch."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 

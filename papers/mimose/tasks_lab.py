@@ -16,9 +16,9 @@ from random import Random
 from statistics import NormalDist
 from typing import Any, Final, Self, final
 
-from benchmarks.record import Tell
+from benchmarks.record import Tell, frozen
 from papers import TABLES, table
-from papers.mimose.tasks_models import BUILDS
+from papers.mimose.tasks_models import build
 from papers.networks import dropout_of_cuda
 from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
 from spillway.ir import Plan, Step
@@ -39,8 +39,7 @@ _RANGES: Final = {"SWAG": "M7", "SQuAD": "M8", "GLUE-QQP": "M9"}
 """The claims that give the lengths of a data set's batches."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Told:
     """A row of Table 1, and the lengths of Fig. 3."""
 
@@ -51,8 +50,7 @@ class Told:
     longest: int
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Paper:
     """What the paper says."""
 
@@ -236,7 +234,7 @@ class Lab:
         self.tell(f"{self.name}: recording length {length}")
         batch = self.batch or self.told.batch
         with dropout_of_cuda():
-            return record(lambda: BUILDS[self.name](length, batch=batch, **self.options), fake=True).step
+            return record(lambda: build(self.name, length, batch=batch, **self.options), fake=True).step
 
     @cached_property
     def growth(self) -> Growth:

@@ -7,115 +7,52 @@ zero and stay. Dropout is CUDA's single op with a mask of a byte per number (`dr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import repeat
-from types import MappingProxyType
-from typing import Any, Final, cast, final
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    RobertaConfig,
-    RobertaForMultipleChoice,
-    XLNetConfig,
-    XLNetForQuestionAnsweringSimple,
-)
+from torch import nn
+from torch.optim import AdamW
 
-from papers.networks import words_of
-from spillway.workloads import Batch, seed_everything
+from benchmarks.models import built, encoder, repeated
+from papers.networks import sentences_of, words_of
+from spillway.workloads import Workload
 
 CHOICES: Final = 4
 """Answers to each question of SWAG."""
 
+KINDS: Final = {
+    "MC-Roberta": "RobertaForMultipleChoice", "QA-XLNet": "XLNetForQuestionAnsweringSimple",
+    "QA-Bert": "BertForQuestionAnswering", "TC-Bert": "BertForSequenceClassification",
+}  # fmt: skip
+"""The classes of transformers by the paper's names, in the order of its Table 1."""
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A workload whose gradients stay between steps, as `zero_grad` left them before PyTorch 2.0."""
-
-    name: str
-    model: nn.Module
-    optimizers: tuple[Optimizer, ...]
-    batches: Callable[[int], Iterator[Batch]]
-    size: int | None
-
-    def train_step(self, batch: Batch) -> Tensor:
-        """Forward, backward, optimizer; the gradients are zeros afterwards."""
-        loss: Tensor = cast(Any, self.model)(**cast(Mapping[str, Tensor], batch)).loss
-        cast(Any, loss).backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        return loss.detach()
+SETTINGS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "MC-Roberta": {
+        "vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5,
+    },
+    "QA-XLNet": {"vocab_size": 32000, "use_mems_train": False, "use_mems_eval": False},
+}  # fmt: skip
+"""Of the published models, where they are not the configuration's defaults."""
 
 
-def multiple_choice(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
-    """MC-Roberta: RoBERTa-base chooses one of four endings."""
-    config = RobertaConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width,
-        vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5,
-        attn_implementation="eager",
-    )  # fmt: skip
-    inputs = words_of(batch, CHOICES, length) | {"labels": torch.zeros(batch).long()}
-    return _task("MC-Roberta", RobertaForMultipleChoice(config), inputs, length)
+def network(task: str, *, layers: int, width: int, **settings: Any) -> nn.Module:
+    """The model of a task, so deep and so wide."""
+    shape = encoder(layers, width)
+    if task == "QA-XLNet":
+        shape = {"n_layer": layers, "d_model": width, "n_head": width // 64, "d_inner": 4 * width}
+    model: nn.Module = built(KINDS[task], **shape, **settings)
+    return model
 
 
-def xlnet_answers(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
-    """QA-XLNet: XLNet-base finds an answer in a text."""
-    config = XLNetConfig(
-        n_layer=layers, d_model=width, n_head=width // 64, d_inner=4 * width, vocab_size=32000, use_mems_train=False,
-        use_mems_eval=False,
-    )  # fmt: skip
-    return _task("QA-XLNet", XLNetForQuestionAnsweringSimple(config), _question(batch, length), length)
-
-
-def bert_answers(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
-    """QA-Bert: BERT-base finds an answer in a text."""
-    return _task("QA-Bert", BertForQuestionAnswering(_bert(layers, width)), _question(batch, length), length)
-
-
-def classification(length: int, *, batch: int, layers: int = 12, width: int = 768) -> Task:
-    """TC-Bert: BERT-base says whether two questions are the same."""
-    words = words_of(batch, length)
-    inputs = words | {"token_type_ids": torch.zeros_like(words["input_ids"]), "labels": torch.zeros(batch).long()}
-    return _task("TC-Bert", BertForSequenceClassification(_bert(layers, width)), inputs, length)
-
-
-BUILDS: Final[Mapping[str, Callable[..., Task]]] = MappingProxyType(
-    {
-        "MC-Roberta": multiple_choice,
-        "QA-XLNet": xlnet_answers,
-        "QA-Bert": bert_answers,
-        "TC-Bert": classification,
-    }
-)
-"""By the paper's names, in the order of its Table 1; called with the length and the batch size."""
-
-
-def _bert(layers: int, width: int) -> BertConfig:
-    return BertConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64, intermediate_size=4 * width,
-        attn_implementation="eager",
-    )  # fmt: skip
-
-
-def _question(batch: int, length: int) -> dict[str, Tensor]:
-    words, place = words_of(batch, length), torch.zeros(batch).long()
-    types = {"token_type_ids": torch.zeros_like(words["input_ids"])}
-    return words | types | {"start_positions": place, "end_positions": place + 1}
-
-
-def _task(name: str, model: nn.Module, batch: Mapping[str, Tensor], length: int) -> Task:
-    seed_everything(0)
-
-    def batches(steps: int) -> Iterator[Batch]:
-        return repeat(batch, steps)
-
+def build(task: str, length: int, *, batch: int, layers: int = 12, width: int = 768) -> Workload:
+    """A task with one batch of that length over and over, whose gradients stay between steps as before PyTorch 2.0."""
+    inputs = words_of(batch, CHOICES, length) if task == "MC-Roberta" else sentences_of(batch, length)
+    place = torch.zeros(batch).long()
+    told = {"start_positions": place, "end_positions": place + 1} if task.startswith("QA") else {"labels": place}
+    model = network(task, layers=layers, width=width, **SETTINGS.get(task, {}))
     # Parameter by parameter, as transformers' own AdamW of that time.
-    optimizer = AdamW(model.parameters(), lr=3e-5, foreach=False)
-    return Task(name=name, model=model.train(), optimizers=(optimizer,), batches=batches, size=length)
+    optimizer: Any = AdamW(model.parameters(), lr=3e-5, foreach=False)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
+    return repeated(task, model, inputs | told, optimizer, size=length)

@@ -12,12 +12,12 @@ a prime number, of which the bytes of whatever grows with the batch are a multip
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.advisor.bench import Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.real import AROUND, STEPS, RealBench
@@ -36,8 +36,7 @@ RECOMMENDED: Final = 0.03
 _GROWING: Final = ("activations", "input")
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Network:
     """A workload and the memory that its steps may take."""
 
@@ -46,8 +45,7 @@ class Network:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is measured."""
 
@@ -66,8 +64,7 @@ class Size:
     longest: Seconds = SECONDS / (STEPS + AROUND)
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Tried:
     """A method's prediction and what became of it."""
 
@@ -134,8 +131,7 @@ def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
         return [_tried(network, campaign, fit) for fit in fits]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fit:
     """What is known of a method before it runs at its largest batch."""
 

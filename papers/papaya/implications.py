@@ -7,13 +7,12 @@ BERT-large on several devices that exchange gradients in a ring. What the paper 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.published import DATA, MEMORY, SWEEPS
 from papers.papaya.published import Sweep as Published
 from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
@@ -36,8 +35,7 @@ PAPER_LAYERS, PAPER_HIDDEN, PAPER_GAIN = 34, 1344, 1.739
 """Where checkpoints pay first as published, and their gain on 8 devices."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 

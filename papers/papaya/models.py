@@ -12,28 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    ResNetConfig,
-    ResNetForImageClassification,
-    SwinConfig,
-    SwinForImageClassification,
-)
 
-from benchmarks.models import pictures_of, repeated
-from papers.networks import dropout_of_cuda, widen, words_of
+from benchmarks.models import built, encoder, pictures_of, repeated
+from papers.networks import CLASSES, SIDE, dropout_of_cuda, imagenet_resnet, sentences_of, widen
 from spillway.workloads import Workload
 
-SIDE: Final = 224
-CLASSES: Final = 1000
 LENGTH: Final = 128
 """Tokens of a sentence for BERT."""
 CONTEXT: Final = 512
@@ -42,16 +30,10 @@ CONTEXT: Final = 512
 
 def resnet(batch: int, *, side: int = SIDE, depths: tuple[int, ...] = (3, 4, 6, 3), wide: bool = False) -> Workload:
     """ResNet-50 (He et al. 2016), or with twice the channels inside blocks (Zagoruyko and Komodakis 2016)."""
-    config = ResNetConfig(depths=list(depths), hidden_sizes=[256, 512, 1024, 2048][: len(depths)], num_labels=CLASSES)
-    model = ResNetForImageClassification(config)
+    model = imagenet_resnet(depths)
     if wide:
         widen(model)
-    return _pictures(model, batch, side, half=False)
-
-
-def wide_resnet(batch: int, *, side: int = SIDE, depths: tuple[int, ...] = (3, 4, 6, 3)) -> Workload:
-    """Wide-ResNet-50-2."""
-    return resnet(batch, side=side, depths=depths, wide=True)
+    return _workload("pictures", model, pictures_of(batch, side), batch, half=False)
 
 
 def swin(
@@ -59,39 +41,36 @@ def swin(
     side: int = SIDE,
 ) -> Workload:  # fmt: skip
     """Swin-Large (Liu et al. 2021)."""
-    config = SwinConfig(
-        embed_dim=width, depths=list(depths), num_heads=list(heads), image_size=side, drop_path_rate=0.2,
-        num_labels=CLASSES, attn_implementation="eager",
+    model = built(
+        "SwinForImageClassification", embed_dim=width, depths=list(depths), num_heads=list(heads), image_size=side,
+        drop_path_rate=0.2, num_labels=CLASSES, attn_implementation="eager",
     )  # fmt: skip
-    return _pictures(SwinForImageClassification(config), batch, side, half=True)
+    return _workload("pictures", model, pictures_of(batch, side), batch, half=True)
 
 
 def bert(batch: int, *, layers: int = 24, hidden: int = 1024, length: int = LENGTH) -> Workload:
     """BERT-large, which says which of two classes a sentence is of."""
-    config = BertConfig(
-        vocab_size=28996, num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=max(hidden // 64, 1),
-        intermediate_size=4 * hidden, attn_implementation="eager",
-    )  # fmt: skip
-    words = words_of(batch, length)
-    inputs = words | {"token_type_ids": torch.zeros_like(words["input_ids"]), "labels": torch.zeros(batch).long()}
-    return _workload("bert", BertForSequenceClassification(config), inputs, batch, half=True)
+    model = built("BertForSequenceClassification", vocab_size=28996, **encoder(layers, hidden))
+    inputs = sentences_of(batch, length) | {"labels": torch.zeros(batch).long()}
+    return _workload("bert", model, inputs, batch, half=True)
 
 
 def gpt(batch: int, *, layers: int = 12, hidden: int = 768, length: int = CONTEXT) -> Workload:
     """GPT-3 small (Brown et al. 2020, table 2.1), a language model."""
-    config = GPT2Config(
-        n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1), n_positions=length, use_cache=False,
-        attn_implementation="eager",
+    model = built(
+        "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1), n_positions=length,
+        use_cache=False, attn_implementation="eager",
     )  # fmt: skip
     causal = torch.ones((1, 1, length, length), dtype=torch.bool).tril()
     words = torch.full((batch, length), 7)
     inputs = {"input_ids": words, "attention_mask": causal, "labels": words.clone()}
-    return _workload("gpt", GPT2LMHeadModel(config), inputs, batch, half=True)
+    return _workload("gpt", model, inputs, batch, half=True)
 
 
-BUILDS: Final[Mapping[str, Callable[..., Workload]]] = MappingProxyType(
-    {"ResNet-50": resnet, "Wide-ResNet-50": wide_resnet, "Bert-Large": bert, "Swin-Large": swin, "GPT-Small": gpt}
-)
+BUILDS: Final[Mapping[str, Callable[..., Workload]]] = {
+    "ResNet-50": resnet, "Wide-ResNet-50": partial(resnet, wide=True), "Bert-Large": bert, "Swin-Large": swin,
+    "GPT-Small": gpt,
+}  # fmt: skip
 """By the paper's names; called with the batch size."""
 
 HALF: Final = ("Bert-Large", "Swin-Large", "GPT-Small")
@@ -116,10 +95,6 @@ def as_on_cuda() -> Iterator[None]:
             yield
     finally:
         functional.softmax, functional.layer_norm = usual
-
-
-def _pictures(model: nn.Module, batch: int, side: int, *, half: bool) -> Workload:
-    return _workload("pictures", model, pictures_of(batch, side), batch, half=half)
 
 
 def _workload(name: str, model: nn.Module, batch: Mapping[str, Tensor], size: int, *, half: bool) -> Workload:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Final, final
+from typing import Final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell
+from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Tell, frozen
 from papers import SHARED
 from spillway.advisor import gains
 from spillway.advisor.fits import Points
@@ -39,8 +38,7 @@ _BERT: Final = "text_classification_fp16/v100/results"
 _RESNETS: Final = "resnet/v100/results"
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Model:
     """One of the five models of section 4.1, with the paper's averages over its methods."""
 
@@ -69,8 +67,7 @@ MODELS: Final = (
 )  # fmt: skip
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sweep:
     """Networks that differ in one size; from `paper` on a method trains faster than plain training."""
 
@@ -101,8 +98,7 @@ SWEEPS: Final = (
 )
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is looked at."""
 
@@ -111,8 +107,7 @@ class Size:
     """Of a quarter of the batch sizes."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Foretold:
     """What fits to a quarter of the batch sizes say."""
 
@@ -150,8 +145,7 @@ def run(size: Size, tell: Tell) -> Result:
 # ------------------------------------------------------------------ averages and sizes
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Average:
     """Over the methods of a model, as multiples of plain training."""
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, Final, final
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Tell
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.models import BUILDS, HALF
 from papers.papaya.published import DATA, MEMORY, MODELS
 from papers.search import search_largest
@@ -55,8 +55,7 @@ SHARES: Final = (0.25, 0.5, 0.75, 1.0)
 """Of the largest batch: what the lines go through."""
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Size:
     """How much is run."""
 
