@@ -76,7 +76,7 @@ def counts() -> Counts:
     taken = _Counts()
     if _opened.cache_info().currsize:
         _opened().spillway_arena_counts(ctypes.byref(taken))
-    return Counts(**{name: getattr(taken, name) for name, _ in _Counts._fields_})
+    return Counts(**{field.name: getattr(taken, field.name) for field in fields(Counts)})
 
 
 def reset_peaks() -> None:
