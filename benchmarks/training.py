@@ -136,7 +136,7 @@ class Trainer:
 
     def __init__(
         self, workload: Workload, batches: list[Batch], session: spillway.Session | None, memory: PeakMemory,
-        arena: Arena | None,
+        arena: Arena | None = None,
     ) -> None:  # fmt: skip
         self.workload = workload
         self._batches: Iterator[Batch] = cycle(batches)

@@ -31,7 +31,7 @@ from benchmarks import (
     training,
 )
 from benchmarks.command import BENCHMARKS
-from benchmarks.half_memory import CHECKPOINT, DEFAULT, LIMITED, MOVES, NEARLY_ALL, PLAIN
+from benchmarks.half_memory import CHECKPOINT, DEFAULT, LIMITED, MOVES, NEARLY_ALL, ON_ARENA, PLAIN
 from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
 from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
@@ -64,7 +64,7 @@ def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
 
 def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_the_peak() -> None:
     rows = rows_by(quick("half_memory"), "competitor")
-    assert {*rows} == {PLAIN, MOVES, NEARLY_ALL, CHECKPOINT, *LIMITED}
+    assert {*rows} == {PLAIN, ON_ARENA, MOVES, NEARLY_ALL, CHECKPOINT, *LIMITED}
     assert all(row["identical"] for row in rows.values())
     for name in (*LIMITED, MOVES):
         assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"] == rows[PLAIN]["peak_bytes"] // 2
