@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from benchmarks.timing import Clock
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
 from spillway.native.arena import Arena
+from spillway.native.arena import counts as counts_of_arena
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
@@ -162,6 +164,7 @@ class Trainer:
             "loss": loss.hex(),
             "rss": self._memory.above_start(),
             "report": report,
+            "arena": counts_of_arena().peak_resident,
             "counts": counts,
         }
 
@@ -172,7 +175,7 @@ class Trainer:
 def trainer(
     *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
     checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
-    spill_io: SpillIO = "buffered", arena: bool = False,
+    spill_io: SpillIO = "buffered", arena: bool = False, native: bool = True,
 ) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
@@ -185,7 +188,9 @@ def trainer(
         return_freed: As of `spillway.manage`, like `spill_io`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
         arena: Whether tensors are born in the arena without a session, as they are with one.
+        native: Whether sessions may use the native part.
     """
+    os.environ["SPILLWAY_NATIVE"] = str(int(native))
     served = Arena() if arena else None
     inputs = long_batches(models.build(workload, options), batches)
     warm_up()

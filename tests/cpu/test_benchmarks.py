@@ -31,7 +31,18 @@ from benchmarks import (
     training,
 )
 from benchmarks.command import BENCHMARKS
-from benchmarks.half_memory import CHECKPOINT, DEFAULT, LIMITED, MOVES, NEARLY_ALL, ON_ARENA, PLAIN
+from benchmarks.half_memory import (
+    CHECKPOINT,
+    DEFAULT,
+    DELTA,
+    KEPT,
+    LIMITED,
+    MOVES,
+    NEARLY_ALL,
+    ON_ARENA,
+    PLAIN,
+    WITHOUT,
+)
 from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
 from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
@@ -64,11 +75,13 @@ def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
 
 def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_the_peak() -> None:
     rows = rows_by(quick("half_memory"), "competitor")
-    assert {*rows} == {PLAIN, ON_ARENA, MOVES, NEARLY_ALL, CHECKPOINT, *LIMITED}
+    limited = [*LIMITED, *(name + how for name in (DEFAULT, DELTA) for how in (WITHOUT, KEPT))]
+    assert {*rows} == {PLAIN, ON_ARENA, MOVES, NEARLY_ALL, CHECKPOINT, *limited}
     assert all(row["identical"] for row in rows.values())
-    for name in (*LIMITED, MOVES):
+    for name in (*limited, MOVES):
         assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"] == rows[PLAIN]["peak_bytes"] // 2
         assert rows[name]["bytes_out"] > 0
+        assert (rows[name]["arena_bytes"] is None) == (WITHOUT in name)
     assert rows[MOVES]["recomputed_share"] == 0
     assert rows[DEFAULT]["bytes_out"] > rows[NEARLY_ALL]["bytes_out"]
     assert rows[PLAIN]["peak_bytes"] * 97 // 100 == rows[NEARLY_ALL]["budget_bytes"] >= rows[NEARLY_ALL]["peak_bytes"]
