@@ -25,8 +25,6 @@ import torch
 import spillway
 from spillway.cli import main
 from spillway.doctor import on_torch
-from spillway.engines.blocks.trace import AllocationTrace, ArenaTrace
-from spillway.errors import NativeError
 from spillway.internals.private import fresh_storage
 from spillway.native import arena, library
 from spillway.native.arena import Arena
@@ -289,47 +287,3 @@ def test_the_doctor_says_why_there_is_no_native_part(monkeypatch: pytest.MonkeyP
     (problem,) = on_torch.native().problems
     assert "SPILLWAY_NATIVE=0" in problem.what
     assert not problem.fatal
-
-
-def test_its_traces_tell_what_the_profiler_tells(served: Arena) -> None:
-    model = torch.nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
-    optimizer = torch.optim.AdamW(model.parameters())
-    before, foreign = filled(MiB, 1), torch.from_numpy(numpy.ones(MiB, dtype=numpy.uint8))
-    known = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in (before, foreign)}
-    traces = [ArenaTrace(known), AllocationTrace(known)]
-
-    def mark() -> None:
-        for trace in traces:
-            trace.mark()
-
-    mark()
-    for number in range(3):
-        loss = model(torch.ones(8, 32 + number, 64)).square().sum()
-        mark()
-        loss.backward()
-        optimizer.step()
-        mark()
-        if number == 0:
-            for trace in traces:
-                trace.died(foreign.data_ptr(), MiB)
-        if number == 1:
-            (gone,) = [tensor.data_ptr() for tensor in [before]]
-            del before
-            traces[1].died(gone, MiB)  # which the allocator hears by itself
-    counted, heard = (trace.stop() for trace in traces)
-    assert counted == heard
-    assert [window.level for window in counted][-1] < 0
-    assert traces[0].stop() == counted
-
-
-def test_traces_are_found_again_when_they_die(served: Arena) -> None:
-    traces = [arena.Trace({}) for _ in range(16)]
-    with pytest.raises(NativeError, match="too many"):
-        arena.Trace({})
-    del traces[3]
-    trace = arena.Trace({})
-    held = torch.ones(3)
-    assert trace.since() == (12, 12)
-    del held
-    assert trace.since() == (0, 12)
-    assert trace.since() == (0, 0)

@@ -14,19 +14,15 @@
 //     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
 //  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
-//  6. Every block that is born here is numbered, the small ones too, whose number and size stand before them. So a trace
-//     hears of what was born after it began, and of that what dies; and of storages that it was told of.
-//  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
+//  6. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
 
 #include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -48,7 +44,6 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
-constexpr int TRACES = 16;                            // at a time
 constexpr std::uint8_t PRIORITY = 100;                // among those who set torch's allocator
 
 std::size_t pages(std::size_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
@@ -119,29 +114,8 @@ class Extents {
   std::size_t bytes_ = 0;
 };
 
-// What has come since a moment, less what of it is gone: with what was known then, a step's memory above its beginning.
-struct Trace {
-  bool open = false;
-  std::uint64_t first = 0;  // the number of the first block that counts
-  std::int64_t held = 0, peak = 0;
-  std::unordered_map<std::uintptr_t, std::size_t> known;  // by address: what was there, and counts until it is gone
-
-  void forget(std::uintptr_t address) {
-    const auto found = known.find(address);
-    if (found == known.end()) return;
-    held -= static_cast<std::int64_t>(found->second);
-    known.erase(found);
-  }
-};
-
 struct Counts {  // as `arena.Counts` in Python has it, in this order
   std::size_t live, peak_live, resident, peak_resident, blocks, fitted, collected, moves, moved, faulted, mappings;
-};
-
-struct Block {
-  std::size_t size;    // in pages
-  std::size_t nbytes;  // asked for
-  std::uint64_t number;
 };
 
 class Arena {
@@ -188,7 +162,7 @@ class Arena {
       }
       counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
-    used_.emplace(offset, Block{size, nbytes, count(base_ + offset, nbytes)});
+    used_.emplace(offset, size);
     ++counts_.blocks;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
@@ -198,10 +172,8 @@ class Arena {
   void give(void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = used_.find(static_cast<std::size_t>(static_cast<char*>(address) - base_));
-    const Block& block = found->second;
-    discount(address, block.nbytes, block.number);
-    counts_.live -= block.size;
-    warm_.add(found->first, block.size);
+    counts_.live -= found->second;
+    warm_.add(found->first, found->second);
     used_.erase(found);
   }
 
@@ -229,71 +201,10 @@ class Arena {
     counts_.peak_resident = counts_.live + warm_.bytes();
   }
 
-  // A block is born, of so many bytes; its number.
-  std::uint64_t born(const void* memory, std::size_t nbytes) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    return count(memory, nbytes);
-  }
-  void died(const void* memory, std::size_t nbytes, std::uint64_t number) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    discount(memory, nbytes, number);
-  }
-
-  // Begins a trace: its place, or -1 where all are taken.
-  int trace(const std::uintptr_t* addresses, const std::size_t* sizes, std::size_t count) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    for (int place = 0; place < TRACES; ++place) {
-      if (traces_[place].open) continue;
-      traces_[place] = Trace{true, born_, 0, 0, {}};
-      for (std::size_t one = 0; one < count; ++one) traces_[place].known.emplace(addresses[one], sizes[one]);
-      ++open_;
-      return place;
-    }
-    return -1;
-  }
-  void forget(int place, std::uintptr_t address) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    traces_[place].forget(address);
-  }
-  // Bytes held now, and the most since this was asked last.
-  std::pair<std::int64_t, std::int64_t> since(int place) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    Trace& trace = traces_[place];
-    return {trace.held, std::exchange(trace.peak, trace.held)};
-  }
-  void end_trace(int place) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    traces_[place] = Trace{};
-    --open_;
-  }
-
   std::mutex& mutex() { return mutex_; }
 
  private:
   static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-
-  std::uint64_t count(const void* memory, std::size_t nbytes) {
-    if (open_ != 0) {
-      for (Trace& trace : traces_) {
-        if (!trace.open) continue;
-        trace.forget(reinterpret_cast<std::uintptr_t>(memory));  // whoever had this address went unheard
-        trace.held += static_cast<std::int64_t>(nbytes);
-        trace.peak = std::max(trace.peak, trace.held);
-      }
-    }
-    return born_++;
-  }
-  void discount(const void* memory, std::size_t nbytes, std::uint64_t number) {
-    if (open_ == 0) return;
-    for (Trace& trace : traces_) {
-      if (!trace.open) continue;
-      if (number >= trace.first) {
-        trace.held -= static_cast<std::int64_t>(nbytes);
-      } else {
-        trace.forget(reinterpret_cast<std::uintptr_t>(memory));
-      }
-    }
-  }
 
   // A large warm extent that the addresses behind it can make large enough: only the rest has to be collected.
   std::pair<std::size_t, std::size_t> extendable(std::size_t size) const {
@@ -399,10 +310,7 @@ class Arena {
   bool moves_ = true;
   std::size_t heal_at_ = MAPPINGS;
   Extents warm_, cold_;
-  std::unordered_map<std::size_t, Block> used_;
-  std::array<Trace, TRACES> traces_;
-  int open_ = 0;
-  std::uint64_t born_ = 0;
+  std::unordered_map<std::size_t, std::size_t> used_;  // bytes by offset
   std::set<std::size_t> cuts_;
   Counts counts_{};
 };
@@ -412,28 +320,11 @@ Arena& arena() {
   return *only;
 }
 
-// Stands before every block that torch's own allocator makes for us.
-struct alignas(64) Header {
-  std::size_t nbytes;
-  std::uint64_t number;
-};
-
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
-    if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
     void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes);
-    if (memory == nullptr) {  // rule 4
-      Header* header = nullptr;
-      try {
-        header = static_cast<Header*>(c10::alloc_cpu(nbytes + sizeof(Header)));
-      } catch (...) {
-        c10::profiledCPUMemoryReporter().OutOfMemory(nbytes);
-        throw;
-      }
-      memory = header + 1;
-      *header = {nbytes, arena().born(memory, nbytes)};
-    }
+    if (memory == nullptr) return c10::GetDefaultCPUAllocator()->allocate(nbytes);  // rule 4
     c10::profiledCPUMemoryReporter().New(memory, nbytes);
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
   }
@@ -444,12 +335,9 @@ class ArenaAllocator final : public c10::Allocator {
 
  private:
   static void free(void* memory) {
-    if (memory == nullptr) return;
+    if (!arena().owns(memory)) return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);  // by `raw_allocate`
     c10::profiledCPUMemoryReporter().Delete(memory);
-    if (arena().owns(memory)) return arena().give(memory);
-    Header* header = static_cast<Header*>(memory) - 1;
-    arena().died(memory, header->nbytes, header->number);
-    c10::free_cpu(header);
+    arena().give(memory);
   }
 };
 
@@ -461,7 +349,7 @@ extern "C" {
 int spillway_arena_reserve(std::size_t span) {
   const int error = arena().reserve(span);
   static const int forks = ::pthread_atfork([] { arena().mutex().lock(); }, [] { arena().mutex().unlock(); },
-                                            [] { arena().mutex().unlock(); });  // rule 7
+                                            [] { arena().mutex().unlock(); });  // rule 6
   return error != 0 ? error : forks;
 }
 
@@ -478,14 +366,6 @@ void spillway_arena_serve(int on) {
 void spillway_arena_trim(std::size_t keep) { arena().trim(keep); }
 void spillway_arena_counts(Counts* counts) { *counts = arena().counts(); }
 void spillway_arena_reset_peaks() { arena().reset_peaks(); }
-int spillway_arena_trace(const std::uintptr_t* addresses, const std::size_t* sizes, std::size_t count) {
-  return arena().trace(addresses, sizes, count);
-}
-void spillway_arena_forget(int place, std::uintptr_t address) { arena().forget(place, address); }
-void spillway_arena_since(int place, std::int64_t* held_and_peak) {
-  std::tie(held_and_peak[0], held_and_peak[1]) = arena().since(place);
-}
-void spillway_arena_end_trace(int place) { arena().end_trace(place); }
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
 }
 #pragma GCC visibility pop

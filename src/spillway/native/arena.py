@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final, final
 
@@ -62,9 +61,6 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_reserve.argtypes = library.spillway_arena_trim.argtypes = [ctypes.c_size_t]
     library.spillway_arena_allocator.restype = ctypes.c_void_p
     library.spillway_arena_owns.argtypes = [ctypes.c_void_p]
-    library.spillway_arena_trace.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
-    library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
         raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
@@ -132,42 +128,3 @@ class Arena:
     def __del__(self) -> None:
         if hasattr(self, "_library"):
             self.release()
-
-
-def serves() -> bool:
-    """Whether CPU tensors are born in the arena now."""
-    return bool(_holders)
-
-
-@final
-class Trace:
-    """What CPU tensors take above what is there now: what is born, less what of it dies, and less what is known and
-    dies. Small blocks count too."""
-
-    def __init__(self, known: Mapping[int, Bytes]) -> None:
-        """`known` has the bytes of storages that are there, by the address of their memory. Raises NativeError where 16
-        traces are open."""
-        addresses, sizes = (ctypes.c_size_t * len(known))(*known), (ctypes.c_size_t * len(known))(*known.values())
-        self._told = (ctypes.c_int64 * 2)()
-        self._place: int = _opened().spillway_arena_trace(addresses, sizes, len(known))
-        if self._place < 0:
-            raise NativeError("too many steps are traced at a time.")
-
-    def forget(self, address: int) -> None:
-        """A storage that was known is gone; told twice, it went once."""
-        _opened().spillway_arena_forget(self._place, address)
-
-    def since(self) -> tuple[int, int]:
-        """Bytes now, and the most since this was asked last, both above the beginning."""
-        _opened().spillway_arena_since(self._place, self._told)
-        return self._told[0], self._told[1]
-
-    def end(self) -> None:
-        """Nothing is counted any more."""
-        if self._place >= 0:
-            place, self._place = self._place, -1
-            _opened().spillway_arena_end_trace(place)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_place"):
-            self.end()

@@ -1,8 +1,7 @@
 """Every allocation of a step, with its time: exact peaks between any two moments.
 
-Where CPU tensors are born in the arena, and on CUDA, the allocator itself counts the peak between two moments.
-Elsewhere torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
-step is over.
+On the CPU torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
+step is over. On CUDA the allocator itself counts the peak between two moments.
 
 NOTE: what counts on the CPU. What was there at the beginning and is known by name, and every allocation since. That
 something else goes, such as what the user still held of an earlier step, makes no room: it never counted. The
@@ -36,7 +35,6 @@ from torch.autograd.profiler import KinetoStepTracker
 from torch.autograd.profiler import profile as autograd_profile
 
 from spillway.internals.locks import renew_in_children
-from spillway.native import arena
 from spillway.units import Bytes
 
 _profiler: Final[Any] = torch._C._autograd
@@ -338,46 +336,6 @@ class CudaTrace(AbstractTrace):
         self._windows[-1] = Window(self._windows[-1].level, peak)
 
 
-@final
-class ArenaTrace(AbstractTrace):
-    """On the CPU where tensors are born in the arena: its allocator counts, every thread's."""
-
-    def __init__(self, known: Mapping[int, Bytes]) -> None:
-        self._counted = arena.Trace(known)
-        self._windows: list[Window] = []
-        self._stopped = False
-
-    def mark(self) -> None:
-        self._look()
-        level, _ = self._counted.since()
-        self._windows.append(Window(level, level))
-
-    def died(self, address: int, nbytes: Bytes) -> None:
-        self._counted.forget(address)
-
-    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
-        """The allocator has heard of it."""
-
-    def at_peak(self) -> Held | None:
-        return None
-
-    def so_far(self) -> list[Window]:
-        self._look()
-        return list(self._windows)
-
-    def stop(self) -> list[Window]:
-        if not self._stopped:
-            self._look()
-            self._stopped = True
-            self._counted.end()
-        return self._windows
-
-    def _look(self) -> None:
-        if self._windows and not self._stopped:
-            level, peak = self._windows[-1]
-            self._windows[-1] = Window(level, max(peak, self._counted.since()[1]))
-
-
 def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace | None:
     """A trace that has begun; None where none can be had.
 
@@ -387,6 +345,4 @@ def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace
     """
     if device.type == "cuda":
         return CudaTrace(device)
-    if arena.serves():
-        return ArenaTrace(known)
     return AllocationTrace(known) if AllocationTrace.possible() else None
