@@ -190,7 +190,8 @@ def trainer(
         arena: Whether tensors are born in the arena without a session, as they are with one.
         native: Whether sessions may use the native part.
     """
-    os.environ["SPILLWAY_NATIVE"] = str(int(native))
+    if not native:  # in a process of its own
+        os.environ["SPILLWAY_NATIVE"] = "0"
     served = Arena() if arena else None
     inputs = long_batches(models.build(workload, options), batches)
     warm_up()

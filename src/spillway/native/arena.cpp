@@ -118,6 +118,11 @@ struct Counts {  // as `arena.Counts` in Python has it, in this order
   std::size_t live, peak_live, resident, peak_resident, blocks, fitted, collected, moves, moved, faulted, mappings;
 };
 
+struct Block {
+  std::size_t size;  // in pages
+  std::size_t told;  // bytes that the profiler heard of
+};
+
 class Arena {
  public:
   // Reserves addresses: 0, or the system's error number.
@@ -138,7 +143,7 @@ class Arena {
   }
 
   // Memory for a tensor, or null where there is no room for it here.
-  void* take(std::size_t nbytes) {
+  void* take(std::size_t nbytes, bool told) {
     const std::size_t size = pages(nbytes);
     std::lock_guard<std::mutex> guard(mutex_);
     std::size_t offset = 0;
@@ -162,19 +167,22 @@ class Arena {
       }
       counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
-    used_.emplace(offset, size);
+    used_.emplace(offset, Block{size, told ? nbytes : 0});
     ++counts_.blocks;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
     return base_ + offset;
   }
 
-  void give(void* address) {
+  // What the profiler was told of it, in bytes: 0 where nobody profiled when it was born.
+  std::size_t give(void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = used_.find(static_cast<std::size_t>(static_cast<char*>(address) - base_));
-    counts_.live -= found->second;
-    warm_.add(found->first, found->second);
+    const Block block = found->second;
+    counts_.live -= block.size;
+    warm_.add(found->first, block.size);
     used_.erase(found);
+    return block.told;
   }
 
   // Gives warm pages back to the system until at most `keep` bytes of them are left.
@@ -310,7 +318,7 @@ class Arena {
   bool moves_ = true;
   std::size_t heal_at_ = MAPPINGS;
   Extents warm_, cold_;
-  std::unordered_map<std::size_t, std::size_t> used_;  // bytes by offset
+  std::unordered_map<std::size_t, Block> used_;  // by offset
   std::set<std::size_t> cuts_;
   Counts counts_{};
 };
@@ -323,9 +331,9 @@ Arena& arena() {
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
-    void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes);
+    void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes, c10::memoryProfilingEnabled());
     if (memory == nullptr) return c10::GetDefaultCPUAllocator()->allocate(nbytes);  // rule 4
-    c10::profiledCPUMemoryReporter().New(memory, nbytes);
+    report(memory, static_cast<std::int64_t>(nbytes));
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
@@ -334,10 +342,15 @@ class ArenaAllocator final : public c10::Allocator {
   }
 
  private:
+  // Not by torch's own table of sizes, which takes a block for one that lay at its address when somebody profiled.
+  static void report(void* memory, std::int64_t nbytes) {
+    if (!c10::memoryProfilingEnabled()) return;
+    c10::reportMemoryUsageToProfiler(memory, nbytes, arena().counts().live, 0, c10::Device(c10::DeviceType::CPU));
+  }
   static void free(void* memory) {
     if (!arena().owns(memory)) return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);  // by `raw_allocate`
-    c10::profiledCPUMemoryReporter().Delete(memory);
-    arena().give(memory);
+    const std::size_t told = arena().give(memory);
+    if (told != 0) report(memory, -static_cast<std::int64_t>(told));
   }
 };
 
