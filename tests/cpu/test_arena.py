@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy
@@ -209,6 +209,20 @@ def test_the_profiler_hears_of_every_block_as_without(served: Arena) -> None:
     served.release()
     assert with_it == heard()
     assert with_it
+
+
+def test_the_profiler_takes_no_block_for_one_that_lay_there_before(served: Arena) -> None:
+    def heard(act: Callable[[], object]) -> int:
+        with torch.profiler.profile(profile_memory=True) as profile:
+            act()
+        return sum(event.cpu_memory_usage for event in profile.events())
+
+    held: list[torch.Tensor] = []
+    assert heard(lambda: held.append(torch.empty(MiB, dtype=torch.uint8))) == MiB
+    address = held.pop().data_ptr()
+    held.append(torch.empty(MiB, dtype=torch.uint8))
+    assert held[0].data_ptr() == address
+    assert heard(held.clear) == 0
 
 
 def test_a_session_takes_no_page_twice(served: Arena) -> None:
