@@ -292,7 +292,12 @@ def test_build_says_where_the_library_lies_and_why_there_is_none(
     monkeypatch.setenv("CXX", "false")
     with pytest.raises(SystemExit, match="1"):
         main(["build"])
-    assert re.fullmatch(r"spillway: \S*false ended with 1: \?\n", capsys.readouterr().err.splitlines(True)[-1])
+    said = r"spillway: \S*false ended with 1: it said nothing\.\n"
+    assert re.fullmatch(said, capsys.readouterr().err.splitlines(True)[-1])
+    monkeypatch.setenv("CXX", "nowhere++")
+    with pytest.raises(SystemExit, match="1"):
+        main(["build"])
+    assert "CXX names nowhere++, which is not there." in capsys.readouterr().err
 
 
 def test_the_doctor_says_why_there_is_no_native_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,9 @@ def build() -> Path:
 def _compile(library: Path) -> None:
     found = compiler()
     if found is None:
-        raise NativeError("there is no C++ compiler: install g++, or name one in CXX.")
+        named = os.environ.get("CXX")
+        fix = f"CXX names {named}, which is not there." if named else "install g++, or name one in CXX."
+        raise NativeError(f"there is no C++ compiler: {fix}")
     print("spillway: compiling the native part, once; this takes some seconds.", file=sys.stderr, flush=True)
     base = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -82,7 +84,8 @@ def _compile(library: Path) -> None:
         except subprocess.TimeoutExpired as error:
             raise NativeError(f"{found} took more than {LONGEST} s.") from error
         if ran.returncode != 0:
-            lines = [line for line in ran.stderr.splitlines() if "error" in line] or ran.stderr.splitlines() or ["?"]
+            said = ran.stderr.splitlines() or ["it said nothing."]
+            lines = [line for line in said if "error" in line] or said
             raise NativeError(f"{found} ended with {ran.returncode}: {lines[0][:300]}")
         os.replace(made, library)
 
