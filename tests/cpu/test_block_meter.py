@@ -60,7 +60,7 @@ def test_what_is_reserved_is_read_and_told_from_what_is_there(reserve: Callable[
     assert meter.read() - start >= tensor.nbytes + RESERVED
     most = meter.most()
     assert most is not None
-    assert tensor.nbytes <= most < tensor.nbytes + 2 * MiB
+    assert tensor.nbytes - MiB < most < tensor.nbytes + 2 * MiB  # small blocks come and go
     meter.close()
 
 

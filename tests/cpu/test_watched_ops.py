@@ -12,7 +12,7 @@ from spillway.engines.tensors.sizes import Sizes
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.op_samples import database
-from tests.cpu.watched_ops import DTYPES, Program, look_at, many, programs
+from tests.cpu.watched_ops import DTYPES, Program, look_at, many, measured, programs
 from tests.shared import FULL_AUDIT
 
 OTHERWISE_UNDER_A_MODE = (
@@ -77,6 +77,16 @@ def test_tensors_that_share_a_storage_where_they_did_not_are_found() -> None:
     calls = itertools.count()
     found = look_at([program_of(lambda x: (x, x.view(-1) if next(calls) else x.clone()))])
     assert list(found.found) == ["other results watched"]
+
+
+def test_garbage_of_one_measurement_is_not_collected_in_the_next() -> None:
+    with measured() as first:
+        cycle: list[Any] = [torch.ones(1 << 16)]
+        cycle.append(cycle)
+        del cycle
+    with measured() as second:
+        kept = [[None] for _ in range(100_000)]  # more than any threshold
+    assert (len(kept), sum(first), sum(second)) == (100_000, 1 << 18, 0)
 
 
 def test_an_op_that_ends_its_process_is_a_row_and_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

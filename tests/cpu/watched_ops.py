@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import operator
@@ -322,15 +323,20 @@ def image(value: Any) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def measured() -> Iterator[list[int]]:
-    """Bytes that torch's allocator gave out, and below zero those that it got back, in their order."""
+    """Bytes that torch's allocator gave out, and below zero those that it got back, in their order. Garbage of what was
+    measured before, such as a gradient's graph that holds itself, is not collected meanwhile."""
     config = ProfilerConfig(
         ProfilerState.CPU, False, True, False, False, False, cast(Any, torch._C)._profiler._ExperimentalConfig()
     )
     changes: list[int] = []
+    collects = gc.isenabled()
+    gc.disable()
     _enable_profiler_legacy(config)
     try:
         yield changes
     finally:
+        if collects:
+            gc.enable()
         for events in _disable_profiler_legacy():
             changes += [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
 
