@@ -330,7 +330,9 @@ def test_its_traces_tell_what_the_profiler_tells(served: Arena) -> None:
         loss.backward()
         optimizer.step()
         mark()
-        held.append([copy.deepcopy(loss.detach()), torch.UntypedStorage(100 << 10), torch.UntypedStorage(8, device="cpu")])
+        held.append(
+            [copy.deepcopy(loss.detach()), torch.UntypedStorage(100 << 10), torch.UntypedStorage(8, device="cpu")]
+        )
         if number == 0:
             for trace in traces:
                 trace.died(foreign.data_ptr(), MiB)

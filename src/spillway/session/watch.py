@@ -247,13 +247,17 @@ class StepWatch:
             return
         smallest = level + least
         if torch.is_grad_enabled():
-            rise = self._foresight.recomputing(call)
+            rise = self._rise(call)
             smallest += self._foresight.state
-            rise = rise + rise // (2 * ERRS) if rise is not None else None
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
         self._refuse(level + least, self._engine.begun, smallest, exact=True)
+
+    def _rise(self, call: Call) -> Bytes | None:
+        """What is enough for it above what is there, if every block is recomputed; None where nobody can tell."""
+        rise = self._foresight.recomputing(call)
+        return None if rise is None else rise + rise // (2 * ERRS)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
@@ -365,7 +369,7 @@ class StepWatch:
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
-            rise = self._foresight.recomputing(call) if call is not None else None
+            rise = self._rise(call) if call is not None else None
             told = level - self._died + rise if rise is not None else 0
             self._refuse(taken, number, max(taken, told), exact=told >= taken)  # less has been told wrong
 
@@ -405,8 +409,8 @@ class StepWatch:
         return -self._budget.short(0) - coarse(self._budget.allowed)
 
     def _taken(self) -> Bytes:
-        """Now, by the allocator if it tells; else by the meter, and where that leaves no room for what is claimed, by the
-        trace as well if there is one."""
+        """Now, by the allocator if it tells; else by the meter, and where that leaves no room for what is claimed, by
+        the trace as well if there is one."""
         told = self._told()
         if told is not None:
             self._budget.observe(told)

@@ -344,7 +344,7 @@ class CudaTrace(AbstractTrace):
 
 @final
 class ArenaTrace(AbstractTrace):
-    """On the CPU where tensors are born in the arena: its allocator counts, in every thread that is in no other step."""
+    """On the CPU where tensors are born in the arena: it counts, in every thread that is in no step of its own."""
 
     def __init__(self, known: Mapping[int, Bytes]) -> None:
         self._counted = arena.Trace(known)
