@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import gc
@@ -25,6 +26,8 @@ import torch
 import spillway
 from spillway.cli import main
 from spillway.doctor import on_torch
+from spillway.engines.blocks.trace import AllocationTrace, ArenaTrace
+from spillway.errors import NativeError
 from spillway.internals.private import fresh_storage
 from spillway.native import arena, library
 from spillway.native.arena import Arena
@@ -165,7 +168,7 @@ def test_what_torch_and_others_do_with_memory_works(served: Arena, tmp_path: Pat
     assert torch.equal(torch.load(tmp_path / "saved.pt"), grown)
     given = torch.from_dlpack(numpy.full(MiB, 5, dtype=numpy.uint8))
     assert bool((given.clone() == 5).all())
-    assert served.owns(fresh_storage(MiB, allocator=served.allocator).data_ptr())
+    assert served.owns(fresh_storage(MiB).data_ptr())
 
 
 def test_what_is_small_and_what_is_larger_than_the_range_is_torchs_own(served: Arena) -> None:
@@ -306,3 +309,93 @@ def test_the_doctor_says_why_there_is_no_native_part(monkeypatch: pytest.MonkeyP
     (problem,) = on_torch.native().problems
     assert "SPILLWAY_NATIVE=0" in problem.what
     assert not problem.fatal
+
+
+def test_its_traces_tell_what_the_profiler_tells(served: Arena) -> None:
+    model = torch.nn.TransformerEncoderLayer(64, 2, 128, batch_first=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before, foreign = filled(MiB, 1), torch.from_numpy(numpy.ones(MiB, dtype=numpy.uint8))
+    known = {tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in (before, foreign)}
+    traces = [ArenaTrace(known), AllocationTrace(known)]
+    held = []
+
+    def mark() -> None:
+        for trace in traces:
+            trace.mark()
+
+    mark()
+    for number in range(3):
+        loss = model(torch.ones(8, 32 + number, 64)).square().sum()
+        mark()
+        loss.backward()
+        optimizer.step()
+        mark()
+        held.append(
+            [copy.deepcopy(loss.detach()), torch.UntypedStorage(100 << 10), torch.UntypedStorage(8, device="cpu")]
+        )
+        if number == 0:
+            for trace in traces:
+                trace.died(foreign.data_ptr(), MiB)
+        if number == 1:
+            (gone,) = [tensor.data_ptr() for tensor in [before]]
+            del before
+            traces[1].died(gone, MiB)  # which the allocator hears by itself
+            held.pop(0)
+    counted, heard = (trace.stop() for trace in traces)
+    assert counted == heard
+    assert [window.level for window in counted][-1] < 0
+    assert traces[0].stop() == counted
+
+
+def test_a_trace_is_told_its_level_within_a_backward(served: Arena) -> None:
+    leaf, levels = torch.ones(MiB, requires_grad=True), []
+    trace = ArenaTrace({})
+    trace.mark()
+    middle = leaf.exp()
+    middle.register_hook(lambda _: levels.append(trace.level()))
+    middle.sum().backward()
+    levels.append(trace.level())
+    assert levels == [4 * MiB + 8, 8 * MiB]  # two numbers; the gradient of the leaf
+    assert trace.stop()[0].peak >= levels[1]
+
+
+def test_a_thread_in_a_step_of_its_own_counts_for_that_alone(served: Arena) -> None:
+    trace, others = ArenaTrace({}), []
+
+    def another(own: bool) -> None:
+        mine = ArenaTrace({}) if own else None
+        others.append((filled(MiB, 1), filled(100, 1), mine and mine.level()))
+
+    for own in (True, False):
+        thread = threading.Thread(target=another, args=(own,))
+        thread.start()
+        thread.join()
+        others.append((trace.level(),))
+    assert [told[-1] for told in others] == [MiB + 100, 0, None, MiB + 100]
+    others.clear()
+    assert trace.level() == 0
+
+
+def test_traces_are_found_again_when_they_die(served: Arena) -> None:
+    traces = [arena.Trace({}) for _ in range(32)]
+    with pytest.raises(NativeError, match="too many"):
+        arena.Trace({})
+    del traces[3]
+    trace = arena.Trace({})
+    held = torch.ones(3)
+    assert trace.since() == (12, 12)
+    del held
+    assert trace.since() == (0, 12)
+    assert trace.since() == (0, 0)
+
+
+def test_storages_are_born_in_it_and_as_torch_makes_them_when_it_is_over(served: Arena) -> None:
+    for made in (torch.UntypedStorage(MiB), torch.UntypedStorage(MiB, device="cpu"), torch.UntypedStorage([1, 2])):
+        assert served.owns(made.data_ptr()) == (made.nbytes() == MiB)
+        assert copy.deepcopy(made).nbytes() == made.nbytes()
+    assert torch.UntypedStorage(8, device="meta").device.type == "meta"
+    with pytest.raises((TypeError, RuntimeError)):
+        torch.UntypedStorage(8, divice="cpu")
+    served.release()
+    assert "__new__" not in vars(torch.UntypedStorage)
+    assert not served.owns(torch.UntypedStorage(MiB).data_ptr())

@@ -29,6 +29,7 @@ from spillway.methods.by_block import (
     recomputing,
 )
 from spillway.methods.mimose import Options
+from spillway.native import arena, library
 from spillway.session import BlockSession
 from spillway.units import KiB
 from spillway.workloads.stdlib_lm import LanguageModel
@@ -460,16 +461,25 @@ def test_a_model_that_writes_to_its_input_is_called_once_with_it() -> None:
     assert tokens.unique().tolist() == [1]
 
 
-def test_a_profiler_of_the_users_goes_on_and_what_it_hides_is_not_called_measured() -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_profiler_of_the_users_goes_on_and_what_it_hides_is_not_called_measured(
+    monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """It hides nothing from the arena."""
+    if native and not library.wanted():
+        pytest.skip("SPILLWAY_NATIVE=0")
+    if not native:
+        monkeypatch.setattr(arena, "serves", lambda: False)
     training = Training()
     waits = torch.profiler.schedule(wait=100, warmup=1, active=1)
     with managed(training, "1GiB") as memory, torch.profiler.profile(schedule=waits):
         run(training, memory)
-    assert not any(report.peak_measured for report in memory.history)
+    assert {report.peak_measured for report in memory.history} == {native}
     training = Training()
-    with managed(training, "1GiB") as memory, memory.step(training.batches[0]), torch.profiler.profile():
+    with managed(training, "1GiB") as memory, memory.step(training.batches[0]), torch.profiler.profile() as profiler:
         training.step(training.batches[0])
-    assert not memory.history[0].peak_measured
+    assert memory.history[0].peak_measured == native
+    assert profiler.key_averages()
 
 
 def test_what_fails_to_open_leaves_nothing_behind() -> None:

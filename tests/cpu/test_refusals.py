@@ -195,6 +195,38 @@ def test_what_an_lstm_takes_for_itself_is_told(
         assert abs(_taken(run) - tally.peak) < 1024
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "width", "dtype"),
+    [
+        (16, 16, 8, torch.float32), (200, 130, 20, torch.float32), (800, 600, 64, torch.float32),
+        (200, 600, 8, torch.float64), (200, 600, 8, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_what_attention_takes_for_itself_is_told(
+    queries: int, keys: int, width: int, dtype: torch.dtype, masked: bool, in_order: bool
+) -> None:
+    def made(length: int) -> Tensor:
+        if in_order:
+            return torch.randn(2, length, 4, width, dtype=dtype).transpose(1, 2).requires_grad_()
+        return torch.randn(2, 4, length, width, dtype=dtype, requires_grad=True)
+
+    q, k, v = operands = made(queries), made(keys), made(keys)
+    mask = torch.randn(queries, keys, dtype=dtype) if masked else None
+    result = [nn.functional.scaled_dot_product_attention(q, k, v, mask)]
+    gradient = made(queries).detach()
+
+    def backward() -> Any:
+        return torch.autograd.grad(result, operands, gradient, retain_graph=True)
+
+    runs = [lambda: nn.functional.scaled_dot_product_attention(q, k, v, mask), backward]
+    for run in runs if dtype.itemsize >= 4 else runs[:1]:
+        with Tally([*operands, gradient, *result, *([] if mask is None else [mask])]) as tally:
+            run()
+        assert abs(_taken(run) - tally.peak) < 1024
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("convolution", "shape"),

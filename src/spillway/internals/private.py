@@ -76,16 +76,12 @@ def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
     cast(Any, one)._swap_data_ptr_(other)
 
 
-def fresh_storage(
-    nbytes: int, device: torch.device | None = None, *, allocator: int | None = None
-) -> torch.UntypedStorage:
+def fresh_storage(nbytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
     """A storage of uninitialised bytes, on the CPU unless it is said where, whichever modes are active.
 
-    On the CPU it comes from torch's default allocator or from the `c10::Allocator` at that address, and not from the
+    On the CPU it comes from the arena if that serves, and otherwise from torch's default allocator, and not from the
     one that tensors come from.
     """
-    if allocator is not None:
-        return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes, allocator=allocator))
     if device is None:
         return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes))
     return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes, device=device))

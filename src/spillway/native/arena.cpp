@@ -14,7 +14,9 @@
 //     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
 //  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
-//  6. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
+//  6. A trace counts what is born while it is open, in the arena or not, and that of it dies; and of storages that it was
+//     told of, that they die. A thread that has a trace of its own open counts for that one alone.
+//  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -23,6 +25,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -44,6 +48,7 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
+constexpr std::size_t TRACES = 32;                    // at a time
 constexpr std::uint8_t PRIORITY = 100;                // among those who set torch's allocator
 
 std::size_t pages(std::size_t nbytes) { return (nbytes + PAGE - 1) / PAGE * PAGE; }
@@ -118,10 +123,39 @@ struct Counts {  // as `arena.Counts` in Python has it, in this order
   std::size_t live, peak_live, resident, peak_resident, blocks, fitted, collected, moves, moved, faulted, mappings;
 };
 
+struct Born {
+  std::size_t nbytes;
+  std::uint64_t moment;  // how many traces had begun by then
+  std::uint32_t traces;  // that count it, a bit each
+};
+
 struct Block {
   std::size_t size;  // in pages
-  std::size_t told;  // bytes that the profiler heard of
+  bool told;         // whether the profiler heard of it
+  Born born;
 };
+
+// What has come since a moment, less what of it is gone: with what was known then, a step's memory above its beginning.
+struct Trace {
+  bool open = false;
+  std::uint64_t owner = 0;   // the thread that began it
+  std::uint64_t moment = 0;  // which trace it is
+  std::int64_t held = 0, peak = 0;
+  std::unordered_map<std::uintptr_t, std::size_t> known;  // by address: what was there, and counts until it is gone
+
+  void forget(std::uintptr_t address) {
+    const auto found = known.find(address);
+    if (found == known.end()) return;
+    held -= static_cast<std::int64_t>(found->second);
+    known.erase(found);
+  }
+};
+
+std::uint64_t this_thread() {
+  static std::atomic<std::uint64_t> threads{0};
+  thread_local const std::uint64_t number = ++threads;
+  return number;
+}
 
 class Arena {
  public:
@@ -167,7 +201,7 @@ class Arena {
       }
       counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
-    used_.emplace(offset, Block{size, told ? nbytes : 0});
+    used_.emplace(offset, Block{size, told, count(base_ + offset, nbytes)});
     ++counts_.blocks;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
@@ -179,10 +213,55 @@ class Arena {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = used_.find(static_cast<std::size_t>(static_cast<char*>(address) - base_));
     const Block block = found->second;
+    discount(address, block.born);
     counts_.live -= block.size;
     warm_.add(found->first, block.size);
     used_.erase(found);
-    return block.told;
+    return block.told ? block.born.nbytes : 0;
+  }
+
+  // What torch's own allocator gave out and got back for us.
+  void born_outside(const void* memory, std::size_t nbytes) {
+    if (open_ == 0) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    outside_[memory] = count(memory, nbytes);
+    known_outside_ = outside_.size();
+  }
+  void died_outside(const void* memory) {
+    if (open_ == 0 && known_outside_ == 0) return;
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = outside_.find(memory);
+    discount(memory, found == outside_.end() ? Born{} : found->second);
+    if (found != outside_.end()) outside_.erase(found);
+    known_outside_ = outside_.size();
+  }
+
+  // Begins a trace of this thread: its place, or -1 where all are taken.
+  int trace(const std::uintptr_t* addresses, const std::size_t* sizes, std::size_t count) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (std::size_t place = 0; place < TRACES; ++place) {
+      if (traces_[place].open) continue;
+      traces_[place] = Trace{true, this_thread(), ++begun_, 0, 0, {}};
+      for (std::size_t one = 0; one < count; ++one) traces_[place].known.emplace(addresses[one], sizes[one]);
+      ++open_;
+      return static_cast<int>(place);
+    }
+    return -1;
+  }
+  void forget(int place, std::uintptr_t address) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    traces_[static_cast<std::size_t>(place)].forget(address);
+  }
+  // Bytes held now, and the most since this was asked last.
+  std::pair<std::int64_t, std::int64_t> since(int place) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Trace& trace = traces_[static_cast<std::size_t>(place)];
+    return {trace.held, std::exchange(trace.peak, trace.held)};
+  }
+  void end_trace(int place) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    traces_[static_cast<std::size_t>(place)] = Trace{};
+    --open_;
   }
 
   // Gives warm pages back to the system until at most `keep` bytes of them are left.
@@ -213,6 +292,36 @@ class Arena {
 
  private:
   static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  Born count(const void* memory, std::size_t nbytes) {
+    Born born{nbytes, begun_, 0};
+    if (open_ == 0) return born;
+    const std::uint64_t thread = this_thread();
+    const bool has_own = std::any_of(traces_.begin(), traces_.end(),
+                                     [&](const Trace& one) { return one.open && one.owner == thread; });
+    for (std::size_t place = 0; place < TRACES; ++place) {
+      Trace& trace = traces_[place];
+      if (!trace.open) continue;
+      trace.forget(reinterpret_cast<std::uintptr_t>(memory));  // whoever had this address went unheard
+      if (has_own && trace.owner != thread) continue;
+      born.traces |= std::uint32_t{1} << place;
+      trace.held += static_cast<std::int64_t>(nbytes);
+      trace.peak = std::max(trace.peak, trace.held);
+    }
+    return born;
+  }
+  void discount(const void* memory, const Born& born) {
+    if (open_ == 0) return;
+    for (std::size_t place = 0; place < TRACES; ++place) {
+      Trace& trace = traces_[place];
+      if (!trace.open) continue;
+      if ((born.traces >> place & 1) != 0 && born.moment >= trace.moment) {
+        trace.held -= static_cast<std::int64_t>(born.nbytes);
+      } else {
+        trace.forget(reinterpret_cast<std::uintptr_t>(memory));
+      }
+    }
+  }
 
   // A large warm extent that the addresses behind it can make large enough: only the rest has to be collected.
   std::pair<std::size_t, std::size_t> extendable(std::size_t size) const {
@@ -318,7 +427,11 @@ class Arena {
   bool moves_ = true;
   std::size_t heal_at_ = MAPPINGS;
   Extents warm_, cold_;
-  std::unordered_map<std::size_t, Block> used_;  // by offset
+  std::unordered_map<std::size_t, Block> used_;     // by offset
+  std::unordered_map<const void*, Born> outside_;  // born in a trace
+  std::array<Trace, TRACES> traces_;
+  std::uint64_t begun_ = 0;                                  // traces
+  std::atomic<std::size_t> open_{0}, known_outside_{0};  // read before the lock is taken
   std::set<std::size_t> cuts_;
   Counts counts_{};
 };
@@ -331,8 +444,14 @@ Arena& arena() {
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
+    if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
     void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes, c10::memoryProfilingEnabled());
-    if (memory == nullptr) return c10::GetDefaultCPUAllocator()->allocate(nbytes);  // rule 4
+    if (memory == nullptr) {  // rule 4
+      c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
+      arena().born_outside(outside.get(), nbytes);
+      memory = outside.release_context();
+      return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
+    }
     report(memory, static_cast<std::int64_t>(nbytes));
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
   }
@@ -348,7 +467,10 @@ class ArenaAllocator final : public c10::Allocator {
     c10::reportMemoryUsageToProfiler(memory, nbytes, arena().counts().live, 0, c10::Device(c10::DeviceType::CPU));
   }
   static void free(void* memory) {
-    if (!arena().owns(memory)) return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);  // by `raw_allocate`
+    if (!arena().owns(memory)) {
+      arena().died_outside(memory);
+      return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
+    }
     const std::size_t told = arena().give(memory);
     if (told != 0) report(memory, -static_cast<std::int64_t>(told));
   }
@@ -362,7 +484,7 @@ extern "C" {
 int spillway_arena_reserve(std::size_t span) {
   const int error = arena().reserve(span);
   static const int forks = ::pthread_atfork([] { arena().mutex().lock(); }, [] { arena().mutex().unlock(); },
-                                            [] { arena().mutex().unlock(); });  // rule 6
+                                            [] { arena().mutex().unlock(); });  // rule 7
   return error != 0 ? error : forks;
 }
 
@@ -379,6 +501,14 @@ void spillway_arena_serve(int on) {
 void spillway_arena_trim(std::size_t keep) { arena().trim(keep); }
 void spillway_arena_counts(Counts* counts) { *counts = arena().counts(); }
 void spillway_arena_reset_peaks() { arena().reset_peaks(); }
+int spillway_arena_trace(const std::uintptr_t* addresses, const std::size_t* sizes, std::size_t count) {
+  return arena().trace(addresses, sizes, count);
+}
+void spillway_arena_forget(int place, std::uintptr_t address) { arena().forget(place, address); }
+void spillway_arena_since(int place, std::int64_t* held_and_peak) {
+  std::tie(held_and_peak[0], held_and_peak[1]) = arena().since(place);
+}
+void spillway_arena_end_trace(int place) { arena().end_trace(place); }
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
 }
 #pragma GCC visibility pop

@@ -8,8 +8,11 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Final, final
+from typing import Any, Final, cast, final
+
+import torch
 
 from spillway.errors import NativeError
 from spillway.internals.locks import renew_in_children
@@ -61,6 +64,9 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_reserve.argtypes = library.spillway_arena_trim.argtypes = [ctypes.c_size_t]
     library.spillway_arena_allocator.restype = ctypes.c_void_p
     library.spillway_arena_owns.argtypes = [ctypes.c_void_p]
+    library.spillway_arena_trace.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
         raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
@@ -86,18 +92,29 @@ def trim(keep: Bytes = 0) -> None:
         _opened().spillway_arena_trim(keep)
 
 
+def _new_storage(kind: Any, *args: Any, **kwargs: Any) -> torch.UntypedStorage:
+    """`torch.UntypedStorage.__new__`, which asks torch's default allocator, and not the one of tensors."""
+    if len(args) == 1 and type(args[0]) is int and (not kwargs or _names_the_cpu(**kwargs)):
+        kwargs = {"allocator": _opened().spillway_arena_allocator()}
+    return cast(torch.UntypedStorage, torch._C.StorageBase.__new__(kind, *args, **kwargs))
+
+
+def _names_the_cpu(*, device: Any = "cpu", **others: Any) -> bool:
+    return not others and (device is None or torch.device(device).type == "cpu")
+
+
 @final
 class Arena:
-    """As long as there is one of these, CPU tensors are born in the arena of this process; there is only one."""
+    """As long as there is one of these, CPU tensors and storages are born in the arena of this process; there is only
+    one."""
 
     def __init__(self) -> None:
         """Raises NativeError where there cannot be an arena, with the reason."""
         self._library = _opened()
-        self.allocator = int(self._library.spillway_arena_allocator())
-        """Where its `c10::Allocator` lies, which `fresh_storage` takes."""
         with _lock:
             _holders.add(id(self))
             self._library.spillway_arena_serve(1)
+            cast(Any, torch.UntypedStorage).__new__ = _new_storage
 
     @staticmethod
     def for_session() -> Arena | None:
@@ -121,6 +138,8 @@ class Arena:
         with _lock:
             if id(self) in _holders:
                 if len(_holders) == 1:
+                    if "__new__" in vars(torch.UntypedStorage):
+                        del cast(Any, torch.UntypedStorage).__new__
                     self._library.spillway_arena_serve(0)
                     self._library.spillway_arena_trim(0)
                 _holders.discard(id(self))
@@ -128,3 +147,43 @@ class Arena:
     def __del__(self) -> None:
         if hasattr(self, "_library"):
             self.release()
+
+
+def serves() -> bool:
+    """Whether CPU tensors are born in the arena now."""
+    return bool(_holders)
+
+
+@final
+class Trace:
+    """What CPU tensors take above what is there now: what is born, less what of it dies, and less what is known and
+    dies. Small blocks count too, and those of every thread that has no trace of its own."""
+
+    def __init__(self, known: Mapping[int, Bytes]) -> None:
+        """`known` has the bytes of storages that are there, by the address of their memory. Raises NativeError where 32
+        traces are open."""
+        addresses, sizes = (ctypes.c_size_t * len(known))(*known), (ctypes.c_size_t * len(known))(*known.values())
+        self._told = (ctypes.c_int64 * 2)()
+        self._library = _opened()
+        self._place: int = self._library.spillway_arena_trace(addresses, sizes, len(known))
+        if self._place < 0:
+            raise NativeError("too many steps are traced at a time.")
+
+    def forget(self, address: int) -> None:
+        """A storage that was known is gone; told twice, it went once."""
+        self._library.spillway_arena_forget(self._place, address)
+
+    def since(self) -> tuple[int, int]:
+        """Bytes now, and the most since this was asked last, both above the beginning."""
+        self._library.spillway_arena_since(self._place, self._told)
+        return self._told[0], self._told[1]
+
+    def end(self) -> None:
+        """Nothing is counted any more."""
+        if self._place >= 0:
+            place, self._place = self._place, -1
+            self._library.spillway_arena_end_trace(place)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_place"):
+            self.end()

@@ -247,13 +247,17 @@ class StepWatch:
             return
         smallest = level + least
         if torch.is_grad_enabled():
-            rise = self._foresight.recomputing(call)
+            rise = self._rise(call)
             smallest += self._foresight.state
-            rise = rise + rise // (2 * ERRS) if rise is not None else None
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
         self._refuse(level + least, self._engine.begun, smallest, exact=True)
+
+    def _rise(self, call: Call) -> Bytes | None:
+        """What is enough for it above what is there, if every block is recomputed; None where nobody can tell."""
+        rise = self._foresight.recomputing(call)
+        return None if rise is None else rise + rise // (2 * ERRS)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
@@ -354,7 +358,7 @@ class StepWatch:
                 over -= freed
         self._budget.claim(0)
         taken = self._taken()
-        if taken - COARSE > self._budget.allowed:
+        if taken - COARSE > self._budget.allowed and self._told() is None:
             most = self._meter.most()
             if most is not None and most < taken:
                 self._overcounted += taken - most
@@ -365,11 +369,19 @@ class StepWatch:
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
-            rise = self._foresight.recomputing(call) if call is not None else None
+            rise = self._rise(call) if call is not None else None
             told = level - self._died + rise if rise is not None else 0
             self._refuse(taken, number, max(taken, told), exact=told >= taken)  # less has been told wrong
 
+    def _told(self) -> Bytes | None:
+        """What is taken now, where the allocator tells it to the byte."""
+        level = self._trace.level() if self._trace is not None else None
+        return None if level is None else self._start + level
+
     def _traced_level(self) -> Bytes | None:
+        told = self._told()
+        if told is not None:
+            return told
         windows = self._trace.so_far() if self._trace is not None and not _in_backward() else []
         return self._start + windows[-1].level if windows else None
 
@@ -397,7 +409,12 @@ class StepWatch:
         return -self._budget.short(0) - coarse(self._budget.allowed)
 
     def _taken(self) -> Bytes:
-        """Now, by the meter; where that leaves no room for what is claimed, by the trace as well if there is one."""
+        """Now, by the allocator if it tells; else by the meter, and where that leaves no room for what is claimed, by
+        the trace as well if there is one."""
+        told = self._told()
+        if told is not None:
+            self._budget.observe(told)
+            return told
         taken = self._start + self._meter.read() - self._base - self._overcounted
         if taken < self._start and taken < (known := self._known()):
             self._base -= known - taken  # something else than the step's has gone since, and makes no room

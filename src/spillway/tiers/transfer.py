@@ -45,6 +45,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.errors import SpillError, SpillFullError
 from spillway.internals.locks import held_here, renew_in_children
+from spillway.internals.private import fresh_storage
 from spillway.tiers.cuda_streams import Event, Streams
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.tiers.host import Block, HostPool
@@ -390,7 +391,7 @@ class DiskLanes:
 
     def start_in(self, transfer: Transfer) -> tuple[Storage, Future[bool]]:
         """By a worker."""
-        target = _fresh(transfer.nbytes)
+        target = fresh_storage(transfer.nbytes)
         reading = self.tier.start_read(transfer.place, target.data_ptr())
         reading.add_done_callback(partial(_kept_until_now, target))  # rule 2
         transfer.under_way = reading
@@ -399,7 +400,7 @@ class DiskLanes:
     def finish_in(self, transfer: Transfer, arrival: Any) -> Storage:
         """Wait for the worker, or read."""
         if arrival is None:
-            target = _fresh(transfer.nbytes)
+            target = fresh_storage(transfer.nbytes)
             self.tier.read(transfer.place, target.data_ptr())
             return target
         target, reading = arrival
@@ -440,11 +441,6 @@ def _copies(transfer: Transfer) -> list[Future[Any]]:
 
 def _kept_until_now(target: Storage, reading: Future[bool]) -> None:
     """What this is called with is alive until it is called."""
-
-
-def _fresh(nbytes: Bytes) -> Storage:
-    storage: Storage = cast(Callable[[Bytes], Storage], torch.UntypedStorage)(nbytes)
-    return storage
 
 
 @final

@@ -1,7 +1,8 @@
 """Every allocation of a step, with its time: exact peaks between any two moments.
 
-On the CPU torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
-step is over. On CUDA the allocator itself counts the peak between two moments.
+Where CPU tensors are born in the arena, and on CUDA, the allocator itself counts the peak between two moments.
+Elsewhere torch's profiler hears of every allocation. It is asked for these alone, which costs about 4 us each when the
+step is over.
 
 NOTE: what counts on the CPU. What was there at the beginning and is known by name, and every allocation since. That
 something else goes, such as what the user still held of an earlier step, makes no room: it never counted. The
@@ -35,6 +36,7 @@ from torch.autograd.profiler import KinetoStepTracker
 from torch.autograd.profiler import profile as autograd_profile
 
 from spillway.internals.locks import renew_in_children
+from spillway.native import arena
 from spillway.units import Bytes
 
 _profiler: Final[Any] = torch._C._autograd
@@ -85,6 +87,10 @@ class AbstractTrace(ABC):
     @abstractmethod
     def freed(self, at: int, address: int, nbytes: Bytes) -> None:
         """Another thread freed a storage, at that time by `time.time_ns`. Called by that thread."""
+
+    def level(self) -> Bytes | None:
+        """What is taken now, above the first mark, where that is told at any moment, by whatever thread; else None."""
+        return None
 
     @abstractmethod
     def so_far(self) -> list[Window]:
@@ -336,6 +342,47 @@ class CudaTrace(AbstractTrace):
         self._windows[-1] = Window(self._windows[-1].level, peak)
 
 
+@final
+class ArenaTrace(AbstractTrace):
+    """On the CPU where tensors are born in the arena: it counts, in every thread that is in no step of its own."""
+
+    def __init__(self, known: Mapping[int, Bytes]) -> None:
+        self._counted = arena.Trace(known)
+        self._windows: list[Window] = []
+        self._stopped = False
+
+    def mark(self) -> None:
+        level = self.level()
+        self._windows.append(Window(level, level))
+
+    def died(self, address: int, nbytes: Bytes) -> None:
+        self._counted.forget(address)
+
+    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
+        """The allocator has heard of it."""
+
+    def at_peak(self) -> Held | None:
+        return None
+
+    def level(self) -> Bytes:
+        level, peak = self._counted.since()
+        if self._windows:
+            begin, highest = self._windows[-1]
+            self._windows[-1] = Window(begin, max(highest, peak))
+        return level
+
+    def so_far(self) -> list[Window]:
+        self.level()
+        return list(self._windows)
+
+    def stop(self) -> list[Window]:
+        if not self._stopped:
+            self.level()
+            self._stopped = True
+            self._counted.end()
+        return self._windows
+
+
 def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace | None:
     """A trace that has begun; None where none can be had.
 
@@ -345,4 +392,6 @@ def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace
     """
     if device.type == "cuda":
         return CudaTrace(device)
+    if arena.serves():
+        return ArenaTrace(known)
     return AllocationTrace(known) if AllocationTrace.possible() else None

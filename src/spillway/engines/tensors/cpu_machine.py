@@ -161,7 +161,7 @@ class CpuMachine:
     def _fresh(self, nbytes: Bytes) -> torch.UntypedStorage:
         self._reclaimer.expect(nbytes)
         with memory_for("what comes back from the spill file"):
-            fresh = fresh_storage(nbytes, allocator=None if self._arena is None else self._arena.allocator)
+            fresh = fresh_storage(nbytes)
         if self._arena is None:
             prefer_huge_pages(fresh.data_ptr(), nbytes)
         return fresh

@@ -82,8 +82,38 @@ def _blocked(x: torch.Tensor) -> Bytes:
     return int(x.nbytes) // int(x.shape[1]) * (-(-int(x.shape[1]) // 16) * 16) if x.numel() else 0
 
 
+def _of_attention(args: Sequence[Any], out: Any) -> Bytes:
+    """Of a flash attention on the CPU, in every thread: one block of queries times keys, its maxima and sums, and of
+    the result; products in a shorter type beside them. To the byte."""
+    query, key = args[:2]
+    rows, columns = _in_blocks(query, key)
+    own = (rows * columns + 2 * rows + rows * int(query.shape[-1])) * max(4, query.itemsize)
+    return int(own + _shorter(query) * rows * columns) * torch.get_num_threads()
+
+
+def _of_attention_backward(args: Sequence[Any], out: Any) -> Bytes:
+    """Two blocks and a sum for each of their rows, and the gradient in order. To the byte in full precision and one
+    thread: threads do not have theirs at the same moments."""
+    gradient, query, key = args[:3]
+    rows, columns = _in_blocks(query, key)
+    own = (2 * rows * columns + rows) * max(4, query.itemsize) + 2 * _shorter(query) * rows * columns
+    in_order = gradient.transpose(1, 2).is_contiguous()
+    return int(own * torch.get_num_threads() + (0 if in_order else gradient.numel() * gradient.itemsize))
+
+
+def _in_blocks(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
+    queries, keys = int(query.shape[2]), int(key.shape[2])
+    return min(256 if queries >= 768 else 64 if queries >= 192 else 32, queries), min(512, keys)
+
+
+def _shorter(query: torch.Tensor) -> Bytes:
+    return query.itemsize if query.itemsize < 4 else 0
+
+
 _WITHIN: Final[Mapping[str, Callable[[Sequence[Any], Any], Bytes]]] = MappingProxyType(
     {
+        "aten::_scaled_dot_product_flash_attention_for_cpu": _of_attention,
+        "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _of_attention_backward,
         "aten::convolution": _of_convolution,
         "aten::convolution_backward": _of_convolution_backward,
         "aten::native_batch_norm": _of_batch_norm,
