@@ -18,6 +18,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -394,8 +395,12 @@ def test_storages_are_born_in_it_and_as_torch_makes_them_when_it_is_over(served:
         assert served.owns(made.data_ptr()) == (made.nbytes() == MiB)
         assert copy.deepcopy(made).nbytes() == made.nbytes()
     assert torch.UntypedStorage(8, device="meta").device.type == "meta"
-    with pytest.raises((TypeError, RuntimeError)):
-        torch.UntypedStorage(8, divice="cpu")
+    wrong: list[Callable[[], Any]] = [
+        lambda: torch.UntypedStorage(8, divice="cpu"), lambda: torch.UntypedStorage(-1),
+        lambda: torch.UntypedStorage(1 << 60), lambda: torch.UntypedStorage(8, device="nowhere"),
+    ]  # fmt: skip
+    said = [str(pytest.raises((TypeError, RuntimeError), make).value) for make in wrong]
     served.release()
+    assert said == [str(pytest.raises((TypeError, RuntimeError), make).value) for make in wrong]
     assert "__new__" not in vars(torch.UntypedStorage)
     assert not served.owns(torch.UntypedStorage(MiB).data_ptr())

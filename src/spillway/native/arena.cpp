@@ -178,6 +178,7 @@ class Arena {
 
   // Memory for a tensor, or null where there is no room for it here.
   void* take(std::size_t nbytes, bool told) {
+    if (nbytes > span_) return nullptr;  // also what is negative
     const std::size_t size = pages(nbytes);
     std::lock_guard<std::mutex> guard(mutex_);
     std::size_t offset = 0;
