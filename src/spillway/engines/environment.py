@@ -365,10 +365,15 @@ class Environment:
             *(TorchStream(_generator_of(device)) for device in others),
             *(stream(generator) for generator in generators),
         ]
+        self.heard: Callable[[list[Any]], None] | None = None
+        """Told of every list of states that is read: no op makes them."""
 
     def streams(self) -> list[Any]:
         """Where the random streams stand."""
-        return [one.get() for one in self._streams]
+        states = [one.get() for one in self._streams]
+        if self.heard is not None:
+            self.heard(states)
+        return states
 
     def capture(self) -> Captured:
         """The environment now."""

@@ -79,8 +79,8 @@ def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
 def fresh_storage(nbytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
     """A storage of uninitialised bytes, on the CPU unless it is said where, whichever modes are active.
 
-    On the CPU it comes from the arena if that serves, and otherwise from torch's default allocator, and not from the
-    one that tensors come from.
+    On the CPU it comes from the arena if that serves, and otherwise from torch's default allocator, whichever tensors
+    come from.
     """
     if device is None:
         return cast(torch.UntypedStorage, cast(Any, torch.UntypedStorage)(nbytes))

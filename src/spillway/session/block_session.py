@@ -502,9 +502,9 @@ class _Step(AbstractStep):
             return None
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
-    def recomputing(self, call: Call) -> Bytes | None:
+    def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
         """And the state that the optimizers add, with which the next step begins."""
-        rise = recomputing(call, environment_of(self._session._model, self._session._generators))
+        rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         return None if rise is None else rise + self.state
 
     @property

@@ -42,11 +42,11 @@ def needs_of(optimizers: Sequence[torch.optim.Optimizer]) -> Update:
     return functools.reduce(Update.beside, (update_of(one) or Update() for one in optimizers), Update())
 
 
-def recomputing(call: Call, environment: Environment) -> Bytes | None:
+def recomputing(call: Call, environment: Environment, *, loss: bool = True) -> Bytes | None:
     """Of a forward and backward in which every block is recomputed, the most bytes above what is there when it begins,
-    with a loss that needs what the usual ones do, and for an engine that has learnt nothing yet. None where the model
-    does not run on tensors without content."""
-    return _peak(call, environment, _go_back, trains=True, taught=False)
+    with a loss that needs what the usual ones do, or one that needs nothing, and for an engine that has learnt nothing
+    yet. None where the model does not run on tensors without content."""
+    return _peak(call, environment, _go_back if loss else _descend, trains=True, taught=False)
 
 
 def least(call: Call, environment: Environment, enough: Bytes = 0) -> Bytes | None:
@@ -83,6 +83,7 @@ def _peak(
             with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:
                 if taught:
                     engine.learn_from(call.engine)
+                engine.hear_streams(tally.hold)
                 args, kwargs = rebuilt(call.called, _empty)
                 with tally:
                     goes_on([twin(*args, **kwargs)])

@@ -47,6 +47,10 @@ ERRS: Final = 20
 """What is told on tensors without content may be too much by one part in so many: kernels have other temporaries."""
 
 
+SAMPLES: Final = 400
+"""And too little by one part in so many: the engine keeps samples of what blocks are called with, which no op makes."""
+
+
 class Mark(NamedTuple):
     """A seam that was passed."""
 
@@ -112,9 +116,9 @@ class Foresight(Protocol):
     def update(self) -> Bytes:
         """What their update needs above what is there when a step begins: gradients, state and temporaries."""
 
-    def recomputing(self, call: Call) -> Bytes | None:
+    def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
         """What it and its backward need, if every block is recomputed, and the optimizers' state with it; None where
-        that cannot be told."""
+        that cannot be told. The loss needs what the usual ones do, or nothing."""
 
 
 Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
@@ -247,17 +251,13 @@ class StepWatch:
             return
         smallest = level + least
         if torch.is_grad_enabled():
-            rise = self._rise(call)
+            rise = self._foresight.recomputing(call)
+            rise = None if rise is None else rise + rise // SAMPLES
             smallest += self._foresight.state
             if rise is None or 10 * (level + rise) > 11 * smallest:
                 return  # it depends on the loss what is enough: that is measured, and named before anything is updated
             smallest = max(smallest, level + rise)
         self._refuse(level + least, self._engine.begun, smallest, exact=True)
-
-    def _rise(self, call: Call) -> Bytes | None:
-        """What is enough for it above what is there, if every block is recomputed; None where nobody can tell."""
-        rise = self._foresight.recomputing(call)
-        return None if rise is None else rise + rise // (2 * ERRS)
 
     def _action_of(self, block: str, call: int) -> Action:
         return self.passes[-1].decision.plan.action(self._engine.begun) if self.passes else Action.KEEP
@@ -369,8 +369,14 @@ class StepWatch:
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:
             level, call = self._begins_with or (0, None)
-            rise = self._rise(call) if call is not None else None
+            rise = self._foresight.recomputing(call) if call is not None else None
             told = level - self._died + rise if rise is not None else 0
+            if rise is not None and call is not None and _in_backward() and self._trace is not None:
+                windows = self._trace.so_far() if self._told() is not None else []
+                rise = self._foresight.recomputing(call, loss=False)
+                if windows and rise is not None:  # what the loss needs has been seen by now
+                    seen = self._start + max(window.peak for window in windows) + self._foresight.state
+                    told = min(told, max(seen, level - self._died + rise))
             self._refuse(taken, number, max(taken, told), exact=told >= taken)  # less has been told wrong
 
     def _told(self) -> Bytes | None:

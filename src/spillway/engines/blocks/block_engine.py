@@ -303,6 +303,10 @@ class BlockEngine:
         with self._runtime.lock:
             return call.revoke()
 
+    def hear_streams(self, heard: Callable[[list[Any]], None]) -> None:
+        """Have it told of the states of random streams that blocks keep for their second run."""
+        self._runtime.environment.heard = heard
+
     def learn_from(self, other: BlockEngine) -> None:
         """Take over what calls of the same blocks, of a model of the same modules, have taught another engine."""
         for mine, theirs in zip(self._found, other._found, strict=True):

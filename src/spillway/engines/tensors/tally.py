@@ -186,6 +186,13 @@ class Tally(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's clas
         self.peak, self.small_peak = max(self.peak, self.alive + within), max(self.small_peak, self.small)
         return out
 
+    def hold(self, held: Iterable[Any]) -> None:
+        """What no op makes: tensors among what is given count for as long as they live."""
+        for tensor in held:
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), made=True)
+        self.peak = max(self.peak, self.alive)
+
     def _is_others(self, tensor: torch.Tensor) -> bool:
         known = self._known.get(tensor.untyped_storage()._cdata)
         return known is None or not known.made
