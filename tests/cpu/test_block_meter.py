@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -53,15 +54,15 @@ def test_what_others_free_while_the_allocator_is_looked_for_hides_it_not(monkeyp
 
 
 def test_what_is_reserved_is_read_and_told_from_what_is_there(reserve: Callable[[], None]) -> None:
-    meter = HeapMeter()
-    start = meter.begin(0)
-    tensor = torch.ones(6 * MiB, dtype=torch.uint8)
-    reserve()
-    assert meter.read() - start >= tensor.nbytes + RESERVED
-    most = meter.most()
-    assert most is not None
-    assert tensor.nbytes - MiB < most < tensor.nbytes + 2 * MiB  # small blocks come and go
-    meter.close()
+    with contextlib.closing(HeapMeter()) as meter:
+        start = meter.begin(0)
+        tensor = torch.ones(6 * MiB, dtype=torch.uint8)
+        reserve()
+        assert meter.read() - start >= tensor.nbytes + RESERVED
+        most = meter.most()
+        assert most is not None
+        # Small blocks come and go, and the allocator's own word at the head of a block may have a huge page.
+        assert tensor.nbytes - MiB < most < tensor.nbytes + RESERVED // 2
 
 
 def test_what_others_gave_up_between_steps_makes_no_room() -> None:
