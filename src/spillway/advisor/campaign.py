@@ -151,12 +151,13 @@ class Campaign:
             self._spent[method] = self._clock() - self._began[method]
 
     def measure(self, method: str, size: int, *, again: bool = False) -> Trial:
-        """One more trial, also of a method that is none of the campaign's; `again` even if there was one."""
+        """One more trial, also of a method that is none of the campaign's; `again` even if there was one, and then
+        what took more than the limit is told too."""
         trial = self.bench.measure_again(method, size) if again else self.bench.measure(method, size)
-        if trial.peak is not None and trial.peak > self.limit:
-            trial = replace(trial, peak=None, seconds=None, by_kind={})
-        self.trials.setdefault(method, {})[size] = trial
-        return trial
+        fits = trial.peak is None or trial.peak <= self.limit
+        kept = trial if fits else replace(trial, peak=None, seconds=None, by_kind={})
+        self.trials.setdefault(method, {})[size] = kept
+        return trial if again else kept
 
     def _tried(self, method: str, size: int) -> Iterator[Trial]:
         """A trial; none of one that failed, which is noted if another size may do.

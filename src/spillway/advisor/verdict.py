@@ -618,7 +618,8 @@ class Verified:
         measured = self.size / self.measured_seconds
         off, more = measured / speed - 1, self.measured_peak / self.predicted_peak - 1
         there = format_bytes(self.measured_peak)
-        return f"{predicted}; {self.seen} {measured:.4g} ({off:+.1%}) in {there} ({more:+.1%})."
+        above = "" if self.measured_peak <= limit else f", which is more than {format_bytes(limit)}"
+        return f"{predicted}; {self.seen} {measured:.4g} ({off:+.1%}) in {there} ({more:+.1%}){above}."
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can hold it: samples per second, and bytes."""

@@ -10,6 +10,9 @@
 //     was used at once, rounded up to pages, however fragmented the addresses are.
 //  2. Where pages cannot be moved (an old kernel, too many mappings), as many are given back to the system as are faulted
 //     in instead. Rule 1 holds all the same.
+//     A call of the system that fails may leave a hole. Its addresses are lost: nothing is mapped there and nobody gets
+//     them, as somebody else's mapping may come to lie there. So what is ours is what `used_` has, and not what lies in
+//     the range.
 //  3. The kernel moves pages mapping by mapping: `cuts_` holds every offset at which a mapping may begin. More than
 //     MAPPINGS are healed, by giving the warm pages back: a mapping anew over the whole extent is one mapping.
 //  4. What is small, and what the range or the system has no room for, is torch's own allocator's, and so is the error.
@@ -171,9 +174,10 @@ class Arena {
     return 0;
   }
 
-  bool owns(const void* address) const {
-    const char* byte = static_cast<const char*>(address);
-    return byte >= base_ && byte < base_ + span_;
+  bool owns(const void* address) {
+    if (!within(address)) return false;
+    std::lock_guard<std::mutex> guard(mutex_);
+    return used_.count(offset_of(address)) != 0;
   }
 
   // Memory for a tensor, or null where there is no room for it here.
@@ -209,16 +213,18 @@ class Arena {
     return base_ + offset;
   }
 
-  // What the profiler was told of it, in bytes: 0 where nobody profiled when it was born.
-  std::size_t give(void* address) {
+  // What the profiler was told of it, in bytes: 0 where nobody profiled when it was born; -1 for what is not ours.
+  std::int64_t give(void* address) {
+    if (!within(address)) return -1;
     std::lock_guard<std::mutex> guard(mutex_);
-    const auto found = used_.find(static_cast<std::size_t>(static_cast<char*>(address) - base_));
+    const auto found = used_.find(offset_of(address));
+    if (found == used_.end()) return -1;
     const Block block = found->second;
     discount(address, block.born);
     counts_.live -= block.size;
     warm_.add(found->first, block.size);
     used_.erase(found);
-    return block.told ? block.born.nbytes : 0;
+    return block.told ? static_cast<std::int64_t>(block.born.nbytes) : 0;
   }
 
   // What torch's own allocator gave out and got back for us.
@@ -269,9 +275,8 @@ class Arena {
   void trim(std::size_t keep) {
     std::lock_guard<std::mutex> guard(mutex_);
     while (warm_.bytes() > keep) {
-      auto [offset, size] = warm_.best(span_);
-      size = std::min(size, pages(warm_.bytes() - keep));
-      if (!give_back(offset, size)) return;
+      const auto [offset, size] = warm_.best(span_);
+      give_back(offset, std::min(size, pages(warm_.bytes() - keep)));
     }
   }
 
@@ -293,6 +298,14 @@ class Arena {
 
  private:
   static constexpr int FLAGS = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+
+  bool within(const void* address) const {
+    const char* byte = static_cast<const char*>(address);
+    return byte >= base_ && byte < base_ + span_;
+  }
+  std::size_t offset_of(const void* address) const {
+    return static_cast<std::size_t>(static_cast<const char*>(address) - base_);
+  }
 
   Born count(const void* memory, std::size_t nbytes) {
     Born born{nbytes, begun_, 0};
@@ -354,7 +367,7 @@ class Arena {
     for (std::size_t owed = wanted - filled; owed != 0;) {  // rule 2
       auto [from, length] = warm_.best(owed);
       length = std::min(length, owed);
-      if (!give_back(from, length)) break;
+      give_back(from, length);
       owed -= length;
     }
     const std::size_t fresh = size - filled;
@@ -387,12 +400,14 @@ class Arena {
     return done;
   }
 
-  // The pages of a warm extent, or of its first bytes, go back to the system; false if they cannot.
-  bool give_back(std::size_t offset, std::size_t size) {
+  // The pages of a warm extent, or of its first bytes, go back to the system.
+  void give_back(std::size_t offset, std::size_t size) {
     warm_.take(offset, size);
-    const bool gone = one_mapping(offset, size) || ::madvise(base_ + offset, size, MADV_DONTNEED) == 0;
-    (gone ? cold_ : warm_).add(offset, size);
-    return gone;
+    if (one_mapping(offset, size) || emptied(offset, size)) cold_.add(offset, size);
+  }
+  // Whether there is no hole in it (rule 2), and no page either now.
+  bool emptied(std::size_t offset, std::size_t size) const {
+    return ::madvise(base_ + offset, size, MADV_DONTNEED) == 0;
   }
 
   // Maps anew: one mapping, without pages.
@@ -405,9 +420,12 @@ class Arena {
   void heal() {
     while (!warm_.empty()) {
       const auto [offset, size] = warm_.best(span_);
-      if (!give_back(offset, size)) break;
+      give_back(offset, size);
     }
-    for (const auto& [offset, size] : cold_.all()) one_mapping(offset, size);
+    const auto extents = cold_.all();
+    for (const auto& [offset, size] : extents) {
+      if (!one_mapping(offset, size) && !emptied(offset, size)) cold_.take(offset, size);
+    }
     heal_at_ = std::max(MAPPINGS, 2 * cuts_.size());  // what is used is healed when it is free
   }
 
@@ -468,12 +486,12 @@ class ArenaAllocator final : public c10::Allocator {
     c10::reportMemoryUsageToProfiler(memory, nbytes, arena().counts().live, 0, c10::Device(c10::DeviceType::CPU));
   }
   static void free(void* memory) {
-    if (!arena().owns(memory)) {
+    const std::int64_t told = arena().give(memory);
+    if (told < 0) {
       arena().died_outside(memory);
       return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
     }
-    const std::size_t told = arena().give(memory);
-    if (told != 0) report(memory, -static_cast<std::int64_t>(told));
+    if (told != 0) report(memory, -told);
   }
 };
 
