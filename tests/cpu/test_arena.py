@@ -112,6 +112,34 @@ def test_where_pages_cannot_be_moved_they_are_given_back(error: int) -> None:
     assert ran(script, str(error)).split() == ["0", "True", "True", "True"]
 
 
+def test_what_a_failed_move_leaves_unmapped_is_nobodys_until_somebody_else_maps_it() -> None:
+    if not library.wanted():
+        pytest.skip("SPILLWAY_NATIVE=0")
+    script = """
+        import ctypes
+        from tests.cpu.test_arena import *
+        one = Arena()
+        tensors = [filled(MiB, value) for value in range(9)]
+        begin = tensors[0].data_ptr()
+        del tensors[1::2]
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, limit[1]))  # below what is mapped: the move fails half-way
+        refused = refusal(lambda: torch.empty(2 * MiB, dtype=torch.uint8))
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+        maps = sorted(tuple(int(end, 16) for end in line.split()[0].split("-")) for line in open("/proc/self/maps"))
+        ends = [end for (_, end), (later, _) in zip(maps, maps[1:]) if begin <= end < later < begin + 16 * MiB]
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        there = libc.mmap(ctypes.c_void_p(ends[0]), ctypes.c_size_t(MiB), 3, 0x100022, -1, ctypes.c_long(0))  # theirs
+        ctypes.memset(there, 77, MiB)
+        more = [filled(MiB, value) for value in range(40)]
+        whole = all(bool((tensor == 2 * value).all()) for value, tensor in enumerate(tensors))
+        whole = whole and all(bool((tensor == value).all()) for value, tensor in enumerate(more))
+        print("memory" in refused, there == ends[0], one.owns(there), whole, set(ctypes.string_at(there, MiB)))
+    """
+    assert ran(script).split() == ["True", "True", "False", "True", "{77}"]
+
+
 def ran(script: str, *arguments: str, **environment: str) -> str:
     """What a process prints that runs this."""
     done = started(script, *arguments, **environment)

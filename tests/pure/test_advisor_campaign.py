@@ -323,9 +323,7 @@ def test_a_prediction_stands_beside_what_was_measured() -> None:
     row = advise(compared(PLAIN, SLOWER), LIMIT)[0]
     assert row.fitted is not None
     good = Verified.of("plain", row.fitted, Trial(method="plain", size=10, peak=1010 * MB, seconds=1.2), "measured")
-    assert good.sentence(LIMIT).endswith(
-        "measured 8.333 (-4.2%) in 963.21 MiB (+1.0%), which is more than 953.67 MiB."
-    )
+    assert good.sentence(LIMIT).endswith("measured 8.333 (-4.2%) in 963.21 MiB (+1.0%), which is more than 953.67 MiB.")
     assert good.sentence(2 * LIMIT).endswith("measured 8.333 (-4.2%) in 963.21 MiB (+1.0%).")
     full = Verified.of("plain", row.fitted, Trial(method="plain", size=10, peak=None, seconds=None), "simulated")
     assert full.sentence(LIMIT).endswith("it took more than 953.67 MiB.")
