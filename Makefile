@@ -43,7 +43,7 @@ test-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m pytest tests/gpu tests/cpu/test_cuda_machine.py tests/cpu/test_cuda_engine.py tests/cpu/test_cuda_lanes.py tests/cpu/test_block_host.py -p no:cacheprovider -W default --durations=10
 
 bench-gpu:
-	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu
+	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu device_arena
 	PYTHONPATH=src:. $(GPU_PYTHON) -m papers gpu_costs
 
 clean:

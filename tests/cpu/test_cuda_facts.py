@@ -27,18 +27,21 @@ def test_expandable_segments_are_found_in_the_environment(
 def test_every_fact_that_matters_has_a_note(on: bool) -> None:
     facts = CudaFacts(
         name="a device", total=2, free=1, exchanges=on, allocator="native", expandable_segments=on, benchmarks=on,
+        chunk=2 << 20, host_behind=on,
     )  # fmt: skip
     notes = " ".join(facts.notes())
     assert ("point at pinned host memory" in notes) == on
     assert ("expandable_segments is on" in notes) == on
     assert ("not recomputed" in notes) == on
+    assert ("chunks of 2.00 MiB; host memory can stand" in notes) == on
 
 
 def test_an_allocator_that_is_not_torchs_own_is_named() -> None:
     facts = CudaFacts(
         name="a device", total=2, free=1, exchanges=True, allocator="cudaMallocAsync", expandable_segments=True,
-        benchmarks=False,
+        benchmarks=False, chunk=0, host_behind=None,
     )  # fmt: skip
     notes = " ".join(facts.notes())
     assert "The allocator is cudaMallocAsync" in notes
     assert "odd pieces" not in notes
+    assert "is not to be had here" in notes

@@ -10,8 +10,10 @@ from typing import Any, Final, final
 
 import torch
 
+from spillway.errors import DeviceFullError, NativeError
 from spillway.internals.private import CAN_SWAP
-from spillway.units import Bytes
+from spillway.native.device_arena import DRIVER, DeviceArena
+from spillway.units import Bytes, format_bytes
 
 NATIVE: Final = "native"
 """The caching allocator of torch's own."""
@@ -34,6 +36,11 @@ class CudaFacts:
     """Torch's name of the allocator: "native" is its own caching one."""
     expandable_segments: bool
     """Whether the caching allocator maps its segments piece by piece, which avoids odd pieces."""
+    chunk: Bytes
+    """Of memory that can be mapped behind addresses; 0 where the driver or our native part has no virtual
+    addressing."""
+    host_behind: bool | None
+    """Whether host memory can stand behind a device address; None where that could not be tried."""
     benchmarks: bool
     """Whether cuDNN takes the algorithm that was fastest when it tried."""
 
@@ -54,7 +61,17 @@ class CudaFacts:
             "in the budget; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids most of it."
         )
         benchmarks = ("cudnn.benchmark is on: convolutions are moved and not recomputed.",) if self.benchmarks else ()
-        return absent, segments, *benchmarks
+        return absent, segments, self._addressing(), *benchmarks
+
+    def _addressing(self) -> str:
+        if not self.chunk:
+            return "Virtual addressing (spillway.native.device_arena) is not to be had here."
+        behind = {
+            True: "host memory can stand behind their addresses",
+            False: "host memory cannot stand behind their addresses",
+            None: "whether host memory can stand behind their addresses could not be tried",
+        }[self.host_behind]
+        return f"Virtual addressing maps chunks of {format_bytes(self.chunk)}; {behind}."
 
 
 def cuda_facts(device: torch.device, environment: Mapping[str, str] = os.environ) -> CudaFacts:
@@ -63,8 +80,25 @@ def cuda_facts(device: torch.device, environment: Mapping[str, str] = os.environ
     return CudaFacts(
         name=torch.cuda.get_device_name(device), total=int(total), free=int(free), exchanges=CAN_SWAP,
         allocator=str(torch.cuda.get_allocator_backend()), expandable_segments=expandable_segments(environment),
-        benchmarks=bool(torch.backends.cudnn.benchmark),
+        benchmarks=bool(torch.backends.cudnn.benchmark), **addressing(device.index or 0),
     )  # fmt: skip
+
+
+def addressing(device: int, driver: str = DRIVER) -> dict[str, Any]:
+    """`chunk` and `host_behind`, found by paging one chunk out."""
+    try:
+        arena = DeviceArena(device, driver=driver)
+    except NativeError:
+        return {"chunk": 0, "host_behind": None}
+    behind = None
+    with contextlib.suppress(DeviceFullError, NativeError):
+        block = arena.take(arena.chunk)
+        try:
+            behind = arena.page_out(block)
+        finally:
+            arena.give(block)
+            arena.trim()
+    return {"chunk": arena.chunk, "host_behind": behind}
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:

@@ -135,7 +135,7 @@ def _device(number: int, environment: Mapping[str, str], settings: Mapping[str, 
     facts |= {
         "available": True, "name": offered.name, "memory": offered.total, "free": offered.free,
         "allocator": offered.allocator, "expandable_segments": offered.expandable_segments, "host_budget": pinned,
-        "locked_memory_limit": locked,
+        "locked_memory_limit": locked, "chunk": offered.chunk, "host_behind": offered.host_behind,
     }  # fmt: skip
     told = f"{offered.name}, {format_bytes(offered.free)} of {format_bytes(offered.total)} free"
     if offered.allocator != NATIVE:

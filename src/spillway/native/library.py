@@ -19,7 +19,7 @@ import torch
 
 from spillway.errors import NativeError
 
-SOURCE: Final = Path(__file__).with_name("arena.cpp")
+SOURCES: Final = tuple(map(Path(__file__).with_name, ("arena.cpp", "device_arena.cpp")))
 FLAGS: Final = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
 LONGEST: Final = 600
 """Seconds that a compiler may take."""
@@ -37,10 +37,11 @@ def compiler() -> str | None:
 
 
 def place() -> Path:
-    """Where the library for this torch, on this processor, from this source belongs."""
+    """Where the library for this torch, on this processor, from these sources belongs."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
-    made_of = (SOURCE.read_text("utf-8"), torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), *FLAGS)
+    sources = (source.read_text("utf-8") for source in SOURCES)
+    made_of = (*sources, torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), *FLAGS)
     digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
     return folder / "spillway" / "native" / f"torch-{torch.__version__}-{platform.machine()}-{digest}.so"
 
@@ -77,7 +78,7 @@ def _compile(library: Path) -> None:
         made = Path(folder) / "made.so"
         command = [
             found, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            f"-I{base / 'include'}", str(SOURCE), "-o", str(made), f"-L{base / 'lib'}", "-lc10",
+            f"-I{base / 'include'}", *map(str, SOURCES), "-o", str(made), f"-L{base / 'lib'}", "-lc10", "-ldl",
         ]  # fmt: skip
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST, check=False)
