@@ -92,17 +92,10 @@ bool fails(const char* name) {
   return true;
 }
 
+// Whether one reservation has all of it.
 bool is_reserved(Address address, std::size_t size) {
-  auto range = reserved.upper_bound(address);
-  if (range == reserved.begin()) return false;
-  for (--range; range != reserved.end() && range->first <= address; ++range) {
-    const Address end = range->first + range->second;
-    if (end >= address + size) return true;
-    if (end <= address) return false;
-    size -= end - address;
-    address = end;
-  }
-  return false;
+  const auto after = reserved.upper_bound(address);
+  return after != reserved.begin() && address + size <= std::prev(after)->first + std::prev(after)->second;
 }
 
 bool overlaps(Address address, std::size_t size) {
@@ -254,23 +247,16 @@ int cuMemGetAllocationGranularity(std::size_t* out, const Properties* properties
   *out = granule;
   return SUCCESS;
 }
-int cuMemAddressReserve(Address* out, std::size_t size, std::size_t, Address near, std::uint64_t) {
+int cuMemAddressReserve(Address* out, std::size_t size, std::size_t, Address, std::uint64_t) {
   IN_CONTEXT("cuMemAddressReserve");
   if (size == 0 || size % granule != 0) return wrong("addresses of an odd size");
-  void* at = MAP_FAILED;
-  if (near != 0 && std::uniform_int_distribution<>(0, 3)(dice) != 0) {
-    at = ::mmap(reinterpret_cast<void*>(near), size, PROT_NONE,
-                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-  }
-  if (at == MAP_FAILED) {
-    char* wide = static_cast<char*>(
-        ::mmap(nullptr, size + 4 * granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (wide == MAP_FAILED) return FULL;
-    const std::size_t before = granule + (granule - reinterpret_cast<Address>(wide) % granule) % granule;
-    ::munmap(wide, before);
-    ::munmap(wide + before + size, 4 * granule - before);
-    at = wide + before;
-  }
+  char* wide = static_cast<char*>(
+      ::mmap(nullptr, size + 4 * granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  if (wide == MAP_FAILED) return FULL;
+  const std::size_t before = granule + (granule - reinterpret_cast<Address>(wide) % granule) % granule;
+  ::munmap(wide, before);
+  ::munmap(wide + before + size, 4 * granule - before);
+  void* const at = wide + before;
   *out = reinterpret_cast<Address>(at);
   reserved[*out] = size;
   return SUCCESS;
@@ -344,6 +330,7 @@ int cuMemUnmap(Address address, std::size_t size) {
   for (auto at = mapped.find(address); at != mapped.end() && at->first == address + covered && covered < size; ++at) {
     covered += at->second.size;
   }
+  if (!is_reserved(address, size)) return wrong("an unmapping of addresses that were reserved apart");
   if (covered != size || size == 0) return wrong("an unmapping of what is not mapped, or of a part");
   for (const auto& [_, queue] : streams) {
     for (const auto& work : queue) {
@@ -372,6 +359,7 @@ int cuMemSetAccess(Address address, std::size_t size, const Access* access, std:
     covered += at->second.size;
     at->second.accessible = true;
   }
+  if (!is_reserved(address, size)) return wrong("access to addresses that were reserved apart");
   if (covered != size) return wrong("access to what is not mapped");
   ::mprotect(reinterpret_cast<void*>(address), size, PROT_READ | PROT_WRITE);
   return SUCCESS;

@@ -170,7 +170,8 @@ def play(path: str, turns: int, seed: int, packs: bool = True, limit: int = 0, f
     """What a process of its own does, as there is one arena and one driver in a process. Prints what it saw."""
     fake = Fake(path)
     arena = DeviceArena(driver=path, packs=packs, limit=limit)
-    fake.calls.fake_fail(failing.encode(), 0.03)
+    rare = failing in ("cuMemGetAllocationGranularity", "cuMemcpyAsync")
+    fake.calls.fake_fail(failing.encode(), 0.2 if rare else 0.03)
     program = Program(fake, arena, seed, limit or 64 * MiB, packs=packs, whole=not failing)
     for _ in range(turns):
         program.turn()
@@ -179,7 +180,8 @@ def play(path: str, turns: int, seed: int, packs: bool = True, limit: int = 0, f
         assert counts.live + counts.on_host >= counts.requested
         assert counts.physical <= program.limit
         if not failing:
-            assert counts.physical == fake.state()["device"] == counts.live + counts.cached + counts.free
+            assert counts.physical == fake.state()["device"]
+            assert counts.lost == 0
             assert counts.on_host <= fake.state()["host"]
     program.end()
     counts, state = arena.counts(), fake.state()

@@ -5,7 +5,9 @@
 // NOTE [Rules]
 //  1. A freed mapping keeps its chunks and serves the next request, by four cases: (1) nothing is cached: chunks are
 //     mapped anew; (2) one of the size is cached: it is taken; (3) smaller ones are: the largest of them grows, in place
-//     where the addresses behind it can be had; (4) only larger ones are: the smallest of them is cut.
+//     where the addresses behind it are its own; (4) only larger ones are: the smallest of them is cut. The paper's code
+//     asks for the addresses behind as it grows. Here more of them than are needed are reserved at once: the driver's
+//     calls are then never about addresses that were reserved apart.
 //  2. Chunks come from those that are free, then from cached mappings (the smallest that has enough, or else the largest
 //     downwards), then from the driver.
 //  3. What a stream may still use is never unmapped: an event is recorded as memory is freed, on every stream that uses
@@ -54,6 +56,7 @@ constexpr int ON_DEVICE = 1, ON_HOST = 2;  // kinds of CUmemLocation
 constexpr int PINNED = 1;
 constexpr int READ_AND_WRITE = 3;
 constexpr unsigned WITHOUT_TIMING = 2;
+constexpr std::size_t ROOM = 4;         // times the addresses that are needed are reserved
 constexpr std::size_t ALIGNMENT = 512;  // of what is small, as torch's caching allocator has it
 
 std::size_t aligned(std::size_t nbytes) { return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
@@ -141,7 +144,7 @@ class DeviceArena {
   // Memory on the device, of which `stream` is the first user; 0 where there is none.
   Address take(std::size_t nbytes, Stream stream) {
     const Here here(*this);
-    if (nbytes == 0 || nbytes > SIZE_MAX - chunk_) return 0;
+    if (nbytes == 0 || nbytes > SIZE_MAX / ROOM - chunk_) return 0;
     sweep(false);
     const bool small = packs_ && nbytes <= chunk_ / 2;
     const Address address = small ? packed(aligned(nbytes), stream) : whole(nbytes, stream);
@@ -245,6 +248,7 @@ class DeviceArena {
     for (const auto& [_, mapping] : cached_) counts.cached += mapping.size;
     for (const auto& mapping : dying_) counts.cached += mapping.chunks.size() * chunk_;
     counts.free = free_.size() * chunk_;
+    counts.lost = counts.physical - counts.live - counts.cached - counts.free;
     return counts;
   }
 
@@ -265,7 +269,6 @@ class DeviceArena {
     Range(const Range&) = delete;
     ~Range() { driver.cuMemAddressFree(address, size); }
   };
-  using Ranges = std::vector<std::shared_ptr<Range>>;
   // Up to where a stream has come; its event serves again when nobody asks any more.
   struct Moment {
     std::vector<Event>& spare;
@@ -279,7 +282,7 @@ class DeviceArena {
     std::size_t size = 0;
     std::vector<Handle> chunks;  // none while its bytes are on the host
     Handle host = 0;
-    Ranges ranges;
+    std::shared_ptr<Range> range;  // that of what was cut off, too
     std::vector<Stream> streams;                                         // that use it
     std::vector<std::pair<Stream, std::shared_ptr<Moment>>> last_uses;  // have to pass before it is unmapped
   };
@@ -437,16 +440,12 @@ class DeviceArena {
       cache(std::move(mapping));
       return std::nullopt;
     }
-    const Address end = mapping.address + mapping.size;
-    if (const auto range = reserved(more, end); range && range->address == end) {
-      const auto added = chunks;
-      if (map(end, chunks, chunk_, {range}) == SUCCESS) {
-        mapping.ranges.push_back(range);
-        mapping.chunks.insert(mapping.chunks.end(), added.begin(), added.end());
-        mapping.size = size;
-        ++counts_.grown_in_place;
-        return handed_over(std::move(mapping), stream);
-      }
+    const bool own = mapping.range.use_count() == 1 && size <= mapping.range->size;
+    if (const auto added = chunks; own && map(mapping.address + mapping.size, chunks, chunk_, mapping.range) == SUCCESS) {
+      mapping.chunks.insert(mapping.chunks.end(), added.begin(), added.end());
+      mapping.size = size;
+      ++counts_.grown_in_place;
+      return handed_over(std::move(mapping), stream);
     }
     dying_.push_back(std::move(mapping));  // its chunks serve elsewhere, as soon as its addresses can go
     sweep(true);
@@ -465,7 +464,7 @@ class DeviceArena {
     rest.chunks.assign(first, mapping.chunks.end());
     mapping.chunks.erase(first, mapping.chunks.end());
     mapping.size = size;
-    rest.ranges = mapping.ranges;
+    rest.range = mapping.range;
     rest.last_uses = mapping.last_uses;
     dying_.push_back(std::move(rest));
     return mapping;
@@ -518,18 +517,14 @@ class DeviceArena {
   }
 
   void release(Handle handle) {
-    if (driver_.cuMemRelease(handle) == SUCCESS) {
-      counts_.physical -= chunk_;
-    } else {
-      counts_.lost += chunk_;
-    }
+    if (driver_.cuMemRelease(handle) == SUCCESS) counts_.physical -= chunk_;
   }
 
   // ------------------------------------------------------------------ mappings
 
-  std::shared_ptr<Range> reserved(std::size_t size, Address near) {
+  std::shared_ptr<Range> reserved(std::size_t size) {
     Address address = 0;
-    if (driver_.cuMemAddressReserve(&address, size, 0, near, 0) != SUCCESS) return nullptr;
+    if (driver_.cuMemAddressReserve(&address, size, 0, 0, 0) != SUCCESS) return nullptr;
     return std::make_shared<Range>(driver_, address, size);
   }
 
@@ -537,18 +532,19 @@ class DeviceArena {
   std::optional<Mapping> placed(std::vector<Handle> chunks) {
     Mapping mapping;
     mapping.size = chunks.size() * chunk_;
-    if (auto range = reserved(mapping.size, 0)) {
-      mapping.address = range->address;
-      mapping.ranges.push_back(std::move(range));
+    mapping.range = reserved(ROOM * mapping.size);
+    if (mapping.range != nullptr) {
+      mapping.address = mapping.range->address;
       mapping.chunks = chunks;
-      if (map(mapping.address, chunks, chunk_, mapping.ranges) == SUCCESS) return mapping;
+      if (map(mapping.address, chunks, chunk_, mapping.range) == SUCCESS) return mapping;
     }
     to_free(std::move(chunks));
     return std::nullopt;
   }
 
   // All of them, or none. What can neither be used there nor unmapped again is lost, and no handle is left.
-  Result map(Address address, std::vector<Handle>& handles, std::size_t each, const Ranges& ranges) {
+  Result map(Address address, std::vector<Handle>& handles, std::size_t each,
+             const std::shared_ptr<Range>& range) {
     std::size_t mapped = 0;
     Result result = SUCCESS;
     while (mapped < handles.size()) {
@@ -558,14 +554,13 @@ class DeviceArena {
     }
     const Access access{{ON_DEVICE, device_}, READ_AND_WRITE};
     if (result == SUCCESS) result = driver_.cuMemSetAccess(address, handles.size() * each, &access, 1);
-    if (result != SUCCESS && mapped != 0 && driver_.cuMemUnmap(address, mapped * each) != SUCCESS) lose(handles, ranges);
+    if (result != SUCCESS && mapped != 0 && driver_.cuMemUnmap(address, mapped * each) != SUCCESS) lose(handles, range);
     return result;
   }
 
-  void lose(std::vector<Handle>& handles, const Ranges& ranges) {
-    counts_.lost += chunk_ * handles.size();
+  void lose(std::vector<Handle>& handles, const std::shared_ptr<Range>& range) {
     handles.clear();
-    lost_.push_back(ranges);
+    lost_.push_back(range);
   }
 
   // A live mapping gets other memory behind its addresses. If that fails it has what it had, or none (rule 5).
@@ -573,23 +568,23 @@ class DeviceArena {
                    std::size_t fresh_each) {
     Result result = driver_.cuMemUnmap(mapping.address, mapping.size);
     if (result != SUCCESS) return result;
-    result = map(mapping.address, fresh, fresh_each, mapping.ranges);
-    if (result != SUCCESS) map(mapping.address, old, old_each, mapping.ranges);
+    result = map(mapping.address, fresh, fresh_each, mapping.range);
+    if (result != SUCCESS) map(mapping.address, old, old_each, mapping.range);
     return result;
   }
 
   // What a block holds, into memory that is mapped elsewhere for as long as that takes.
   Result copied(Address block, std::vector<Handle>& handles, std::size_t each, Stream stream) {
     const std::size_t size = handles.size() * each;
-    const auto range = reserved(size, 0);
+    const auto range = reserved(size);
     if (!range) return OUT_OF_MEMORY;
     const Address beside = range->address;
-    if (const Result result = map(beside, handles, each, {range})) return result;
+    if (const Result result = map(beside, handles, each, range)) return result;
     const Result begun = driver_.cuMemcpyAsync(beside, block, size, stream);
     const Result done = driver_.cuStreamSynchronize(stream);
     ++counts_.host_waits;
     const Result unmapped = driver_.cuMemUnmap(beside, size);
-    if (unmapped != SUCCESS) lose(handles, {range});
+    if (unmapped != SUCCESS) lose(handles, range);
     return begun != SUCCESS ? begun : done != SUCCESS ? done : unmapped;
   }
 
@@ -661,7 +656,7 @@ class DeviceArena {
         continue;
       }
       if (driver_.cuMemUnmap(mapping->address, mapping->size) != SUCCESS) {
-        lose(mapping->chunks, mapping->ranges);
+        lose(mapping->chunks, mapping->range);
       } else if (mapping->host != 0) {
         driver_.cuMemRelease(mapping->host);
         counts_.on_host -= mapping->size;
@@ -700,7 +695,7 @@ class DeviceArena {
   std::unordered_map<Address, Piece> pieces_;
   Cached cached_;             // by size
   std::list<Mapping> dying_;  // to be unmapped
-  std::vector<Ranges> lost_;
+  std::vector<std::shared_ptr<Range>> lost_;
   std::vector<Handle> free_;
   DeviceCounts counts_{};
 };

@@ -25,7 +25,7 @@ class DeviceCounts:
     requested: Bytes
     """What was asked for, of what is in use; what `live` and `on_host` have more is internal fragmentation."""
     live: Bytes
-    """Device memory in use, in whole chunks. It, `cached`, `free` and `lost` are all of `physical`."""
+    """Device memory in use, in whole chunks."""
     peak_live: Bytes
     cached: Bytes
     """Mapped, and used by nobody."""
@@ -37,7 +37,7 @@ class DeviceCounts:
     on_host: Bytes
     """Of blocks whose bytes lie in host memory, behind their device addresses."""
     lost: Bytes
-    """What calls of the driver that failed have left unusable."""
+    """What is left of `physical`: calls of the driver that failed have made it unusable."""
     anew: int
     """Case 1: nothing was cached."""
     exact: int
