@@ -10,13 +10,15 @@ import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 import pytest
 import torch
 
 from spillway.doctor.cuda_facts import addressing
-from spillway.errors import DeviceFullError, NativeError
+from spillway.engines.tensors.devices import device_of
+from spillway.errors import DeviceFullError, ModelError, NativeError
 from spillway.native import library
 from spillway.native.device_arena import DeviceArena
 
@@ -304,3 +306,13 @@ def test_the_doctor_tells_what_the_device_allows(driver: Path) -> None:
     assert said(code % (False, MiB), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': False}} 0"]
     assert said(code % (True, 0), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': None}} 0"]
     assert addressing(44, "libnowhere.so.1") == {"chunk": 0, "host_behind": None}
+
+
+def test_a_session_does_not_begin_where_torch_keeps_no_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda = SimpleNamespace(device=torch.device("cuda", 0))
+    model: Any = SimpleNamespace(parameters=lambda: [on_cuda], buffers=list)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert device_of([model]) == on_cuda.device
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    with pytest.raises(ModelError, match="train without a session"):
+        device_of([model])

@@ -40,7 +40,7 @@ def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
     """Where all parameters and buffers lie.
 
     Raises:
-        ModelError: On several devices, or on one that cannot be managed.
+        ModelError: On several devices, on one that cannot be managed, or in memory of which torch keeps no account.
     """
     found = {t.device for m in models for t in (*m.parameters(), *m.buffers())}
     names = sorted({str(device) for device in found})
@@ -49,6 +49,11 @@ def device_of(models: Sequence[torch.nn.Module]) -> torch.device:
     device = next(iter(found), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):
         raise ModelError(f"The model lies on {device}; this version manages models on the CPU and on CUDA.")
+    if device.type == "cuda" and torch.cuda.get_allocator_backend() == "pluggable":
+        raise ModelError(
+            "torch keeps no account of CUDA memory here, because its allocator is a pluggable one (which is what "
+            "DeviceArena().serve() makes it): train without a session, or with torch's own allocator."
+        )
     if device.type == "cpu" and not CAN_SWAP:
         raise ModelError(
             f"torch {torch.__version__} cannot exchange a storage's bytes in place; use torch 2.13 or newer."
