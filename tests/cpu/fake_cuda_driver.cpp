@@ -62,7 +62,7 @@ struct Work {
 };
 
 std::size_t granule = 1 << 16, capacity[2] = {}, taken[2] = {};
-bool host_allowed = true;
+int host_kind = 2;  // of CUmemLocation, that the driver knows; 0 for none
 int file = -1;
 std::map<std::size_t, std::size_t> holes;  // of the file
 std::map<std::uint64_t, Physical> physical;
@@ -187,11 +187,11 @@ int enqueue(void* stream, Work work) {
 
 extern "C" {
 
-void fake_configure(std::size_t its_granule, std::size_t on_device, std::size_t on_host, int allows_host, unsigned seed) {
+void fake_configure(std::size_t its_granule, std::size_t on_device, std::size_t on_host, int its_host_kind, unsigned seed) {
   granule = its_granule;
   capacity[0] = on_device;
   capacity[1] = on_host;
-  host_allowed = allows_host != 0;
+  host_kind = its_host_kind;
   dice.seed(seed);
   if (file < 0) file = ::memfd_create("device", 0);
   const std::size_t all = 4 * (on_device + on_host);
@@ -234,6 +234,10 @@ int cuDeviceGet(int* device, int ordinal) {
   *device = ordinal;
   return fails("cuDeviceGet") ? UNKNOWN : SUCCESS;
 }
+int cuDeviceTotalMem_v2(std::size_t* total, int) {
+  *total = capacity[0];
+  return fails("cuDeviceTotalMem_v2") ? UNKNOWN : SUCCESS;
+}
 int cuDevicePrimaryCtxRetain(void** out, int) {
   *out = &granule;
   return fails("cuDevicePrimaryCtxRetain") ? UNKNOWN : SUCCESS;
@@ -243,13 +247,15 @@ int cuCtxPopCurrent_v2(void**) { return context > 0 ? (--context, SUCCESS) : wro
 
 int cuMemGetAllocationGranularity(std::size_t* out, const Properties* properties, int) {
   if (fails("cuMemGetAllocationGranularity")) return UNKNOWN;
-  if (properties->location.type == 2 && !host_allowed) return INVALID;
+  if (properties->location.type != 1 && properties->location.type != host_kind) return INVALID;
   *out = granule;
   return SUCCESS;
 }
-int cuMemAddressReserve(Address* out, std::size_t size, std::size_t, Address, std::uint64_t) {
+int cuMemAddressReserve(Address* out, std::size_t size, std::size_t alignment, Address near,
+                        std::uint64_t flags) {
   IN_CONTEXT("cuMemAddressReserve");
   if (size == 0 || size % granule != 0) return wrong("addresses of an odd size");
+  if (alignment != 0 || near != 0 || flags != 0) return wrong("addresses with odd wishes");
   char* wide = static_cast<char*>(
       ::mmap(nullptr, size + 4 * granule, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   if (wide == MAP_FAILED) return FULL;
@@ -272,10 +278,10 @@ int cuMemAddressFree(Address address, std::size_t size) {
 }
 int cuMemCreate(std::uint64_t* out, std::size_t size, const Properties* properties, std::uint64_t flags) {
   IN_CONTEXT("cuMemCreate");
-  const bool on_host = properties->location.type == 2;
-  const bool known = on_host || properties->location.type == 1;
-  if (size == 0 || size % granule != 0 || flags != 0 || properties->type != 1 || !known) return wrong("odd memory");
-  if (on_host && (!host_allowed || properties->handle_types != 0)) return INVALID;
+  const bool on_host = properties->location.type != 1;
+  if (on_host && properties->location.type != host_kind) return INVALID;
+  const bool plain = flags == 0 && properties->type == 1 && properties->handle_types == 0 && properties->location.id == 0;
+  if (size == 0 || size % granule != 0 || !plain) return wrong("odd memory");
   if (taken[on_host] + size > capacity[on_host]) return FULL;
   for (auto hole = holes.begin(); hole != holes.end(); ++hole) {
     if (hole->second < size) continue;
@@ -353,7 +359,8 @@ int cuMemUnmap(Address address, std::size_t size) {
 }
 int cuMemSetAccess(Address address, std::size_t size, const Access* access, std::size_t count) {
   IN_CONTEXT("cuMemSetAccess");
-  if (count != 1 || access->location.type != 1 || access->flags != 3) return wrong("odd access");
+  const auto [type, id] = access->location;
+  if (count != 1 || type != 1 || id != 0 || access->flags != 3) return wrong("odd access");
   std::size_t covered = 0;
   for (auto at = mapped.find(address); at != mapped.end() && covered < size && at->first == address + covered; ++at) {
     covered += at->second.size;

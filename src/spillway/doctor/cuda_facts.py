@@ -87,7 +87,7 @@ def cuda_facts(device: torch.device, environment: Mapping[str, str] = os.environ
 def addressing(device: int, driver: str = DRIVER) -> dict[str, Any]:
     """`chunk` and `host_behind`, found by paging one chunk out."""
     try:
-        arena = DeviceArena(device, driver=driver)
+        arena = DeviceArena.of(device, driver=driver)
     except NativeError:
         return {"chunk": 0, "host_behind": None}
     behind = None
@@ -97,7 +97,8 @@ def addressing(device: int, driver: str = DRIVER) -> dict[str, Any]:
             behind = arena.page_out(block)
         finally:
             arena.give(block)
-            arena.trim()
+            if not arena.counts().requested:
+                arena.trim()
     return {"chunk": arena.chunk, "host_behind": behind}
 
 

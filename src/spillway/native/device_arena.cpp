@@ -1,6 +1,6 @@
 // An allocator for CUDA tensors that maps physical chunks of one size behind consecutive addresses: the window paper's
-// virtual addressing (section 4), by the driver's calls. Chunks fit together in any order, so that no free memory is
-// too scattered to be used; what is lost is the rest of the last chunk of each tensor.
+// virtual addressing (section 4), by the driver's calls. Chunks fit together in any order, so that no free chunk is too
+// scattered to be used; what is lost is the rest of the last chunk of each tensor, and holes between small ones (rule 7).
 //
 // NOTE [Rules]
 //  1. A freed mapping keeps its chunks and serves the next request, by four cases: (1) nothing is cached: chunks are
@@ -9,7 +9,8 @@
 //     asks for the addresses behind as it grows. Here more of them than are needed are reserved at once: the driver's
 //     calls are then never about addresses that were reserved apart.
 //  2. Chunks come from those that are free, then from cached mappings (the smallest that has enough, or else the largest
-//     downwards), then from the driver.
+//     downwards), then from what is still to be unmapped, then from the driver: which never gives more than was in use
+//     at once.
 //  3. What a stream may still use is never unmapped: an event is recorded as memory is freed, on every stream that uses
 //     it, and unmapping is put off until it has passed. A mapping that stays where it is passes from one stream to
 //     another by a wait on the device; the host waits only where chunks are needed behind other addresses.
@@ -17,7 +18,7 @@
 //  5. A call of the driver that fails leaves the books as they were, or what it was about lost: never used by two.
 //  6. Paged out, a block's bytes lie in host memory mapped behind the same device address: slow, never wrong.
 //  7. What is small shares a chunk with others of its stream, where that is asked for. The paper's code has a rule like
-//     that, and does not call it.
+//     that, and does not call it. If another stream has used it, its stream waits for that one when it is freed.
 //  8. The driver is found at run time, by declarations of our own: there is no toolkit.
 
 #include <c10/util/Exception.h>
@@ -52,7 +53,8 @@ constexpr Result OUT_OF_MEMORY = 2;
 constexpr Result INVALID_VALUE = 1;
 constexpr Result NOT_READY = 600;
 constexpr Result NOT_SUPPORTED = 801;
-constexpr int ON_DEVICE = 1, ON_HOST = 2;  // kinds of CUmemLocation
+constexpr Result LOST = -1;  // none of the driver's
+constexpr int ON_DEVICE = 1, ON_HOST = 2, ON_NUMA_NODE = 3;  // kinds of CUmemLocation
 constexpr int PINNED = 1;
 constexpr int READ_AND_WRITE = 3;
 constexpr unsigned WITHOUT_TIMING = 2;
@@ -79,6 +81,7 @@ static_assert(sizeof(Properties) == 32 && sizeof(Access) == 12, "as cuda.h has t
 struct Driver {
   Result (*cuInit)(unsigned);
   Result (*cuDeviceGet)(int*, int);
+  Result (*cuDeviceTotalMem_v2)(std::size_t*, int);
   Result (*cuDevicePrimaryCtxRetain)(Context*, int);
   Result (*cuCtxPushCurrent_v2)(Context);
   Result (*cuCtxPopCurrent_v2)(Context*);
@@ -105,6 +108,7 @@ struct Driver {
   if (name == nullptr) return #name
     FIND(cuInit);
     FIND(cuDeviceGet);
+    FIND(cuDeviceTotalMem_v2);
     FIND(cuDevicePrimaryCtxRetain);
     FIND(cuCtxPushCurrent_v2);
     FIND(cuCtxPopCurrent_v2);
@@ -137,7 +141,7 @@ struct DeviceCounts {
 class DeviceArena {
  public:
   DeviceArena(const Driver& driver, Context context, int device, std::size_t chunk, std::size_t limit, bool packs)
-      : driver_(driver), context_(context), device_(device), chunk_(chunk), limit_(limit), packs_(packs) {}
+      : driver_(driver), context_(context), device_(device), chunk_(chunk), limit_(limit / chunk * chunk), packs_(packs) {}
 
   std::size_t chunk() const { return chunk_; }
 
@@ -172,10 +176,9 @@ class DeviceArena {
   // Another stream uses it from here on.
   bool used_by(Address address, Stream stream) {
     const Here here(*this);
+    if (requested_.count(address) == 0) return false;
     const auto piece = pieces_.find(address);
-    const auto found = live_.find(address);
-    if (piece == pieces_.end() && found == live_.end()) return false;
-    auto& streams = piece != pieces_.end() ? piece->second.streams : found->second.streams;
+    auto& streams = piece != pieces_.end() ? piece->second.streams : live_.at(address).streams;
     if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
     return true;
   }
@@ -183,18 +186,14 @@ class DeviceArena {
   // Rule 6, after everything that its streams have been given; the host waits for it. The driver's error, or 0.
   Result page_out(Address address, Stream stream) {
     const Here here(*this);
+    if (requested_.count(address) == 0) return INVALID_VALUE;
     if (pieces_.count(address) != 0) return NOT_SUPPORTED;
-    const auto found = live_.find(address);
-    if (found == live_.end()) return INVALID_VALUE;
-    Mapping& mapping = found->second;
+    Mapping& mapping = live_.at(address);
+    if (mapping.gone) return LOST;
     if (mapping.host != 0) return SUCCESS;
     if (const Result result = settled(mapping)) return result;
-    std::size_t granularity = 0;
-    const Properties properties = of(ON_HOST);
-    if (const Result result = driver_.cuMemGetAllocationGranularity(&granularity, &properties, 0)) return host(result);
-    if (granularity == 0 || mapping.size % granularity != 0) return NOT_SUPPORTED;
     std::vector<Handle> memory(1);
-    if (const Result result = driver_.cuMemCreate(memory.data(), mapping.size, &properties, 0)) return host(result);
+    if (const Result result = created_on_host(memory.front(), mapping.size)) return result;
     Result result = copied(address, memory, mapping.size, stream);
     if (result == SUCCESS) result = exchanged(mapping, mapping.chunks, chunk_, memory, mapping.size);
     if (result != SUCCESS) {
@@ -211,10 +210,10 @@ class DeviceArena {
   // Its bytes are on the device again. The driver's error, or 0.
   Result page_in(Address address, Stream stream) {
     const Here here(*this);
+    if (requested_.count(address) == 0) return INVALID_VALUE;
     if (pieces_.count(address) != 0) return SUCCESS;
-    const auto found = live_.find(address);
-    if (found == live_.end()) return INVALID_VALUE;
-    Mapping& mapping = found->second;
+    Mapping& mapping = live_.at(address);
+    if (mapping.gone) return LOST;
     if (mapping.host == 0) return SUCCESS;
     if (const Result result = settled(mapping)) return result;
     std::vector<Handle> chunks, host{mapping.host};
@@ -282,6 +281,7 @@ class DeviceArena {
     std::size_t size = 0;
     std::vector<Handle> chunks;  // none while its bytes are on the host
     Handle host = 0;
+    bool gone = false;  // nothing is mapped: what it held is lost
     std::shared_ptr<Range> range;  // that of what was cut off, too
     std::vector<Stream> streams;                                         // that use it
     std::vector<std::pair<Stream, std::shared_ptr<Moment>>> last_uses;  // have to pass before it is unmapped
@@ -316,13 +316,25 @@ class DeviceArena {
 
   Properties of(int where) const { return {PINNED, 0, {where, where == ON_DEVICE ? device_ : 0}, nullptr, 0}; }
 
-  // What a driver says that has no memory on the host to give.
-  static Result host(Result result) { return result == INVALID_VALUE ? NOT_SUPPORTED : result; }
+  // Of the host, or of its first NUMA node, which is all that older drivers have.
+  Result created_on_host(Handle& handle, std::size_t size) {
+    Result result = NOT_SUPPORTED;
+    for (const int where : {ON_HOST, ON_NUMA_NODE}) {
+      std::size_t granularity = 0;
+      const Properties properties = of(where);
+      result = driver_.cuMemGetAllocationGranularity(&granularity, &properties, 0);
+      if (result == SUCCESS && (granularity == 0 || size % granularity != 0)) result = NOT_SUPPORTED;
+      if (result == SUCCESS) result = driver_.cuMemCreate(&handle, size, &properties, 0);
+      if (result != INVALID_VALUE && result != NOT_SUPPORTED) return result;
+    }
+    return NOT_SUPPORTED;
+  }
 
   // ------------------------------------------------------------------ whole and packed blocks
 
   Address whole(std::size_t nbytes, Stream stream) {
     const std::size_t size = (nbytes + chunk_ - 1) / chunk_ * chunk_;
+    if (counts_.live + size > limit_) return 0;
     std::optional<Mapping> found = cached(size, stream);
     if (!found) {
       give_all_back();  // rule 4
@@ -344,9 +356,12 @@ class DeviceArena {
   void free_mapping(Live::iterator found) {
     Mapping mapping = std::move(found->second);
     live_.erase(found);
+    if (mapping.gone) return;
     if (mapping.host == 0) counts_.live -= mapping.size;
     for (const Stream stream : std::exchange(mapping.streams, {})) {
-      if (auto moment = recorded(stream)) mapping.last_uses.emplace_back(stream, std::move(moment));
+      std::shared_ptr<Moment> moment;
+      if (!recorded(stream, moment)) return lose(mapping.chunks, mapping.range);
+      if (moment) mapping.last_uses.emplace_back(stream, std::move(moment));
     }
     if (mapping.host != 0) {
       dying_.push_back(std::move(mapping));
@@ -382,9 +397,15 @@ class DeviceArena {
   void unpacked(std::unordered_map<Address, Piece>::iterator found) {
     const auto& [address, piece] = *found;
     Slab& slab = slabs_[piece.slab];
+    bool passes = true;
     for (const Stream stream : piece.streams) {  // who gets it next comes after them
       if (stream == slab.stream) continue;
-      if (const auto moment = recorded(stream)) await(slab.stream, *moment);
+      std::shared_ptr<Moment> moment;
+      passes = passes && recorded(stream, moment) && (!moment || await(slab.stream, *moment));
+    }
+    if (!passes) {  // nobody gets it
+      pieces_.erase(found);
+      return;
     }
     auto& holes = slab.holes;
     std::size_t offset = address - piece.slab, size = piece.size;
@@ -483,20 +504,23 @@ class DeviceArena {
       sweep(true);
       from_free(wanted, chunks);
     }
-    if (chunks.size() < wanted) {
-      sweep(false);
+    if (chunks.size() < wanted && !dying_.empty()) {
+      sweep(true);
       from_free(wanted, chunks);
     }
+    const std::size_t before = chunks.size();
     while (chunks.size() < wanted) {
       Handle handle = 0;
       const Properties properties = of(ON_DEVICE);
-      const bool allowed = limit_ == 0 || counts_.physical + chunk_ <= limit_;
-      if (!allowed || driver_.cuMemCreate(&handle, chunk_, &properties, 0) != SUCCESS) break;
+      if (counts_.physical + chunk_ > limit_ || driver_.cuMemCreate(&handle, chunk_, &properties, 0) != SUCCESS) break;
       counts_.physical += chunk_;
-      counts_.peak_physical = std::max(counts_.peak_physical, counts_.physical);
       chunks.push_back(handle);
     }
-    if (chunks.size() == wanted) return true;
+    if (chunks.size() == wanted) {
+      counts_.peak_physical = std::max(counts_.peak_physical, counts_.physical);
+      return true;
+    }
+    for (; chunks.size() > before; chunks.pop_back()) release(chunks.back());  // others may want them
     to_free(std::exchange(chunks, {}));
     return false;
   }
@@ -566,11 +590,21 @@ class DeviceArena {
   // A live mapping gets other memory behind its addresses. If that fails it has what it had, or none (rule 5).
   Result exchanged(Mapping& mapping, std::vector<Handle> old, std::size_t old_each, std::vector<Handle>& fresh,
                    std::size_t fresh_each) {
-    Result result = driver_.cuMemUnmap(mapping.address, mapping.size);
+    const Result result = driver_.cuMemUnmap(mapping.address, mapping.size);
     if (result != SUCCESS) return result;
-    result = map(mapping.address, fresh, fresh_each, mapping.range);
-    if (result != SUCCESS) map(mapping.address, old, old_each, mapping.range);
-    return result;
+    const Result mapped = map(mapping.address, fresh, fresh_each, mapping.range);
+    if (mapped == SUCCESS || map(mapping.address, old, old_each, mapping.range) == SUCCESS) return mapped;
+    mapping.gone = true;
+    if (mapping.host == 0) {
+      counts_.live -= mapping.size;
+      to_free(std::move(old));
+    } else {
+      counts_.on_host -= mapping.size;
+      for (const Handle handle : old) driver_.cuMemRelease(handle);
+    }
+    mapping.host = 0;
+    mapping.chunks.clear();
+    return LOST;
   }
 
   // What a block holds, into memory that is mapped elsewhere for as long as that takes.
@@ -583,9 +617,13 @@ class DeviceArena {
     const Result begun = driver_.cuMemcpyAsync(beside, block, size, stream);
     const Result done = driver_.cuStreamSynchronize(stream);
     ++counts_.host_waits;
+    if (done != SUCCESS) {
+      lose(handles, range);
+      return done;
+    }
     const Result unmapped = driver_.cuMemUnmap(beside, size);
     if (unmapped != SUCCESS) lose(handles, range);
-    return begun != SUCCESS ? begun : done != SUCCESS ? done : unmapped;
+    return begun != SUCCESS ? begun : unmapped;
   }
 
   // Every stream that was to use it has done so.
@@ -615,22 +653,24 @@ class DeviceArena {
   }
 
   // To a stream that comes after those who used it before.
-  Mapping handed_over(Mapping mapping, Stream stream) {
+  std::optional<Mapping> handed_over(Mapping mapping, Stream stream) {
     for (const auto& [user, moment] : std::exchange(mapping.last_uses, {})) {
-      if (user != stream) await(stream, *moment);
+      if (user == stream || await(stream, *moment)) continue;
+      lose(mapping.chunks, mapping.range);
+      return std::nullopt;
     }
     return mapping;
   }
 
-  // On the device; by the host where that cannot be.
-  void await(Stream stream, const Moment& moment) {
-    if (driver_.cuStreamWaitEvent(stream, moment.event, 0) == SUCCESS) return;
-    driver_.cuEventSynchronize(moment.event);
+  // On the device; by the host where that cannot be. False if neither can.
+  bool await(Stream stream, const Moment& moment) {
+    if (driver_.cuStreamWaitEvent(stream, moment.event, 0) == SUCCESS) return true;
     ++counts_.host_waits;
+    return driver_.cuEventSynchronize(moment.event) == SUCCESS;
   }
 
-  // Up to where a stream has come; null where the host has waited for it instead.
-  std::shared_ptr<Moment> recorded(Stream stream) {
+  // Up to where a stream has come; no moment where the host has waited for it instead. False if it could not either.
+  bool recorded(Stream stream, std::shared_ptr<Moment>& moment) {
     Event event = nullptr;
     bool made = !spare_.empty();
     if (made) {
@@ -640,12 +680,12 @@ class DeviceArena {
       made = driver_.cuEventCreate(&event, WITHOUT_TIMING) == SUCCESS;
     }
     if (made) {
-      auto moment = std::make_shared<Moment>(spare_, event);
-      if (driver_.cuEventRecord(event, stream) == SUCCESS) return moment;
+      moment = std::make_shared<Moment>(spare_, event);
+      if (driver_.cuEventRecord(event, stream) == SUCCESS) return true;
+      moment = nullptr;
     }
-    driver_.cuStreamSynchronize(stream);
     ++counts_.host_waits;
-    return nullptr;
+    return driver_.cuStreamSynchronize(stream) == SUCCESS;
   }
 
   // Unmaps what nobody uses any more; with `wait`, everything that is to be unmapped.
@@ -682,7 +722,7 @@ class DeviceArena {
     return true;
   }
 
-  const Driver& driver_;
+  const Driver driver_;
   const Context context_;
   const int device_;
   const std::size_t chunk_, limit_;
@@ -700,7 +740,6 @@ class DeviceArena {
   DeviceCounts counts_{};
 };
 
-Driver driver;
 constexpr int DEVICES = 64;
 DeviceArena* arenas[DEVICES] = {};  // never destroyed: tensors outlive the interpreter
 std::mutex opening;
@@ -722,6 +761,7 @@ const char* spillway_device_open(const char* name, int device, std::size_t chunk
   if (arenas[device] != nullptr) return nullptr;
   void* library = ::dlopen(name, RTLD_NOW | RTLD_GLOBAL);
   if (library == nullptr) return "the driver's library";
+  Driver driver;
   if (const char* missing = driver.find(library)) return missing;
   if ((*error = driver.cuInit(0))) return "cuInit";
   int ordinal = 0;
@@ -731,8 +771,10 @@ const char* spillway_device_open(const char* name, int device, std::size_t chunk
   const Properties properties{PINNED, 0, {ON_DEVICE, ordinal}, nullptr, 0};
   std::size_t smallest = 0;
   if ((*error = driver.cuMemGetAllocationGranularity(&smallest, &properties, 0))) return "cuMemGetAllocationGranularity";
+  std::size_t total = 0;
+  if ((*error = driver.cuDeviceTotalMem_v2(&total, ordinal))) return "cuDeviceTotalMem_v2";
   const std::size_t each = (std::max(chunk, smallest) + smallest - 1) / smallest * smallest;
-  arenas[device] = new DeviceArena(driver, context, ordinal, each, limit, packs != 0);
+  arenas[device] = new DeviceArena(driver, context, ordinal, each, limit == 0 ? total : std::min(limit, total), packs != 0);
   return nullptr;
 }
 

@@ -15,6 +15,7 @@ from spillway.units import Bytes
 DRIVER: Final = "libcuda.so.1"
 _NOT_SUPPORTED: Final = 801
 _OUT_OF_MEMORY: Final = 2
+_LOST: Final = -1
 
 
 @final
@@ -23,7 +24,8 @@ class DeviceCounts:
     """What the arena of a device has in hand, in bytes; and how often it did what."""
 
     requested: Bytes
-    """What was asked for, of what is in use; what `live` and `on_host` have more is internal fragmentation."""
+    """What was asked for, of what is in use; what `live` and `on_host` have more are the rests of last chunks, and
+    holes between small blocks."""
     live: Bytes
     """Device memory in use, in whole chunks."""
     peak_live: Bytes
@@ -53,7 +55,7 @@ class DeviceCounts:
     host_waits: int
 
 
-_opened: Final[dict[int, tuple[object, ...]]] = {}
+_opened: Final[dict[int, tuple[Bytes, Bytes, bool, str]]] = {}
 """How the arenas of this process were opened, by device."""
 
 
@@ -63,15 +65,16 @@ class _Counts(ctypes.Structure):
 
 @final
 class DeviceArena:
-    """Device memory for tensors, without external fragmentation. A device has one in a process, which stays.
+    """Device memory for tensors in chunks, none of which is too scattered to be used. A device has one in a process,
+    which stays.
 
     Arguments:
         device: Number of the CUDA device.
         chunk: Bytes of a physical chunk, rounded up to what the device allows (2 MiB on those that were seen), which is
             the default; the paper takes 40 MB.
-        limit: At most so many bytes are taken from the driver.
-        packs: Whether blocks of at most half a chunk share chunks with others of their stream. The paper gives every
-            array chunks of its own.
+        limit: At most so many bytes are taken from the driver; all that the device has by default.
+        packs: Whether blocks of at most half a chunk share chunks with others of their stream, with holes between them
+            when some are freed. The paper gives every array chunks of its own.
         driver: The library of the CUDA driver.
 
     Raises:
@@ -98,10 +101,19 @@ class DeviceArena:
         self.chunk: Bytes = self._library.spillway_device_chunk(device)
         """Bytes of a physical chunk."""
 
+    @classmethod
+    def of(cls, device: int, *, driver: str = DRIVER) -> DeviceArena:
+        """The one that a device has already, or one as it is by default. Raises as the class does."""
+        chunk, limit, packs, driver = _opened.get(device, (0, 0, True, driver))
+        return cls(device, chunk=chunk, limit=limit, packs=packs, driver=driver)
+
     def serve(self) -> None:
-        """Every CUDA tensor of this process is born here from now on, on this device alone. torch allows that before it
-        has first used CUDA; its own statistics of memory are not to be had afterwards, so that sessions that manage
-        device memory cannot begin.
+        """Every CUDA tensor of this process is born here from now on, on this device alone.
+
+        torch allows that before it has first used CUDA. Afterwards it has no account of its memory: sessions that
+        manage device memory cannot begin, and `cudnn.benchmark` cannot look for algorithms. A tensor that another
+        stream uses has to be told so by `record_stream` before it is freed, also where its own stream waits for the
+        other later.
 
         Raises:
             NativeError: CUDA is in use, or this torch has none.
@@ -137,11 +149,12 @@ class DeviceArena:
 
     def page_out(self, address: int, stream: int = 0) -> bool:
         """The bytes of a block go to host memory behind the same address, where kernels read and write them slowly.
-        False where the device does not allow that, or the block shares its chunk.
+        Its streams are waited for, and nobody may use it meanwhile. False where the device does not allow that, or the
+        block shares its chunk.
 
         Raises:
             DeviceFullError: There is no host memory for them.
-            NativeError: The driver failed otherwise, or the block is not in use.
+            NativeError: The driver failed otherwise, or the block is not in use. What it held is lost if it says so.
         """
         return self._paged(self._library.spillway_device_page_out(self.device, address, stream), "out")
 
@@ -152,6 +165,8 @@ class DeviceArena:
     def _paged(self, error: int, way: str) -> bool:
         if error == _OUT_OF_MEMORY:
             raise DeviceFullError(f"There is no memory to page a block of CUDA device {self.device} {way}.")
+        if error == _LOST:
+            raise NativeError(f"what a block of CUDA device {self.device} held is lost: the driver failed twice.")
         if error not in (0, _NOT_SUPPORTED):
             raise NativeError(f"a block of CUDA device {self.device} was not paged {way}: the driver says {error}.")
         return error == 0
