@@ -135,7 +135,8 @@ def test_a_workload_is_measured_answered_remembered_and_written(
     assert plain["alpha"] == pytest.approx(16 * (64 + 64 + 256 * 2) * 4 * 3, rel=0.25)
     assert {one["method"] for one in found["verified"]} >= {"plain"}
     for one in found["verified"]:
-        assert one["predicted_peak_bytes"] == pytest.approx(one["measured_peak_bytes"], rel=0.02), found["verified"]
+        # At ten times the largest batch that was measured.
+        assert one["predicted_peak_bytes"] == pytest.approx(one["measured_peak_bytes"], rel=0.05), found["verified"]
     assert "plain was not measured at batch 999" not in out
     assert "plain at batch 16: " in err
     code, again, err = advise(capsys, "--from", tmp_path / "m.csv", "--memory", "30MB", "--json")
