@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks import columns
-from benchmarks.record import Benchmark, Check, Result, Row, Skipped, Tell, frozen
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from spillway.native.device_arena import DeviceArena
 from spillway.units import Bytes, KiB, MiB, Seconds
 
@@ -43,7 +43,7 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """A row for every size of chunks and every setting of torch's allocator, in a process each."""
     if not torch.cuda.is_available():
-        raise Skipped("torch sees no CUDA device.")
+        raise SystemExit("device_arena needs a CUDA device, and torch sees none.")
     rows: list[Row] = []
     for name, setting, chunk in (
         *((f"arena, chunks of {chunk // MiB} MiB", "", chunk) for chunk in CHUNKS),

@@ -258,6 +258,7 @@ def test_the_profiler_takes_no_block_for_one_that_lay_there_before(served: Arena
 
 
 def test_a_session_takes_no_page_twice(served: Arena) -> None:
+    others = arena.counts().live
     model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(16)])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     faults: list[int] = []
@@ -272,7 +273,7 @@ def test_a_session_takes_no_page_twice(served: Arena) -> None:
     assert memory.history[-1].bytes_out > 8 * MiB
     assert max(faults[4:]) < 1000, faults
     # The account's peak, and what one op takes inside: a copy of the expanded gradient of the sum, for a product.
-    assert arena.counts().peak_resident <= (24 + 2) * MiB
+    assert arena.counts().peak_resident <= others + (24 + 2) * MiB
 
 
 @pytest.mark.parametrize(

@@ -286,7 +286,7 @@ def test_block_sessions_in_several_threads_at_once(method: str) -> None:
         assert [difference(found[0][seed], found[1][seed]) for seed in range(4)] == [None] * 4
         peaks = [[report.peak_bytes for report in session.history] for session in sessions]
         apart = [max(at_once) - min(at_once) for at_once in zip(*peaks)]  # some states of random streams
-        assert not library.wanted() or max(apart) < 4 * 5056, peaks
+        assert not library.wanted() or max(apart) < 16 * 5056 < min(map(min, peaks)) / 3, peaks
         """
     )
     assert done.returncode == 0, done.stderr
