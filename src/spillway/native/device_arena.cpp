@@ -251,12 +251,6 @@ class DeviceArena {
     return counts;
   }
 
-  void reset_peaks() {
-    const std::lock_guard<std::mutex> guard(mutex_);
-    counts_.peak_live = counts_.live;
-    counts_.peak_physical = counts_.physical;
-  }
-
  private:
   // Addresses, given back when the last mapping in them is gone.
   struct Range {
@@ -794,7 +788,6 @@ int spillway_device_page_in(int device, std::uint64_t address, void* stream) {
 }
 void spillway_device_trim(int device) { arena_of(device)->trim(); }
 void spillway_device_counts(int device, DeviceCounts* counts) { *counts = arena_of(device)->counts(); }
-void spillway_device_reset_peaks(int device) { arena_of(device)->reset_peaks(); }
 
 // As `torch.cuda.memory.CUDAPluggableAllocator` calls them, which does not look at what it gets.
 void* spillway_device_malloc(std::ptrdiff_t nbytes, int device, void* stream) {

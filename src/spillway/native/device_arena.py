@@ -181,10 +181,6 @@ class DeviceArena:
         self._library.spillway_device_counts(self.device, ctypes.byref(taken))
         return DeviceCounts(**{field.name: getattr(taken, field.name) for field in fields(DeviceCounts)})
 
-    def reset_peaks(self) -> None:
-        """Peaks are of what follows."""
-        self._library.spillway_device_reset_peaks(self.device)
-
 
 def _declared() -> ctypes.CDLL:
     library = load()
