@@ -20,12 +20,18 @@
 //  6. A trace counts what is born while it is open, in the arena or not, and that of it dies; and of storages that it was
 //     told of, that they die. A thread that has a trace of its own open counts for that one alone.
 //  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
+//  8. While an op runs (`OpMemory`), what its thread takes counts on top of the session's account. What would pass the
+//     budget lies in a file without a name, mapped, until it is freed: the system can have those pages back. A file
+//     system without room for it is out of memory.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -33,10 +39,13 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <map>
 #include <mutex>
 #include <set>
+#include <string>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -136,6 +145,7 @@ struct Block {
   std::size_t size;  // in pages
   bool told;         // whether the profiler heard of it
   Born born;
+  std::uint64_t op;  // in which it was born; 0 outside of any
 };
 
 // What has come since a moment, less what of it is gone: with what was known then, a step's memory above its beginning.
@@ -181,7 +191,7 @@ class Arena {
   }
 
   // Memory for a tensor, or null where there is no room for it here.
-  void* take(std::size_t nbytes, bool told) {
+  void* take(std::size_t nbytes, bool told, std::uint64_t op) {
     if (nbytes > span_) return nullptr;  // also what is negative
     const std::size_t size = pages(nbytes);
     std::lock_guard<std::mutex> guard(mutex_);
@@ -206,25 +216,25 @@ class Arena {
       }
       counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
-    used_.emplace(offset, Block{size, told, count(base_ + offset, nbytes)});
+    used_.emplace(offset, Block{size, told, count(base_ + offset, nbytes), op});
     ++counts_.blocks;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
     return base_ + offset;
   }
 
-  // What the profiler was told of it, in bytes: 0 where nobody profiled when it was born; -1 for what is not ours.
-  std::int64_t give(void* address) {
-    if (!within(address)) return -1;
+  // What it was; of size 0 for what is not ours.
+  Block give(void* address) {
+    if (!within(address)) return {};
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = used_.find(offset_of(address));
-    if (found == used_.end()) return -1;
+    if (found == used_.end()) return {};
     const Block block = found->second;
     discount(address, block.born);
     counts_.live -= block.size;
     warm_.add(found->first, block.size);
     used_.erase(found);
-    return block.told ? static_cast<std::int64_t>(block.born.nbytes) : 0;
+    return block;
   }
 
   // What torch's own allocator gave out and got back for us.
@@ -460,11 +470,167 @@ Arena& arena() {
   return *only;
 }
 
+class OpMemory;
+// Of the session whose step this thread runs.
+OpMemory*& op_memory() {
+  thread_local OpMemory* here = nullptr;
+  return here;
+}
+
+// What the op that runs takes, in one session (rule 8). Python writes the first two cells around every op and reads the
+// others; nobody else does while the op runs.
+class OpMemory {
+ public:
+  enum Cell { RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, CELLS };
+  enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };
+
+  explicit OpMemory(const char* directory) : directory_(directory) {}
+
+  std::int64_t* cells() { return cells_; }
+
+  // Whether an op runs that takes this; it begins with its first block.
+  bool runs() {
+    if (cells_[STATE] == BEGINS) {
+      cells_[STATE] = RUNS;
+      cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = 0;
+      static std::atomic<std::uint64_t> ops{0};
+      op_ = ++ops;
+    }
+    return cells_[STATE] >= RUNS;
+  }
+  std::uint64_t op() const { return op_; }
+  bool fits(std::size_t nbytes) const {
+    return cells_[RESIDENT] + cells_[LOCAL] + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
+  }
+  void took(std::size_t nbytes) {
+    cells_[LOCAL] += static_cast<std::int64_t>(nbytes);
+    cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE]);
+    cells_[PEAK] = std::max(cells_[PEAK], cells_[RESIDENT] + cells_[LOCAL]);
+  }
+  void gave(const Block& block) {
+    if (cells_[STATE] >= RUNS && block.op == op_) cells_[LOCAL] -= static_cast<std::int64_t>(block.born.nbytes);
+  }
+
+  // Memory of the file. It counts in what the op needs, and in no account.
+  void* beyond(std::size_t nbytes, bool told) {
+    const std::size_t size = pages(nbytes);
+    void* mapped = MAP_FAILED;
+    int error = 0;
+    {
+      std::lock_guard<std::mutex> guard(mutex());
+      if (free_.empty() || free_.best(size).second < size) {
+        free_.add(end_, size);
+        end_ += size;
+      }
+      const std::size_t offset = free_.best(size).first;
+      error = open();
+      if (error == 0) error = ::posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
+      if (error == 0) {
+        mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(offset));
+        if (mapped == MAP_FAILED) error = errno;
+      }
+      if (error == 0) {
+        free_.take(offset, size);
+        all()[mapped] = {this, offset, {size, told, Born{nbytes, 0, 0}, op_}};
+        ++mapped_beyond();
+      }
+    }
+    if (error != 0) {
+      cells_[STATE] = REFUSED;
+      const std::string reason = std::strerror(error);
+      throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, reason);
+    }
+    if (cells_[STATE] != REFUSED) cells_[STATE] = WENT_BEYOND;
+    cells_[ABOVE] += static_cast<std::int64_t>(nbytes);
+    cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE]);
+    cells_[BEYOND] = std::max(cells_[BEYOND], cells_[ABOVE]);
+    return mapped;
+  }
+
+  // What it was in such a file, which has it back now; of size 0 for what was in none.
+  static Block returned(void* memory) {
+    if (mapped_beyond() == 0) return {};
+    std::lock_guard<std::mutex> guard(mutex());
+    const auto found = all().find(memory);
+    if (found == all().end()) return {};
+    const Part part = found->second;
+    all().erase(found);
+    --mapped_beyond();
+    ::munmap(memory, part.block.size);
+    OpMemory& owner = *part.owner;
+    if (owner.process_ == ::getpid()) {  // and in no forked child, which has the same file
+      ::fallocate(owner.file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(part.offset),
+                  static_cast<off_t>(part.block.size));
+    }
+    owner.free_.add(part.offset, part.block.size);
+    owner.close_unused();
+    if (op_memory() == &owner && owner.cells_[STATE] >= RUNS && part.block.op == owner.op_) {
+      owner.cells_[ABOVE] -= static_cast<std::int64_t>(part.block.born.nbytes);
+    }
+    return part.block;
+  }
+  static bool has(void* memory) {
+    if (mapped_beyond() == 0) return false;
+    std::lock_guard<std::mutex> guard(mutex());
+    return all().count(memory) != 0;
+  }
+
+  // The session is over; what is left of the file's memory is readable until it is freed.
+  void close() {
+    std::lock_guard<std::mutex> guard(mutex());
+    closed_ = true;
+    close_unused();
+  }
+
+  static std::mutex& mutex() {
+    static std::mutex* const only = new std::mutex;  // rule 5
+    return *only;
+  }
+
+ private:
+  struct Part {
+    OpMemory* owner;
+    std::size_t offset;
+    Block block;
+  };
+  static std::unordered_map<void*, Part>& all() {
+    static auto* const only = new std::unordered_map<void*, Part>;  // rule 5
+    return *only;
+  }
+  static std::atomic<std::size_t>& mapped_beyond() {  // read before the lock is taken
+    static std::atomic<std::size_t> number{0};
+    return number;
+  }
+
+  int open() {
+    if (file_ >= 0) return 0;
+    std::string path = directory_ + "/spillway-XXXXXX";
+    file_ = ::mkostemp(path.data(), O_CLOEXEC);
+    if (file_ < 0) return errno;
+    ::unlink(path.c_str());
+    return 0;
+  }
+  void close_unused() {
+    if (!closed_ || file_ < 0 || free_.bytes() != end_) return;
+    ::close(file_);
+    file_ = -1;
+  }
+
+  std::int64_t cells_[CELLS] = {};
+  const std::string directory_;
+  const pid_t process_ = ::getpid();
+  std::uint64_t op_ = 0;
+  int file_ = -1;
+  bool closed_ = false;
+  Extents free_;  // of the file, by offset
+  std::size_t end_ = 0;
+};
+
 class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
-    void* memory = nbytes < SMALL ? nullptr : arena().take(nbytes, c10::memoryProfilingEnabled());
+    void* memory = nbytes < SMALL ? nullptr : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
       arena().born_outside(outside.get(), nbytes);
@@ -485,15 +651,33 @@ class ArenaAllocator final : public c10::Allocator {
     if (!c10::memoryProfilingEnabled()) return;
     c10::reportMemoryUsageToProfiler(memory, nbytes, arena().counts().live, 0, c10::Device(c10::DeviceType::CPU));
   }
+  static void* take(std::size_t nbytes) {
+    OpMemory* const op = op_memory();
+    const bool counts = op != nullptr && op->runs(), told = c10::memoryProfilingEnabled();
+    if (counts && !op->fits(nbytes)) return op->beyond(nbytes, told);
+    void* const memory = arena().take(nbytes, told, counts ? op->op() : 0);
+    if (counts && memory != nullptr) op->took(nbytes);
+    return memory;
+  }
   static void free(void* memory) {
-    const std::int64_t told = arena().give(memory);
-    if (told < 0) {
-      arena().died_outside(memory);
-      return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
+    Block block = arena().give(memory);
+    if (block.size == 0) {
+      block = OpMemory::returned(memory);
+      if (block.size == 0) {
+        arena().died_outside(memory);
+        return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
+      }
+    } else if (OpMemory* const op = op_memory()) {
+      op->gave(block);
     }
-    if (told != 0) report(memory, -told);
+    if (block.told) report(memory, -static_cast<std::int64_t>(block.born.nbytes));
   }
 };
+
+void unlock() {
+  arena().mutex().unlock();
+  OpMemory::mutex().unlock();
+}
 
 }  // namespace
 
@@ -502,8 +686,7 @@ extern "C" {
 
 int spillway_arena_reserve(std::size_t span) {
   const int error = arena().reserve(span);
-  static const int forks = ::pthread_atfork([] { arena().mutex().lock(); }, [] { arena().mutex().unlock(); },
-                                            [] { arena().mutex().unlock(); });  // rule 7
+  static const int forks = ::pthread_atfork([] { OpMemory::mutex().lock(), arena().mutex().lock(); }, &unlock, &unlock);  // rule 7
   return error != 0 ? error : forks;
 }
 
@@ -529,5 +712,11 @@ void spillway_arena_since(int place, std::int64_t* held_and_peak) {
 }
 void spillway_arena_end_trace(int place) { arena().end_trace(place); }
 int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 : 0; }
+
+OpMemory* spillway_op_memory(const char* directory) { return new OpMemory(directory); }  // rule 5
+std::int64_t* spillway_op_memory_cells(OpMemory* memory) { return memory->cells(); }
+void spillway_op_memory_here(OpMemory* memory) { op_memory() = memory; }
+void spillway_op_memory_close(OpMemory* memory) { memory->close(); }
+int spillway_op_memory_has(void* address) { return OpMemory::has(address) ? 1 : 0; }
 }
 #pragma GCC visibility pop

@@ -67,6 +67,10 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_trace.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    library.spillway_op_memory.argtypes = [ctypes.c_char_p]
+    library.spillway_op_memory.restype = library.spillway_op_memory_cells.restype = ctypes.c_void_p
+    for name in ("cells", "here", "close", "has"):
+        getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
         raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
@@ -187,3 +191,48 @@ class Trace:
     def __del__(self) -> None:
         if hasattr(self, "_place"):
             self.end()
+
+
+RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND = range(8)
+"""Cells of an `OpMemory`: the session's account when the op began; what of the following it is; the budget; what the op
+has now, in memory and above the budget; the most of both together; the most of the account and what ops had in memory;
+the most that one op had above the budget."""
+IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
+"""What `STATE` says. Python writes the first two; an op that allocated nothing stays at the second."""
+
+
+@final
+class OpMemory:
+    """What the ops of a session take for themselves while they run, on top of its account, in the thread that is `here`.
+    What has no room in the budget lies in a mapped file without a name, in a directory, until it is freed."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Raises NativeError where there cannot be an arena."""
+        self._library = _opened()
+        self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
+        address = self._library.spillway_op_memory_cells(self._memory)
+        self.cells = memoryview((ctypes.c_int64 * 8).from_address(address)).cast("B").cast("q")
+        """Never freed."""
+
+    def begin(self, allowed: Bytes) -> None:
+        """A step of this thread begins; peaks are of what follows."""
+        self.cells[STATE], self.cells[ALLOWED] = IDLE, allowed
+        self.cells[PEAK] = self.cells[BEYOND] = 0
+        self._library.spillway_op_memory_here(self._memory)
+
+    def end(self) -> None:
+        """This thread's ops count for nobody."""
+        self.cells[STATE] = IDLE
+        self._library.spillway_op_memory_here(None)
+
+    def is_beyond(self, address: int) -> bool:
+        """Whether memory that begins there is such a file's."""
+        return bool(self._library.spillway_op_memory_has(address))
+
+    def inside(self) -> Bytes:
+        """What the op that ended last had for itself at most, beside what it left behind."""
+        return self.cells[MOST] - self.cells[LOCAL] - self.cells[ABOVE]
+
+    def close(self) -> None:
+        """The file goes with the last of its memory that is used."""
+        self._library.spillway_op_memory_close(self._memory)

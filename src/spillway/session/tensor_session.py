@@ -274,5 +274,6 @@ def report_of(
         moves=counters.moves, refusals=dict(counters.refusals), escaped=engine.escaped_count(),
         unmanaged=engine.unmanaged, logged=logged, transfer_seconds=engine.transfers.seconds,
         hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
-        bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, reserved_bytes=engine.budget.reserved,
+        bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, beyond_bytes=measured.beyond,
+        reserved_bytes=engine.budget.reserved,
     )  # fmt: skip

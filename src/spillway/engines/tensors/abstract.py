@@ -100,6 +100,8 @@ class Measured:
 
     peak: Bytes = 0
     """The most that its allocator had handed out; 0 where nobody counts that."""
+    beyond: Bytes = 0
+    """The most that an op took for itself above the budget, in a file."""
     lanes: OnDevice | None = None
     """Its copies, stalls and replays; None where the host waits, and its clock is the one to ask."""
 
@@ -267,6 +269,10 @@ class AbstractTensorEngine(ABC):
     def note_odd_tensors(self) -> None:
         """Nested tensors, or some with a conjugate or negative bit, are about: the short way, which does not look for
         them, is closed."""
+
+    @abstractmethod
+    def start_anew(self) -> None:
+        """What is known about ops has changed."""
 
     @abstractmethod
     def note_eager(self) -> None:

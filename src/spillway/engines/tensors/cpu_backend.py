@@ -5,23 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import Final, final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar, final
 
 import torch
 
 from spillway.engines.environment import GENERAL
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
-from spillway.engines.tensors.cpu_machine import CpuMachine
+from spillway.engines.tensors.cpu_machine import CpuMachine, tensors_of
 from spillway.engines.tensors.ops import OpInfo
-from spillway.errors import SpillError
+from spillway.engines.tensors.reserve import Workspaces
+from spillway.errors import SpillError, SpillFullError
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
-from spillway.native.arena import Arena
+from spillway.native.arena import (
+    ABOVE, BEGINS, BEYOND, IDLE, LOCAL, MOST, PEAK, REFUSED, RESIDENT, RUNS, STATE, Arena, OpMemory,
+)  # fmt: skip
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
-from spillway.units import Bytes
+from spillway.units import Bytes, format_bytes
+
+T = TypeVar("T")
 
 RSS_SLACK = 0.05
 """Freed memory is returned to the system when the resident set passes the budget by this share."""
@@ -41,6 +47,21 @@ LEAST_ADJUSTED: Bytes = 64 << 20
 
 
 CPU: Final = frozenset({torch.device("cpu"), torch.device("cpu", 0)})
+
+
+@final
+class OpMeter:
+    """What single ops take for themselves, by the arena."""
+
+    def __init__(self, memory: OpMemory) -> None:
+        self._memory = memory
+
+    def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
+        """Run an op; what it needed for itself beside what it left behind."""
+        cells = self._memory.cells
+        cells[MOST] = cells[LOCAL] = cells[ABOVE] = 0
+        out = run()
+        return out, self._memory.inside()
 
 
 @final
@@ -66,21 +87,69 @@ class CpuBackend(AbstractBackend):
         self.now = self.moment = time.perf_counter
         self.when = float
         self._measures_link = False
+        self._op_memory: OpMemory | None = None
 
     def attach(self, engine: AbstractTensorEngine) -> None:
         """Threads that copy are there before memory is short."""
-        self._controller = engine.controller
+        self._engine, self._controller = engine, engine.controller
         self._measures_link = engine.foresees
+        if self._arena is not None and engine.budget.limited:
+            self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
+            self._machine.resident = lambda: engine.budget.resident
+            self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if engine.foresees:
             with contextlib.suppress(SpillError):  # there may be threads later
                 self.tier.start_workers()
 
     def learn_op(self, info: OpInfo) -> None:
         """Schemas and tables are right."""
+        info.call = self._counted(info, info.call)
 
     def calls(self, info: OpInfo) -> tuple[Binding, Binding]:
         """The quickest."""
-        return quickest_call(info.func)
+        call, call_with = quickest_call(info.func)
+        return self._counted(info, call), self._counted(info, call_with)
+
+    def _counted(self, info: OpInfo, call: Binding) -> Binding:
+        """`call`, where what it takes for itself counts too."""
+        if self._op_memory is None or info.view:
+            return call
+        cells, budget = self._op_memory.cells, self._attached().budget
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            cells[RESIDENT], cells[STATE] = budget.resident, BEGINS
+            try:
+                out = call(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if cells[STATE] != REFUSED:
+                    raise
+                raise self._no_room(info, str(error)) from None
+            finally:
+                state, cells[STATE] = cells[STATE], IDLE
+            if state > RUNS:
+                self._went_beyond(info, out, args)
+            return out
+
+        return counted
+
+    def _no_room(self, info: OpInfo, reason: str) -> SpillFullError:
+        assert self._op_memory is not None
+        cells = self._op_memory.cells
+        return SpillFullError(
+            f"{info.name} takes more than {format_bytes(cells[MOST])} for itself beside {format_bytes(cells[RESIDENT])} "
+            f"in memory, and neither the budget nor the spill directory {self.tier.directory} has room for it "
+            f"({reason.splitlines()[0]}); raise the budget, or free some space there or choose another with "
+            f"SpillOptions(directory=...) or --spill-directory."
+        )
+
+    def _went_beyond(self, info: OpInfo, out: Any, args: Any) -> None:
+        """Its results are in memory, and from now on room is made for what it takes beside them."""
+        assert self._op_memory is not None
+        inside = self._op_memory.inside()
+        self._machine.bring_into_memory(tensors_of((out, args)))
+        if inside > info.inside:
+            info.takes_inside(inside)
+            self._engine.start_anew()
 
     def follow(self) -> None:
         """One thing comes after the other anyway."""
@@ -91,6 +160,8 @@ class CpuBackend(AbstractBackend):
             self._measures_link = False
             self.machine.measure_link()
         self.tier.generation += 1
+        if self._op_memory is not None:
+            self._op_memory.begin(allowed)
         self._machine.returns_pages = base_rss is not None
         self._base_rss = base_rss if allowed < UNLIMITED else None
         if self._base_rss is not None:
@@ -103,6 +174,8 @@ class CpuBackend(AbstractBackend):
     def end_step(self) -> None:
         """From here on the user may write through mapped slots."""
         self.tier.generation += 1
+        if self._op_memory is not None:
+            self._op_memory.end()
         if self._base_rss is not None:
             self._learn(self._base_rss)
 
@@ -127,12 +200,17 @@ class CpuBackend(AbstractBackend):
             self._learned = min(learned, int(budget * MOST_RESERVED))
 
     def measured(self) -> Measured:
-        """Nothing: what the system says of a step's resident set is asked by the session itself."""
-        return Measured()
+        """What the arena counted; what the system says of a step's resident set is asked by the session itself."""
+        if self._op_memory is None:
+            return Measured()
+        cells = self._op_memory.cells
+        return Measured(peak=max(cells[PEAK], self._attached().budget.peak), beyond=cells[BEYOND])
 
     def close(self) -> None:
         """Give the file back, the heap to the C library, and free pages to the system."""
         self._heap.release()
+        if self._op_memory is not None:
+            self._op_memory.close()
         if self._arena is not None:
             self._arena.release()
         self.tier.close()

@@ -15,7 +15,7 @@ import mmap
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final, NamedTuple, final
 
@@ -23,10 +23,10 @@ import torch
 
 from spillway.engines.tensors.calls import Call
 from spillway.errors import EngineError, SpillError
-from spillway.internals.private import fresh_storage, storage_at, swap_bytes
+from spillway.internals.private import fresh_storage, storage_at, storage_of, swap_bytes
 from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.memory.records import Recipe, Storage
-from spillway.native.arena import Arena
+from spillway.native.arena import BEGINS, IDLE, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes, Seconds
 
@@ -67,6 +67,9 @@ class CpuMachine:
     def __init__(self, tier: DiskTier, reclaimer: Reclaimer, arena: Arena | None) -> None:
         self.tier = tier
         self._arena = arena
+        self.op_memory: OpMemory | None = None
+        self.resident: Callable[[], Bytes] = lambda: 0
+        """The account."""
         self._reclaimer = reclaimer
         self.returns_pages = True
         """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
@@ -79,10 +82,34 @@ class CpuMachine:
         inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
         with memory_for(f"what {recipe.name} made, which is computed again"):
-            results = call.again(inputs)
+            results = self._counted_call(call, inputs)
         self._reclaimer.created(recipe.nbytes)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
+
+    def _counted_call(self, call: Call, inputs: Sequence[torch.UntypedStorage]) -> object:
+        if self.op_memory is None:
+            return call.again(inputs)
+        cells = self.op_memory.cells
+        cells[RESIDENT], cells[STATE] = self.resident(), BEGINS
+        try:
+            results = call.again(inputs)
+        finally:
+            state, cells[STATE] = cells[STATE], IDLE
+        if state == WENT_BEYOND:
+            self.bring_into_memory(tensors_of(results))
+        return results
+
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What lies above the budget of these is needed after the op that made it, and there is room now."""
+        assert self.op_memory is not None
+        for tensor in tensors:
+            if tensor.layout is torch.strided and tensor.device.type == "cpu":
+                real = storage_of(tensor)
+                if self.op_memory.is_beyond(real.data_ptr()):
+                    fresh = self._fresh(real.nbytes())
+                    ctypes.memmove(fresh.data_ptr(), real.data_ptr(), real.nbytes())
+                    swap_bytes(real, fresh)
 
     def page_out(self, storage: Storage) -> Slot:
         """Write the bytes to a slot and point the storage at its mapping."""

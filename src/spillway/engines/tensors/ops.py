@@ -14,6 +14,7 @@ import torch
 
 from spillway.engines.tensors.bounds import bound_of
 from spillway.memory.records import EXACT, NEVER, SCAFFOLD, WITHOUT_CONTENT
+from spillway.units import Bytes
 
 _FUSED: Final = frozenset(f"aten::_fused_{name}_" for name in ("adam", "adamw", "sgd", "adagrad"))
 _FOREACH: Final = ("aten::_foreach_", "aten::_amp_foreach_non_finite_check_and_unscale_")
@@ -150,6 +151,7 @@ class OpInfo:
         "fast",
         "fresh",
         "func",
+        "inside",
         "name",
         "per_element",
         "places",
@@ -228,6 +230,16 @@ class OpInfo:
         )
         """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
         is."""
+
+        self.inside: Bytes = 0
+        """What it was seen to take for itself beside what it creates, where there was no room for that."""
+
+    def takes_inside(self, nbytes: Bytes) -> None:
+        """It takes so much for itself: from now on its bound says so."""
+        bound = self.bound
+        if bound is not None and not self.inside:
+            self.bound = lambda args: None if (created := bound(args)) is None else created + self.inside
+        self.inside = nbytes
 
     def take_the_long_way(self) -> None:
         """The short way is not for it after all."""

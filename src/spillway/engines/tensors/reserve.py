@@ -10,7 +10,7 @@ allocator's peak was above the budget all the same, more is set aside from then 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Protocol, TypeVar, final
 
 from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.controller import Controller
@@ -101,6 +101,13 @@ class Meter:
         return out, max(self._streams.peak() - max(before, self._streams.allocated()), 0)
 
 
+class AbstractMeter(Protocol):
+    """Measures single ops."""
+
+    def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
+        """Run an op; what it needed for itself beside what it left behind."""
+
+
 _LOOKS_PER_CALL: Final = 2
 """A call is measured so often: the first time it may load what it never loads again."""
 
@@ -111,15 +118,17 @@ _MOST_KNOWN: Final = 1 << 10
 class Workspaces:
     """Bytes that calls need for themselves while they run, by the keys of `Sizes`."""
 
-    def __init__(self, meter: Meter, hungry: frozenset[str]) -> None:
+    def __init__(self, meter: AbstractMeter, hungry: frozenset[str], *, required: bool = True) -> None:
         self._meter = meter
         self._hungry = hungry
+        self.required = required
+        """Whether a call fails for which there is no room with them."""
         self._known: dict[Any, list[Bytes]] = {}
 
-    def expected(self, key: Any) -> Bytes:
-        """What the call will need beside its results, if it was measured."""
+    def expected(self, key: Any, unless: Bytes = 0) -> Bytes:
+        """What the call will need beside its results, as it was measured; `unless` it was not."""
         measured = self._known.get(key)
-        return measured[-1] if measured else 0
+        return measured[-1] if measured else unless
 
     def guess(self, name: str, reads: Iterable[Value], key: Any, created: Bytes, allowed: Bytes) -> Bytes:
         """What it may need the first time, when nobody knows: for ops that are known to be hungry as much again as
@@ -142,7 +151,7 @@ class Workspaces:
             self._known.setdefault(key, []).append(inside)
         else:
             out, inside = run(), measured[-1]
-        if len(controller.recipes) > recipes:
+        if inside and len(controller.recipes) > recipes:
             recipe = controller.recipes.pop()
             controller.remember(recipe._replace(nbytes=recipe.nbytes + inside))
         return out

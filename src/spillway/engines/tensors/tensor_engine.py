@@ -165,6 +165,10 @@ class TensorEngine(AbstractTensorEngine):
             info.take_the_long_way()
         self._dispatch.start_anew()
 
+    def start_anew(self) -> None:
+        """What is known about ops has changed."""
+        self._dispatch.start_anew()
+
     def note_eager(self) -> None:
         """Something that is compiled is about to run op by op."""
         self.ran_eagerly = True
@@ -300,9 +304,12 @@ class TensorEngine(AbstractTensorEngine):
         needed += self.growth(seen.writes) if info.resized else 0
         needed += self._grown_by_set(seen.args) if info.resizes else 0
         guess = 0
-        if self.backend.workspaces is not None and key is not None:
-            guess = self.backend.workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
-            needed += self.backend.workspaces.expected(key)
+        workspaces = self.backend.workspaces
+        if workspaces is not None and not workspaces.required:
+            guess = workspaces.expected(key, info.inside)
+        elif workspaces is not None and key is not None:
+            guess = workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
+            needed += workspaces.expected(key)
         if ready and self.budget.short(needed + guess) <= 0:
             return self._run_and_learn(seen, complete, key, needed)
         self.record_from_here()
