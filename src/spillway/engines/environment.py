@@ -17,11 +17,15 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, final
 
 import numpy as np
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import set_gradients
+from spillway.internals.private import (
+    dispatch_modes,
+    function_modes,
+    only_dispatch_modes,
+    only_function_modes,
+    set_gradients,
+)
 
 Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
 """What asks for a setting of torch's, and what changes it."""
@@ -381,13 +385,15 @@ class Environment:
             self.streams(),
             [_autocast(kind) for kind in self._types],
             self._settings.now(),
-            _device_context(),
+            function_modes(),
+            dispatch_modes(),
             contextvars.copy_context(),
         )
 
     @contextlib.contextmanager
     def __call__(self, wanted: Captured) -> Iterator[None]:
-        """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before."""
+        """Everything inside runs as it would have when `wanted` was captured; afterwards all is as before. Function
+        modes hear what is called through `heard`."""
         streams = self.streams()
         flags = self._settings.now()
         with contextlib.ExitStack() as stack:
@@ -402,8 +408,8 @@ class Environment:
                 # A cast that is cached while the user's autocast is on would outlive this.
                 cached = cached and not torch.is_autocast_enabled(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            if wanted.device_context is not None:
-                stack.enter_context(wanted.device_context)
+            stack.enter_context(only_function_modes(wanted.function_modes, aside=True))
+            stack.enter_context(only_dispatch_modes(wanted.dispatch_modes))
             stack.enter_context(_within(wanted.variables.copy()))
             yield
 
@@ -417,20 +423,22 @@ class Environment:
 class Captured:
     """An environment, written down."""
 
-    __slots__ = ("autocast", "device_context", "flags", "streams", "variables")
+    __slots__ = ("autocast", "dispatch_modes", "flags", "function_modes", "streams", "variables")
 
     def __init__(
         self,
         streams: list[Any],
         autocast: list[Autocast],
         flags: tuple[Any, ...],
-        device_context: Any,
+        function_modes: Sequence[Any],
+        dispatch_modes: Sequence[Any],
         variables: contextvars.Context,
     ) -> None:
         self.streams = streams
         self.autocast = autocast
         self.flags = flags
-        self.device_context = device_context
+        self.function_modes = function_modes
+        self.dispatch_modes = dispatch_modes
         self.variables = variables
 
 
@@ -448,12 +456,6 @@ def _within(variables: contextvars.Context) -> Iterator[None]:
 def _autocast(kind: str) -> Autocast:
     enabled = torch.is_autocast_enabled(kind)
     return kind, enabled, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-
-
-def _device_context() -> Any:
-    """The `with torch.device(...)` around the forward, if there is one."""
-    found = [mode for mode in cast(Any, _get_current_function_mode_stack)() if isinstance(mode, DeviceContext)]
-    return found[-1] if found else None
 
 
 def _generator_of(device: torch.device) -> torch.Generator:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
     is_traceable_wrapper_subclass,
 )
 
@@ -39,8 +44,105 @@ is_wrapper: Final = cast("Callable[[torch.Tensor], bool]", is_traceable_wrapper_
 
 
 def function_modes() -> list[Any]:
-    """Those of this thread, the outermost first."""
-    return cast("list[Any]", cast(Any, _get_current_function_mode_stack)())
+    """Those of this thread, the outermost first, whether they hear what runs now or not."""
+    return [*_hidden.modes, *_function_mode_stack()]
+
+
+class _Hidden(threading.local):
+    modes: Sequence[Any] = ()
+
+
+_hidden: Final = _Hidden()
+_function_mode_stack: Final = cast("Callable[[], list[Any]]", _get_current_function_mode_stack)
+_open_function_modes: Final = cast("Callable[[], int]", cast(Any, torch._C)._len_torch_function_stack)
+
+
+def _set_function_modes(modes: Sequence[Any]) -> None:
+    while _open_function_modes():
+        cast(Any, torch._C)._pop_torch_function_stack()
+    for mode in modes:
+        cast(Any, torch._C)._push_on_torch_function_stack(mode)
+
+
+def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """What the function asks of tensors, and the ops that it runs, are no news to the user's function modes; but for
+    what it calls through `heard`."""
+
+    @functools.wraps(function)
+    def quietly(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _open_function_modes():
+            return function(*args, **kwargs)
+        before, modes = _hidden.modes, _function_mode_stack()
+        try:
+            _hidden.modes = modes
+            _set_function_modes(())
+            return function(*args, **kwargs)
+        finally:
+            _set_function_modes(_hidden.modes)
+            _hidden.modes = before
+
+    return quietly
+
+
+@contextlib.contextmanager
+def only_function_modes(modes: Sequence[Any], *, aside: bool = False) -> Iterator[None]:
+    """These alone hear what runs within; `aside`, what it calls through `heard`."""
+    before, now = _hidden.modes, _function_mode_stack()
+    try:
+        _hidden.modes = modes if aside else ()
+        _set_function_modes(() if aside else modes)
+        yield
+    finally:
+        _set_function_modes(now)
+        _hidden.modes = before
+
+
+def heard(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call what is the user's, from within what is `unheard_by_modes`."""
+    if not _hidden.modes:
+        return function(*args, **kwargs)
+    modes, _hidden.modes = _hidden.modes, ()
+    try:
+        _set_function_modes(modes)
+        return function(*args, **kwargs)
+    finally:
+        _hidden.modes = _function_mode_stack()
+        _set_function_modes(())
+
+
+def dispatch_modes() -> list[Any]:
+    """Of this thread, the outermost first, but for our own."""
+    return [mode for mode in _dispatch_mode_stack() if not _is_ours(mode)]
+
+
+@contextlib.contextmanager
+def only_dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """These are open within, and our own that are."""
+    present = _dispatch_mode_stack()
+    ours = [mode for mode in present if _is_ours(mode)]
+    wanted = [*modes, *ours]
+    if len(wanted) == len(present) and all(map(operator.is_, wanted, present)):
+        yield
+        return
+    try:
+        _set_dispatch_modes(wanted)
+        yield
+    finally:
+        _set_dispatch_modes(present)
+
+
+_dispatch_mode_stack: Final = cast("Callable[[], list[Any]]", _get_current_dispatch_mode_stack)
+
+
+def _is_ours(mode: object) -> bool:
+    return type(mode).__module__.startswith("spillway.")
+
+
+def _set_dispatch_modes(modes: Sequence[Any]) -> None:
+    for _ in _dispatch_mode_stack():
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 def unheard(function: Callable[P, R]) -> Callable[P, R]:

@@ -203,7 +203,7 @@ IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
 
 @final
 class OpMemory:
-    """What the ops of a session take for themselves while they run, on top of its account, in the thread that is `here`.
+    """What the ops of a session take for themselves while they run, on top of its account, in the thread of its step.
     What has no room in the budget lies in a mapped file without a name, in a directory, until it is freed."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:

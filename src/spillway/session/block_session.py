@@ -25,6 +25,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
+from spillway.internals.private import unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
@@ -349,6 +350,7 @@ class BlockSession(Session):
         if isinstance(self._running, _Step):
             self._running.optimizer_ended()
 
+    @unheard_by_modes
     def _needs_of(self, optimizer: torch.optim.Optimizer) -> Update:
         """Told anew when it has got state for more parameters."""
         if not self._budget.limited:
@@ -403,6 +405,7 @@ class _Step(AbstractStep):
         """What a step without a forward of the model took, above what was there when it began."""
         self._paged = False
 
+    @unheard_by_modes
     def begin(self) -> None:
         session = self._session
         self._family = session._family(self._batch)
@@ -539,6 +542,7 @@ class _Step(AbstractStep):
         watch = self._watch
         return decision, forecast, self._size, fits and watch is not None and not watch.unmeasured
 
+    @unheard_by_modes
     def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something."""
         self._optimized = True
@@ -546,11 +550,13 @@ class _Step(AbstractStep):
             self._watch.optimizer_begins(needs)
         self._updated = True
 
+    @unheard_by_modes
     def optimizer_ended(self) -> None:
         """It has changed what it was to change."""
         if self._watch is not None:
             self._watch.optimizer_ended()
 
+    @unheard_by_modes
     def end(self) -> SpillwayError | None:
         refusal = self._end()
         if refusal is not None or self.refused is not None:

@@ -20,7 +20,7 @@ from spillway.engines.tensors.optimizers import Update, update_of
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import results_of, unseen, untouched, usual_loss, without_content
 from spillway.internals.interrupts import by_signal
-from spillway.internals.private import grad_mode
+from spillway.internals.private import grad_mode, heard
 from spillway.methods.actions import Action
 from spillway.units import Bytes
 
@@ -86,7 +86,7 @@ def _peak(
                 engine.hear_streams(tally.hold)
                 args, kwargs = rebuilt(call.called, _empty)
                 with tally:
-                    goes_on([twin(*args, **kwargs)])
+                    goes_on([heard(twin, *args, **kwargs)])
         return tally.peak
     except BaseException as error:  # whatever the model does with tensors that have no content
         if by_signal(error) or not (isinstance(error, Exception) or is_the_models(error)):

@@ -18,7 +18,7 @@ from torch import nn
 from spillway.budgets import parse_budget
 from spillway.engines.blocks.arithmetic import compiled
 from spillway.engines.blocks.block import Block, Figures
-from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing
+from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing, Replay
 from spillway.engines.blocks.compiled_blocks import (
     CompiledHook,
     check_compiled,
@@ -39,6 +39,7 @@ from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
 from spillway.internals.machine_memory import usable_memory
+from spillway.internals.private import heard, unheard_by_modes
 from spillway.methods.actions import USUAL, Action, ActionOptions
 from spillway.tiers.cuda_streams import CudaStreams
 from spillway.tiers.disk import DiskTier
@@ -329,6 +330,7 @@ class BlockEngine:
         hook.install()
         return hook
 
+    @unheard_by_modes
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
         watched = torch.is_grad_enabled() and self._runtime.runs_nothing
@@ -358,14 +360,16 @@ class BlockEngine:
         replay = runtime.replay
         # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
         off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
-        if off or not torch.is_grad_enabled() or hooks_are_off():
-            return block.forward(*args, **kwargs)
-        if isinstance(replay, Passing):
+        if off or not torch.is_grad_enabled() or hooks_are_off() or isinstance(replay, Passing):
             return block.forward(*args, **kwargs)
         if runtime.is_checkpointed() or block.checkpoints_itself():
             if replay is None and torch._C._current_graph_task_id() == -1:
                 self._pass_by(block)
             return block.forward(*args, **kwargs)
+        return self._watched_call(block, replay, args, kwargs)
+
+    @unheard_by_modes
+    def _watched_call(self, block: Block, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if replay is not None:
             return replay.call(block, args, kwargs)
         figures = Figures(block.name, block.calls, self._action(block.name, block.calls))
@@ -374,7 +378,7 @@ class BlockEngine:
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._figures)
         reached = observer.block_begins(number) if observer is not None else None
-        call = BlockCall(runtime, block, figures, runtime.call, self._options[figures.action])
+        call = BlockCall(self._runtime, block, figures, self._runtime.call, self._options[figures.action])
         self._figures.append(figures)
         self._calls[figures.block, figures.call] = weakref.ref(call)
         call.when_reached = reached
@@ -397,7 +401,7 @@ class BlockEngine:
         around = aside(self._runtime.environment, (block.module,), args, kwargs)
         try:
             with around as (given, named):
-                block.forward(*given, **named)
+                heard(block.forward, *given, **named)
         except BaseException as error:
             if by_signal(error):
                 raise

@@ -62,7 +62,7 @@ from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Select
 from spillway.engines.environment import Environment
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
-from spillway.internals.private import grad_mode
+from spillway.internals.private import grad_mode, heard, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import Action, ActionOptions
 from spillway.tiers.transfer import Store
@@ -184,7 +184,7 @@ class BlockRuntime:
         """Call a block from which nothing is wanted any more."""
         passing = Passing(holds=holds)
         with self.replaying(passing), Packing(passing.fill, lambda value: value):
-            return block.forward(*args, **kwargs)
+            return heard(block.forward, *args, **kwargs)
 
     def hooks_around(self) -> Hooks | None:
         """Hooks for saved tensors that somebody else has put around the block."""
@@ -329,7 +329,7 @@ class BlockCall:
         mode = Keeping(self.selection) if self.selection is not None else None
         begun = collectives_begun()
         with Packing(self._pack, _unpack), self.runtime.inside(self), self.runtime.selecting(mode):
-            output = self.block.forward(*args, **kwargs)
+            output = heard(self.block.forward, *args, **kwargs)
         self.block.has_begun(collectives_begun() - begun)
         self.figures.seconds = time.perf_counter() - began
         self._end(output)
@@ -353,11 +353,12 @@ class BlockCall:
     def _is_written(self, number: int, _: Tensor) -> bool:
         return (self.number, number) in self.block.written
 
+    @unheard_by_modes
     def _pack(self, tensor: Tensor) -> SavedTensor:
         needs_grad, value = tensor.requires_grad, tensor
         pinned = needs_grad and tensor.is_leaf
         if self.outer is not None:
-            value = self.outer[0](tensor)
+            value = heard(self.outer[0], tensor)
         elif needs_grad and not pinned:
             value = tensor.detach()
         if not needs_grad and tensor._version == 0:
@@ -533,7 +534,7 @@ class BlockCall:
             saved.value = None  # rule 7
         if torch._C._current_graph_task_id() == -1:
             self.clear()  # somebody looks at the graph; no end of a backward will come
-        result: Tensor = value if self.outer is None else self.outer[1](value)
+        result: Tensor = value if self.outer is None else heard(self.outer[1], value)
         return result
 
     def _judge(self) -> None:
@@ -605,7 +606,7 @@ class BlockCall:
         ):
             self.running_again = True
             try:
-                self.block.forward(*args, **kwargs)
+                heard(self.block.forward, *args, **kwargs)
             except StopRecompute as stop:
                 if stop.replay is not replay:
                     raise
@@ -630,7 +631,7 @@ class BlockCall:
         else:
             replay = Replay(self, child=True)
         with self.runtime.replaying(replay), Packing(replay.fill, _same):
-            output = self.block.forward(*args, **kwargs)
+            output = heard(self.block.forward, *args, **kwargs)
         if self.armed:
             for frozen in self.arguments():
                 frozen.written = frozen.moved_on
@@ -688,6 +689,7 @@ class BlockCall:
         return self.parent is not None and (self.parent.action.recomputes or self.parent._above_recomputes())
 
 
+@unheard_by_modes
 def _unpack(saved: SavedTensor) -> Tensor:
     value, call = saved.value, saved.owner
     if value is None or saved.recomputed or not call.calm or saved.witness._version != saved.version:
@@ -699,6 +701,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@unheard_by_modes
 def _clear(call: weakref.ref[BlockCall]) -> None:
     living = call()
     if living is not None:
@@ -753,6 +756,7 @@ class Replay:
         self._called = 0
         self._error: RecomputeError | None = None
 
+    @unheard_by_modes
     def fill(self, tensor: Tensor) -> Any:
         """The hook that packs."""
         number, call = self._saved, self._call
@@ -763,7 +767,7 @@ class Replay:
             if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
                 self._fail(f"saved tensor {number} is {saved.differs(tensor)}")
             if saved.value is None:
-                saved.give_back(kept if call.outer is None else call.outer[0](tensor))
+                saved.give_back(kept if call.outer is None else heard(call.outer[0], tensor))
         if self._stops and self._saved == len(call.saved):
             raise StopRecompute(self)
         return kept
@@ -821,6 +825,7 @@ class Passing:
     def __init__(self, *, holds: bool = False) -> None:
         self._holds = holds
 
+    @unheard_by_modes
     def fill(self, tensor: Tensor) -> Tensor | None:
         """The hook that packs."""
         return detached(tensor) if self._holds else None

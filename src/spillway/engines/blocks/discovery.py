@@ -18,6 +18,7 @@ from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.environment import Environment
 from spillway.errors import ModelError, NoBlocksError
+from spillway.internals.private import heard, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -76,6 +77,7 @@ class Watch:
             while self._inside.pop() is not module:
                 pass
 
+    @unheard_by_modes
     def _pack(self, tensor: Tensor) -> Tensor | None:
         if tensor.layout is torch.strided and address(tensor) not in self._fixed:
             storage = tensor.untyped_storage()
@@ -209,6 +211,7 @@ def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     return chosen
 
 
+@unheard_by_modes
 def find_blocks(
     model: nn.Module,
     forward: Callable[..., object],
@@ -228,7 +231,7 @@ def find_blocks(
     def watched(*, keeps: bool) -> Watch:
         watch = Watch(model, keeps=keeps)
         with aside(environment, (model,), args, kwargs) as (given, named), watch.watching():
-            forward(*given, **named)
+            heard(forward, *given, **named)
         return watch
 
     try:

@@ -28,7 +28,7 @@ from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
 from spillway.engines.blocks.saved import over
 from spillway.engines.environment import Environment
-from spillway.internals.private import function_modes, grad_mode
+from spillway.internals.private import function_modes, grad_mode, unheard_by_modes
 from spillway.internals.private import storage_address as address
 
 _UNDECLARED: Final = frozenset({"running_mean", "running_var"})
@@ -121,6 +121,7 @@ class _Writes(cast(Any, TorchDispatchMode)):  # type: ignore[misc]  # torch's cl
         self._copies: dict[int, tuple[torch.UntypedStorage, Any]] = {}
         self._versions: list[tuple[Tensor, int]] = []
 
+    @unheard_by_modes
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for tensor in _written(func, args, kwargs):

@@ -34,6 +34,7 @@ from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.errors import ModelError
 from spillway.internals.private import storage_address as address
+from spillway.internals.private import unheard_by_modes
 from spillway.units import Bytes
 
 Selected: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
@@ -193,6 +194,7 @@ class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A named module begins."""
         self._starts.append(self.count)
 
+    @unheard_by_modes
     def leave(self, output: Any) -> None:
         """It has ended; nothing is known of what it returns if it failed."""
         self.end_module(self._starts.pop(), output)
@@ -220,6 +222,7 @@ class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
         super().__init__(selection)
         self._chosen: set[int] = set()
 
+    @unheard_by_modes
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the op, and note what it returns and what it writes to."""
         kwargs = kwargs or {}
@@ -260,6 +263,7 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
         self.skipped = 0
         """Ops that did not run."""
 
+    @unheard_by_modes
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer with what was kept, or run the op."""
         kwargs = kwargs or {}

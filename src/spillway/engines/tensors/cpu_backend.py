@@ -21,7 +21,19 @@ from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
 from spillway.native.arena import (
-    ABOVE, BEGINS, BEYOND, IDLE, LOCAL, MOST, PEAK, REFUSED, RESIDENT, RUNS, STATE, Arena, OpMemory,
+    ABOVE,
+    BEGINS,
+    BEYOND,
+    IDLE,
+    LOCAL,
+    MOST,
+    PEAK,
+    REFUSED,
+    RESIDENT,
+    RUNS,
+    STATE,
+    Arena,
+    OpMemory,
 )  # fmt: skip
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
@@ -136,10 +148,10 @@ class CpuBackend(AbstractBackend):
         assert self._op_memory is not None
         cells = self._op_memory.cells
         return SpillFullError(
-            f"{info.name} takes more than {format_bytes(cells[MOST])} for itself beside {format_bytes(cells[RESIDENT])} "
-            f"in memory, and neither the budget nor the spill directory {self.tier.directory} has room for it "
-            f"({reason.splitlines()[0]}); raise the budget, or free some space there or choose another with "
-            f"SpillOptions(directory=...) or --spill-directory."
+            f"{info.name} takes more than {format_bytes(cells[MOST])} for itself beside "
+            f"{format_bytes(cells[RESIDENT])} in memory, and neither the budget nor the spill directory "
+            f"{self.tier.directory} has room for it ({reason.splitlines()[0]}); raise the budget, or free some space "
+            f"there or choose another with SpillOptions(directory=...) or --spill-directory."
         )
 
     def _went_beyond(self, info: OpInfo, out: Any, args: Any) -> None:

@@ -18,12 +18,11 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.nn.modules import module as _modules
-from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from spillway.internals.private import function_modes
+from spillway.internals.private import function_modes, only_function_modes
 
 _autograd: Final[Any] = torch._C._autograd
 
@@ -126,19 +125,9 @@ def _nothing_cached() -> Iterator[None]:
 
 @contextmanager
 def _functions_unseen() -> Iterator[None]:
-    before = function_modes()
-    _stand([mode for mode in before if isinstance(mode, DeviceContext)])  # which say where tensors are made
-    try:
+    # These say where tensors are made.
+    with only_function_modes([mode for mode in function_modes() if isinstance(mode, DeviceContext)]):
         yield
-    finally:
-        _stand(before)
-
-
-def _stand(modes: list[Any]) -> None:
-    for _ in function_modes():
-        cast(Any, _pop_mode)()
-    for mode in modes:
-        cast(Any, _push_mode)(mode)
 
 
 def without_content(model: torch.nn.Module, fake: FakeTensorMode) -> torch.nn.Module:
