@@ -272,8 +272,8 @@ def test_a_session_takes_no_page_twice(served: Arena) -> None:
             faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
     assert memory.history[-1].bytes_out > 8 * MiB
     assert max(faults[4:]) < 1000, faults
-    # The account's peak, and what one op takes inside: a copy of the expanded gradient of the sum, for a product.
-    assert arena.counts().peak_resident <= others + (24 + 2) * MiB
+    # What one op takes inside, a copy of the expanded gradient of the sum, for a product, is within the budget.
+    assert arena.counts().peak_resident <= others + 24 * MiB + 128 * KiB
 
 
 @pytest.mark.parametrize(

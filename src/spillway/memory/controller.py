@@ -155,6 +155,13 @@ class Controller(AbstractLedger):
         if short(needed) > 0:
             raise self._refusal(needed, name)
 
+    def make_room_if_possible(self, needed: Bytes, name: str, *, stays: Bytes) -> None:
+        """For what an op may need, and does without if it has to: nothing leaves if it cannot be had beside what
+        stays."""
+        if stays + needed <= self.budget.allowed:
+            with self.budget.keeping_reserve(), contextlib.suppress(BudgetInfeasible, SpillFullError):
+                self.make_room(needed, name)
+
     def _ask_policy(self, needed: Bytes) -> None:
         """Grant what the policy proposes until `needed` more bytes fit. Policies may refuse as well."""
 

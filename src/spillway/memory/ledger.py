@@ -78,6 +78,10 @@ class AbstractLedger(ABC):
         """Free bytes until `needed` more fit in the budget (rule 4)."""
 
     @abstractmethod
+    def make_room_if_possible(self, needed: Bytes, name: str, *, stays: Bytes) -> None:
+        """The same for what an op may need, and does without if it has to."""
+
+    @abstractmethod
     def restore_dependents(self, storage: Storage) -> None:
         """Bring back what depends on its content, before that changes (rule 2)."""
 

@@ -86,6 +86,9 @@ class Replay:
                 if storage.value is not None and storage.value.absent:
                     ledger.page_in(storage.value, recipe.name)
             ledger.make_room(recipe.nbytes, recipe.name)
+            if recipe.inside:
+                stays = sum(storage.nbytes for storage in distinct)
+                ledger.make_room_if_possible(recipe.nbytes + recipe.inside, recipe.name, stays=stays)
             began = ledger.machine.now()
             handles = ledger.machine.run(recipe, bindings)
             ledger.counters.recomputed(recipe, began, ledger.machine.now())

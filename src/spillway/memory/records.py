@@ -110,7 +110,8 @@ class Recipe(NamedTuple):
 
     `reads` are the values it read; `creates` the values of the storages it created, in the order in which
     `Machine.run` returns them; `writes` pairs a position in `reads` with the value that took its place. `payload`
-    belongs to the machine: the call itself. `nbytes` is what the created storages need.
+    belongs to the machine: the call itself. `nbytes` is what the created storages need, `inside` what the op was seen
+    to take for itself, which is not needed.
     """
 
     number: int
@@ -122,6 +123,7 @@ class Recipe(NamedTuple):
     creates: Sequence[Value] = ()
     writes: Sequence[tuple[int, Value]] = ()
     nbytes: Bytes = 0
+    inside: Bytes = 0
 
     def __repr__(self) -> str:
         return f"Recipe({self.number}, {self.name})"

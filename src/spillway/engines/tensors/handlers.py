@@ -231,7 +231,7 @@ def _creating_with_recipe(info: OpInfo, engine: AbstractTensorEngine, usual: Usu
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)
-            recipe = _recipe((clock, name, reads, payload, seconds, exactness, (storage.value,), (), storage.nbytes))
+            recipe = _recipe((clock, name, reads, payload, seconds, exactness, (storage.value,), (), storage.nbytes, 0))
             storage.value.recipe = recipe  # type: ignore[union-attr]
             append(recipe)
         return out
@@ -402,7 +402,7 @@ def _recorded_write(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) ->
             raise
         seconds = now() - began
         value = overwrite(written, None)
-        value.recipe = recipe = made((clock, name, reads, payload, seconds, exactness, (), ((0, value),), 0))
+        value.recipe = recipe = made((clock, name, reads, payload, seconds, exactness, (), ((0, value),), 0, 0))
         append(recipe)
         return out
 
@@ -430,7 +430,7 @@ def _registering_several(info: OpInfo, engine: AbstractTensorEngine) -> Callable
                 payload = payload._replace(outputs=tuple(positions))
             else:
                 payload[0] = (operator, tuple(positions))
-            remember(_recipe((clock, name, reads, payload, seconds, exactness, created, (), nbytes)))
+            remember(_recipe((clock, name, reads, payload, seconds, exactness, created, (), nbytes, 0)))
         return out
 
     return finish

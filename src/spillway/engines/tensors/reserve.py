@@ -153,5 +153,6 @@ class Workspaces:
             out, inside = run(), measured[-1]
         if inside and len(controller.recipes) > recipes:
             recipe = controller.recipes.pop()
-            controller.remember(recipe._replace(nbytes=recipe.nbytes + inside))
+            needed, may_need = (inside, 0) if self.required else (0, inside)
+            controller.remember(recipe._replace(nbytes=recipe.nbytes + needed, inside=may_need))
         return out

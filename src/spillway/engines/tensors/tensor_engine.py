@@ -317,7 +317,8 @@ class TensorEngine(AbstractTensorEngine):
             controller.prepare(info.name, seen.reads, seen.writes, needed)
             try:
                 if guess:
-                    self._make_room_if_possible(needed + guess, info.name)
+                    stays = sum(storage.nbytes for storage in {value.storage for value in seen.reads})
+                    controller.make_room_if_possible(needed + guess, info.name, stays=stays)
                 return self._run_and_learn(seen, complete, key, needed)
             finally:
                 controller.finish(seen.reads, seen.writes)
@@ -341,11 +342,6 @@ class TensorEngine(AbstractTensorEngine):
     def never_leaves(self) -> Bytes:
         """Bytes of what stays in memory whatever happens: what has escaped, and what is too small to be worth it."""
         return sum(s.nbytes for s in list(self.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
-
-    def _make_room_if_possible(self, needed: Bytes, name: str) -> None:
-        """For what an op may need and may not: as much of it as can be had."""
-        with contextlib.suppress(BudgetInfeasible, SpillFullError):
-            self.controller.make_room(needed, name)
 
     def look_ahead(self) -> None:
         """Before the next op the policy is asked for copies that may begin: not now, an op may be half registered."""
@@ -471,7 +467,8 @@ class TensorEngine(AbstractTensorEngine):
         with self.controller.lock, unwatched():
             if prepared:
                 self.controller.prepare(name, values, writes, 0)
-                self._make_room_if_possible(needed, name)
+                stays = sum(value.storage.nbytes for value in values)
+                self.controller.make_room_if_possible(needed, name, stays=stays)
             else:
                 for storage in writes:
                     self.fetch(storage)
