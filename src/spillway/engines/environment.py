@@ -12,6 +12,7 @@ import ctypes
 import functools
 import operator
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, final
 
@@ -49,7 +50,10 @@ class Settings:
 
     def __add__(self, other: Settings) -> Settings:
         """These and others."""
-        return Settings(*self.flags, *other.flags)
+        if not other.flags:
+            return self
+        mine, theirs = self.now, other.now
+        return Settings(*self.flags, *other.flags, now=lambda: mine() + theirs())
 
     def change(self, present: Sequence[Any], wanted: Sequence[Any]) -> None:
         """From what they are to what they shall be."""
@@ -87,17 +91,46 @@ def _where_there_is_one(flag: Flag) -> Flag:
     return flag[0], put
 
 
+def _flushes_denormals() -> bool:
+    """`torch.set_flush_denormal`, which nobody can ask for."""
+    return _smallest_normal * _half == 0.0
+
+
+_of_torch: Final[Any] = torch._C
+_smallest_normal, _half = sys.float_info.min, 0.5
+_mkldnn_deterministic, _nnpack_enabled = torch._C._get_mkldnn_deterministic, torch._C._get_nnpack_enabled
+_half_sums = _of_torch._get_cpu_allow_fp16_reduced_precision_reduction
+
+
+def _products_in(op: str) -> Flag:
+    """In which precision oneDNN multiplies floats of 32 bits (`torch.backends.mkldnn.matmul.fp32_precision`)."""
+    get, put = _of_torch._get_fp32_precision_getter, _of_torch._set_fp32_precision_setter
+    return functools.partial(get, "mkldnn", op), functools.partial(put, "mkldnn", op)
+
+
+_FEWER_BITS: Final = ("matmul", "conv", "rnn") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
+"""What of that this processor can do in fewer."""
+
 GENERAL: Final = Settings(
     (_threads, torch.set_num_threads),
     (_default_dtype, torch.set_default_dtype),
     (_deterministic, _be_deterministic),
     (_mkldnn_enabled, torch._C._set_mkldnn_enabled),
     (_matmul_precision, torch.set_float32_matmul_precision),
-    now=lambda: (_threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision()),
-)
+    (_flushes_denormals, torch.set_flush_denormal),
+    (_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (_nnpack_enabled, torch._C._set_nnpack_enabled),
+    _where_there_is_one((_half_sums, _of_torch._set_cpu_allow_fp16_reduced_precision_reduction)),
+    now=lambda: (
+        _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
+        _smallest_normal * _half == 0.0, _mkldnn_deterministic(), _nnpack_enabled(), _half_sums(),
+    ),
+) + Settings(*[_products_in(op) for op in _FEWER_BITS])  # fmt: skip
 """On every device."""
 
 ATTENTION: Final = Settings(
+    (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
+    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, torch._C._set_math_sdp_allow_fp16_bf16_reduction),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
@@ -105,18 +138,33 @@ ATTENTION: Final = Settings(
 )
 """By which the kernel of attention is chosen: on the CPU above what the tensor engine is shown."""
 
-CUDA: Final = Settings(
-    *map(
-        _where_there_is_one,
+EINSUM: Final = Settings(
+    *(
         (
+            functools.partial(getattr, torch.backends.opt_einsum, name),
+            functools.partial(setattr, torch.backends.opt_einsum, name),
+        )
+        for name in ("enabled", "strategy")
+    )
+)
+"""In which order `einsum` contracts, which is decided in Python."""
+
+CUDA: Final = Settings(
+    *[
+        _where_there_is_one(flag)
+        for flag in (
             (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
             (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
             (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+            (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+            (torch._C._get_cublas_allow_tf32, torch._C._set_cublas_allow_tf32),
+            (_of_torch._get_linalg_preferred_backend, _of_torch._set_linalg_preferred_backend),
+            (_of_torch._get_blas_preferred_backend, _of_torch._set_blas_preferred_backend),
             _reduce_in("fp16"),
             _reduce_in("bf16"),
             *ATTENTION.flags,
-        ),
-    )
+        )
+    ]
 )
 """Of the libraries on a CUDA device, besides."""
 
@@ -361,7 +409,7 @@ class Environment:
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Generator]) -> None:
         others = {device for device in devices if device.type not in ("cpu", "meta")}
         self._types = ("cpu", *sorted({device.type for device in others}))
-        self._settings = GENERAL + (CUDA if "cuda" in self._types else ATTENTION)
+        self._settings = GENERAL + EINSUM + (CUDA if "cuda" in self._types else ATTENTION)
         self._streams: list[Stream] = [
             PythonStream(random._inst),
             NumpyStream(np.random.mtrand._rand),

@@ -219,8 +219,7 @@ class OpInfo:
             and all(place in self.tensors for place in self.writes)
         )
         self.fast = usual and not self.scratch
-        """Whether the short way suits it: every tensor is a positional argument of its
-        own."""
+        """Whether the short way suits it: every tensor is a positional argument of its own."""
         self.writes_statistics = usual and bool(self.scratch) and set(self.writes) <= set(self.scratch)
         """Whether the short way would suit it but for running statistics, which it writes."""
         self.varies: Callable[[Sequence[Any]], bool] | None = None
