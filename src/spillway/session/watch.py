@@ -26,6 +26,7 @@ from spillway.engines.blocks.block_engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
+from spillway.internals.private import unheard_by_modes
 from spillway.internals.process_memory import Reclaimer
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
@@ -198,6 +199,7 @@ class StepWatch:
 
     # ------------------------------------------------------------------------------------------------- while it runs
 
+    @unheard_by_modes
     def forward_begins(self) -> None:
         """Ask the method what to do."""
         at = len(self._marks)
@@ -220,6 +222,7 @@ class StepWatch:
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
 
+    @unheard_by_modes
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Blocks run plainly in it."""
         if _in_backward():

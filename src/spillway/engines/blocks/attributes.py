@@ -30,7 +30,7 @@ from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import FrozenTensor
 
-_OWN: Final = frozenset(vars(nn.Module())) | {"forward", "_compiled_call_impl"}
+_OWN: Final = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes of every module that are torch's own business, and ours."""
 _MISSING: Final = object()
 _CONTAINERS: Final = (list, dict, set, deque)

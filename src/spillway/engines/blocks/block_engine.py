@@ -101,8 +101,8 @@ class BlockEngine:
         selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
             function of name and module; what is made inside such a module is held until it ends. If left out: the
             results of products with weights, convolutions and fused attention, whatever calls them.
-        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, or also the
-            values, by fingerprints.
+        check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, and on the
+            CPU some elements of the last ones; or all values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
         spill_io: Through the page cache or past it, as for `spillway.manage`.
         host_budget: For models on CUDA, whose offloaded bytes wait in pinned host memory: the most that is pinned, in
@@ -330,7 +330,6 @@ class BlockEngine:
         hook.install()
         return hook
 
-    @unheard_by_modes
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
         watched = torch.is_grad_enabled() and self._runtime.runs_nothing
@@ -466,6 +465,7 @@ def environment_of(model: nn.Module, generators: Iterable[Generator] = ()) -> En
     return Environment(devices, [*generators, *_generators_of(model)])
 
 
+@unheard_by_modes
 def without_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """What a forward is called with, tensors without their content; None where that cannot be told."""
     try:

@@ -38,7 +38,7 @@ from spillway.engines.blocks.block import Block, Figures, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
-from spillway.engines.blocks.fingerprints import first_changed, remember
+from spillway.engines.blocks.fingerprints import first_changed, remember, remember_some
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
@@ -493,6 +493,8 @@ class BlockCall:
         self.selection = None
         if self.runtime.checks_values and not self.inexact:
             remember(self._living())
+        elif not self.inexact:
+            remember_some(self._living(), {frozen.key for frozen in self.arguments()})
         for saved in self._living():
             saved.let_go()
             saved.spilled = None
@@ -793,7 +795,7 @@ class Replay:
             raise self._error
         if self._saved != len(self._call.saved):
             self._fail(f"autograd saved {self._saved} tensors, and {len(self._call.saved)} in the first run")
-        number = first_changed(self._call.saved)
+        number = first_changed(self._call.saved, whole=self._call.runtime.checks_values)
         if number is not None:
             saved = cast("SavedTensor", self._call.saved[number]())
             self._fail(f"saved tensor {number}, {saved.looks}, holds other values")

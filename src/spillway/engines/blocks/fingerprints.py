@@ -5,11 +5,15 @@ prime, so that rows of a tensor do not line up with them, and the number of rows
 changes everywhere shows. One pass near memory speed, and a thousandth of the bytes to keep. A changed bit shows, and
 so do negation, swapped rows and elements that moved; words that swap a multiple of 127 words apart within a group do
 not, nor do signs of float64 that change at an even number of places of a column.
+
+Where values are not compared some elements of the last tensors are, on which most of what a block computes has a say:
+what makes a second run another one (a function that somebody has put in the place of another) is told and not trained
+on. On the CPU alone: a device would have to be waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from typing import Final, TypeAlias
 
 import torch
@@ -21,6 +25,11 @@ from spillway.internals.private import grad_mode
 COLUMNS: Final = 127
 ROWS: Final = 1001
 """What is summed at once fits into a processor's cache."""
+_TELLING: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SAMPLES: Final = 3
+"""The very last may be a mask, of floats too."""
+SAMPLED: Final = 64
+"""Elements of each at most."""
 _GROUP: Final = COLUMNS * ROWS
 _WORD: Final = 8
 
@@ -92,13 +101,43 @@ def remember(holders: Iterable[SavedTensor]) -> None:
             holder.fingerprint = fingerprint(holder.value, seen)
 
 
-def first_changed(holders: Iterable[SavedRef]) -> int | None:
-    """Number of the first that was brought back with other values than it gave up."""
+def remember_some(holders: Sequence[SavedTensor], given: Set[int | None]) -> None:
+    """The same for some elements of the last few that were computed: masks and indices tell little, and what the block
+    was given (by the addresses of storages) nothing."""
+    left = SAMPLES
+    for holder in reversed(holders):
+        value = holder.value
+        if holder.unwritten and type(value) is Tensor and value.dtype in _TELLING and value.numel():
+            key = holder.address()
+            odd = value.is_nested or value.is_neg() or value.device.type != "cpu"
+            if key is not None and key not in given and not odd:
+                holder.fingerprint = _some(value)
+                left -= 1
+                if not left:
+                    return
+
+
+def _some(tensor: Tensor) -> Fingerprint:
+    """The bytes of the last elements along the longest dimension."""
+    with grad_mode(enabled=False):
+        offset, length, step = int(tensor.storage_offset()), 1, 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            offset += (size - 1) * stride
+            if size > length:
+                length, step = size, stride
+        length = min(length, SAMPLED)
+        some = tensor.detach().as_strided((length,), (step,), offset - (length - 1) * step)
+        return some.clone().view(torch.uint8)
+
+
+def first_changed(holders: Iterable[SavedRef], *, whole: bool) -> int | None:
+    """Number of the first that was brought back with other values than it gave up, as far as they were remembered: the
+    whole of it, or some."""
     seen: Seen = {}
     for number, reference in enumerate(holders):
         holder = reference()
         if holder is None or holder.fingerprint is None or holder.value is None or not holder.recomputed:
             continue
-        if not torch.equal(holder.fingerprint, fingerprint(holder.value, seen)):
+        if not torch.equal(holder.fingerprint, fingerprint(holder.value, seen) if whole else _some(holder.value)):
             return number
     return None

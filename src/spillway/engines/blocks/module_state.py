@@ -26,11 +26,22 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 class Snapshot:
     """One block when one of its calls began."""
 
-    __slots__ = ("buffers", "parameters", "prints", "reach", "seen", "training", "versions")
+    __slots__ = (
+        "buffers",
+        "classes",
+        "differentiable",
+        "parameters",
+        "prints",
+        "reach",
+        "seen",
+        "training",
+        "versions",
+    )
 
     def __init__(
         self,
         training: tuple[bool, ...],
+        classes: list[tuple[nn.Module, type]],
         buffers: dict[_Place, Tensor | None],
         parameters: list[tuple[Tensor, int, str, nn.Module]],
         versions: list[tuple[Tensor, int, str]],
@@ -38,9 +49,11 @@ class Snapshot:
         reach: Reach | None,
     ) -> None:
         self.training = training
+        self.classes = classes
         self.buffers = buffers
         """Copies of those that the forward may change."""
         self.parameters = parameters
+        self.differentiable = [parameter.requires_grad for parameter, *_ in parameters]
         self.versions = versions
         """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
         self.seen = seen
@@ -50,10 +63,14 @@ class Snapshot:
         """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
 
     def written(self) -> str:
-        """The name of a tensor that was written to since and of which there is no copy; empty if there is none."""
+        """What was written to since and is not put back: the name of a tensor of which there is no copy, or the class
+        of a module; empty if there is none."""
         for tensor, version, name, _ in self.parameters:
             if tensor._version != version:
                 return name
+        for module, kind in self.classes:
+            if type(module) is not kind:  # as parametrizations make and unmake
+                return f"the class of a {kind.__name__}"
         return next((n for tensor, v, n in (*self.versions, *self.seen.versions) if tensor._version != v), "")
 
 
@@ -106,7 +123,10 @@ class ModuleState:
                     buffers[module, name] = copy
                 else:
                     versions.append((buffer, buffer._version, name))
-        snapshot = Snapshot(training, buffers, parameters, versions, self._attributes.look(training), self._look_deep())
+        classes = [(module, type(module)) for module in self._modules]
+        snapshot = Snapshot(
+            training, classes, buffers, parameters, versions, self._attributes.look(training), self._look_deep()
+        )
         if self._looks < LOOKS:
             seen: Seen = {}
             plain = ((name, one) for one, _, name, _ in parameters if _is_plain(one))
@@ -180,8 +200,12 @@ class ModuleState:
             now = Reach(reach_of(self._modules), apart=self._modules, with_bytes=True)
         replaced = _replaced(snapshot)
         parameters = [(module, name, _held(module._parameters, name)) for _, _, name, module in replaced]
+        pairs = zip(snapshot.parameters, snapshot.differentiable, strict=True)
+        turned = [(one, was) for (one, *_), was in pairs if one.requires_grad is not was and one.is_leaf]
         try:
             self._flag(snapshot.training)
+            for parameter, was in turned:
+                parameter.requires_grad_(was)
             for (module, name), buffer in snapshot.buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.clone()
             for parameter, _, name, module in replaced:
@@ -194,6 +218,8 @@ class ModuleState:
             if now is not None:
                 now.restore()
             self._flag(flags)
+            for parameter, was in turned:
+                parameter.requires_grad_(not was)
             for held, buffers in before:
                 _refill(held, buffers)
             for module, name, original in parameters:
