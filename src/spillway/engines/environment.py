@@ -65,7 +65,7 @@ class Settings:
 _threads, _default_dtype, _deterministic = (
     torch.get_num_threads, torch.get_default_dtype, torch.get_deterministic_debug_mode
 )  # fmt: skip
-_mkldnn_enabled, _matmul_precision = torch._C._get_mkldnn_enabled, torch._C._get_float32_matmul_precision
+_mkldnn_enabled = torch._C._get_mkldnn_enabled
 
 
 def _be_deterministic(mode: int) -> None:
@@ -102,31 +102,42 @@ _mkldnn_deterministic, _nnpack_enabled = torch._C._get_mkldnn_deterministic, tor
 _half_sums = _of_torch._get_cpu_allow_fp16_reduced_precision_reduction
 
 
-def _products_in(op: str) -> Flag:
-    """In which precision oneDNN multiplies floats of 32 bits (`torch.backends.mkldnn.matmul.fp32_precision`)."""
-    get, put = _of_torch._get_fp32_precision_getter, _of_torch._set_fp32_precision_setter
-    return functools.partial(get, "mkldnn", op), functools.partial(put, "mkldnn", op)
+def _products(backend: str, op: str) -> Flag:
+    """In which precision floats of 32 bits are multiplied (`torch.backends.mkldnn.matmul.fp32_precision`), by whichever
+    of torch's two ways it was said; the older one cannot be asked for where the newer one was used."""
+    getter, setter = _of_torch._get_fp32_precision_getter, _of_torch._set_fp32_precision_setter
+
+    def put(value: str) -> None:
+        around = getter(backend, "all")  # what holds where the op itself has none
+        if value == "none" != around:
+            value = "ieee"
+        setter(backend, op, "none" if value == around else value)
+
+    return functools.partial(getter, backend, op), put
 
 
-_FEWER_BITS: Final = ("matmul", "conv", "rnn") if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
-"""What of that this processor can do in fewer."""
+_PRODUCTS: Final = ("matmul", "conv", "rnn")
 
-GENERAL: Final = Settings(
+ELEMENTWISE: Final = Settings(
     (_threads, torch.set_num_threads),
     (_default_dtype, torch.set_default_dtype),
     (_deterministic, _be_deterministic),
     (_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (_matmul_precision, torch.set_float32_matmul_precision),
     (_flushes_denormals, torch.set_flush_denormal),
     (_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
     (_nnpack_enabled, torch._C._set_nnpack_enabled),
     _where_there_is_one((_half_sums, _of_torch._set_cpu_allow_fp16_reduced_precision_reduction)),
     now=lambda: (
-        _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(), _matmul_precision(),
+        _threads(), _default_dtype(), _deterministic(), _mkldnn_enabled(),
         _smallest_normal * _half == 0.0, _mkldnn_deterministic(), _nnpack_enabled(), _half_sums(),
     ),
-) + Settings(*[_products_in(op) for op in _FEWER_BITS])  # fmt: skip
-"""On every device."""
+)  # fmt: skip
+"""Of ops that have no products, on every device."""
+
+GENERAL: Final = ELEMENTWISE + Settings(
+    *(_products("mkldnn", op) for op in _PRODUCTS if torch.ops.mkldnn._is_mkldnn_bf16_supported())
+)
+"""On every device; by precision where this processor has products of fewer bits."""
 
 ATTENTION: Final = Settings(
     (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order),
@@ -156,8 +167,7 @@ CUDA: Final = Settings(
             (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
             (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
             (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-            (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
-            (torch._C._get_cublas_allow_tf32, torch._C._set_cublas_allow_tf32),
+            *(_products("cuda", op) for op in _PRODUCTS),
             (_of_torch._get_linalg_preferred_backend, _of_torch._set_linalg_preferred_backend),
             (_of_torch._get_blas_preferred_backend, _of_torch._set_blas_preferred_backend),
             _reduce_in("fp16"),

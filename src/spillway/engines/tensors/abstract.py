@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 
-from spillway.engines.environment import Settings
+from spillway.engines.environment import ELEMENTWISE, Settings
 from spillway.engines.tensors.bindings import Binding
 from spillway.engines.tensors.calls import Geometry, Operand, Place
 from spillway.engines.tensors.ops import OpInfo
@@ -123,7 +123,7 @@ class AbstractBackend(ABC):
     generator: torch.Generator
     """What ops draw from that are given no generator."""
     settings: Settings
-    """Further settings that are inputs of every op."""
+    """Settings that are inputs of every op."""
     now: Callable[[], Seconds]
     """The clock by which ops are timed."""
     moment: Callable[[], Any]
@@ -138,6 +138,10 @@ class AbstractBackend(ABC):
     @abstractmethod
     def attach(self, engine: AbstractTensorEngine) -> None:
         """The engine is ready."""
+
+    def settings_of(self, info: OpInfo) -> Settings:
+        """Those that are inputs of an op."""
+        return ELEMENTWISE if torch.Tag.pointwise in info.func.tags else self.settings
 
     @abstractmethod
     def learn_op(self, info: OpInfo) -> None:

@@ -129,7 +129,8 @@ class CpuBackend(AbstractBackend):
         cells, budget = self._op_memory.cells, self._attached().budget
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            cells[RESIDENT], cells[STATE] = budget.resident, BEGINS
+            cells[RESIDENT] = budget.resident
+            cells[STATE] = BEGINS
             try:
                 out = call(*args, **kwargs)
             except torch.OutOfMemoryError as error:
@@ -137,7 +138,8 @@ class CpuBackend(AbstractBackend):
                     raise
                 raise self._no_room(info, str(error)) from None
             finally:
-                state, cells[STATE] = cells[STATE], IDLE
+                state = cells[STATE]
+                cells[STATE] = IDLE
             if state > RUNS:
                 self._went_beyond(info, out, args)
             return out

@@ -183,7 +183,7 @@ def _creating_with_recipe(info: OpInfo, engine: AbstractTensorEngine, usual: Usu
     budget, bound, safety, limited = engine.budget, info.bound, info.safety, engine.budget.limited
     append, expect, now = controller.recipes.append, engine.creations.expect, engine.backend.now
     plain, harmless, odd, name, exactness = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.name, info.exactness
-    surroundings, same = Surroundings(engine.backend.settings), engine.geometries.setdefault
+    surroundings, same = Surroundings(engine.backend.settings_of(info)), engine.geometries.setdefault
     several = None if info.single else _registering_several(info, engine)
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -246,7 +246,7 @@ def _normalising(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Ha
     call, bound, finish = engine.backend.calls(info)[0], info.bound, _registering_several(info, engine)
     overwrite, expect, now = controller.overwrite, engine.creations.expect, engine.backend.now
     plain, harmless, odd, statistics = PLAIN_TENSORS, NO_TENSORS, ODD_DTYPES, info.scratch
-    surroundings, same = Surroundings(engine.backend.settings), engine.geometries.setdefault
+    surroundings, same = Surroundings(engine.backend.settings_of(info)), engine.geometries.setdefault
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if interrupts:
@@ -371,7 +371,7 @@ def _recorded_write(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) ->
         engine.geometries.setdefault,
     )
     call, call_with = engine.backend.calls(info)
-    plain, surroundings, odd = PLAIN_TENSORS, Surroundings(engine.backend.settings), ODD_DTYPES
+    plain, surroundings, odd = PLAIN_TENSORS, Surroundings(engine.backend.settings_of(info)), ODD_DTYPES
     seeded, generator, now = info.seeded, engine.backend.generator, engine.backend.now
     append, made, operator, name, exactness = controller.recipes.append, _recipe, info.func, info.name, info.exactness
 

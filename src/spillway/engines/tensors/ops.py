@@ -229,12 +229,11 @@ class OpInfo:
         )
         """A cheap upper bound of the bytes that it creates, from its arguments, and how many times the likely size that
         is."""
-
         self.inside: Bytes = 0
-        """What it was seen to take for itself beside what it creates, where there was no room for that."""
 
     def takes_inside(self, nbytes: Bytes) -> None:
-        """It takes so much for itself: from now on its bound says so."""
+        """It was seen to take so much for itself beside what it creates, where there was no room for that: from now on
+        its bound says so."""
         bound = self.bound
         if bound is not None and not self.inside:
             self.bound = lambda args: None if (created := bound(args)) is None else created + self.inside
