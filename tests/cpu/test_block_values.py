@@ -174,3 +174,24 @@ def test_gradients_are_the_same_and_anything_else_is_refused() -> None:
     assert same(found, gradients(model, model(batch()).sum()))
     with pytest.raises(UsageError, match="check is"):
         BlockEngine(model, ["blocks.0"], check="bits")  # type: ignore[arg-type]
+
+
+def test_what_an_op_leaves_unwritten_is_no_other_value() -> None:
+    """Part of what `ctc_loss` saves has no content where targets differ in length."""
+
+    class Aligned(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = torch.nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores = self.rows(x).reshape(10, 4, 32).log_softmax(-1)
+            lengths, targets = torch.tensor([10, 10, 10, 10]), torch.ones(4, 5, dtype=torch.long)
+            loss = torch.nn.functional.ctc_loss(scores, targets, lengths, torch.tensor([5, 2, 1, 3]))
+            return x * loss
+
+    for _ in range(6):
+        model = Chain(Aligned())
+        with BlockEngine(model, ["blocks.0"], actions=lambda block, call: Action.RECOMPUTE):
+            model(torch.randn(40, 32)).sum().backward()
+            torch.randn(4, 11, 99)  # other bytes where the next one lies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import textwrap
@@ -55,6 +56,22 @@ def takes(x: Tensor) -> Tensor:
 
 
 @takes.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+SEEN: list[Any] = []
+
+
+@torch.library.custom_op("op_memory_test::shows", mutates_args=())
+def shows(x: Tensor) -> Tensor:
+    inside = x + 1
+    out = torch.empty_like(x)
+    SEEN.append(out.numpy())
+    return out.copy_(inside)
+
+
+@shows.register_fake
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
@@ -271,6 +288,86 @@ def test_a_forked_child_that_frees_its_part_of_the_file_leaves_the_parents(tmp_p
         """
     )
     assert ran(script, str(tmp_path)).split() == ["True"]
+
+
+def test_a_result_whose_address_was_given_away_stays_where_it_is(tmp_path: Path) -> None:
+    model, x, held = nn.Linear(4, 4), torch.ones(MiB), OpMemory(tmp_path)
+    with spillway.manage(model, budget="10 MiB", method="lru") as memory, memory.step(x):
+        SEEN.clear()
+        out = torch.ops.op_memory_test.shows(x)
+        assert held.is_beyond(SEEN[0].ctypes.data)
+        SEEN[0][:] = 3
+        assert bool((out == 3).all())
+    SEEN.clear()
+
+
+def test_an_op_that_forks_shares_no_page_of_the_file_with_the_child(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import os, sys, torch
+        from spillway.native.arena import *
+        one, memory = Arena(), OpMemory(sys.argv[1])
+        memory.begin(0)
+        memory.cells[STATE] = BEGINS
+        torch.empty(1 << 20, dtype=torch.uint8)  # the file is open
+        child = os.fork()
+        mine = torch.empty(1 << 20, dtype=torch.uint8).fill_(1 if child else 7)
+        if child == 0:
+            os._exit(memory.is_beyond(mine.data_ptr()))
+        status = os.waitpid(child, 0)[1]
+        memory.end()
+        print(status, bool((mine == 1).all()))
+        """
+    )
+    assert ran(script, str(tmp_path)).split() == ["0", "True"]
+
+
+def test_a_session_that_nobody_closed_leaves_no_file() -> None:
+    def leaves() -> None:
+        model, x = convolutions()
+        memory = spillway.manage(model, budget="3 MiB", method="lru")
+        with memory.step(x):
+            model(x).square().mean().backward()
+        assert memory.history[0].beyond_bytes > 0
+
+    leaves()
+    gc.collect()
+    before = set(os.listdir("/proc/self/fd"))
+    leaves()
+    gc.collect()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_replay_that_finds_no_room_for_what_it_takes_says_so(tmp_path: Path) -> None:
+    model, x, directory = nn.Linear(4, 4), torch.randn(MiB), tmp_path / "spill"
+    directory.mkdir()
+    spill = SpillOptions(directory=directory)
+    with spillway.manage(model, budget="10 MiB", method="lru", spill=spill) as memory, memory.step(x):
+        out = x + 1
+        engine: Any = memory._engine
+        call = Call(lambda: takes(x), [], None, [], OpEnvironment.now(GENERAL))
+        recipe = Recipe(1, "takes", (), call, 0.0, EXACT, creates=(engine.find(out).value,))
+        directory.rmdir()
+        with pytest.raises(SpillFullError, match=r"takes takes 4.00 MiB or more for itself beside 8.00 MiB in memory"):
+            engine.machine.run(recipe, [])
+        directory.mkdir()
+
+
+def test_what_one_large_call_takes_makes_nothing_leave_for_small_ones() -> None:
+    model, large = nn.Linear(4, 4), torch.randn(1 << 19, dtype=torch.double)
+    with spillway.manage(model, budget="22 MiB", method="lru") as memory:
+        with memory.step(large):
+            kept = large + 1
+            torch.ops.op_memory_test.takes(large.float()).sum()
+            kept.sum()
+        del kept
+        for _ in range(2):
+            with memory.step(large):
+                kept = large + 1
+                torch.ops.op_memory_test.takes(large[:64].float()).sum()
+                kept.sum()
+            del kept
+    assert [report.moves + report.drops for report in memory.history[1:]] == [0, 0]
 
 
 def test_other_threads_and_code_between_ops_take_memory_as_ever() -> None:

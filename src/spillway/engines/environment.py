@@ -104,7 +104,7 @@ _half_sums = _of_torch._get_cpu_allow_fp16_reduced_precision_reduction
 
 def _products(backend: str, op: str) -> Flag:
     """In which precision floats of 32 bits are multiplied (`torch.backends.mkldnn.matmul.fp32_precision`), by whichever
-    of torch's two ways it was said; the older one cannot be asked for where the newer one was used."""
+    of torch's two ways it was said."""
     getter, setter = _of_torch._get_fp32_precision_getter, _of_torch._set_fp32_precision_setter
 
     def put(value: str) -> None:
@@ -114,6 +114,20 @@ def _products(backend: str, op: str) -> Flag:
         setter(backend, op, "none" if value == around else value)
 
     return functools.partial(getter, backend, op), put
+
+
+def _matmul_precision() -> str | None:
+    """The older of the two ways (`torch.set_float32_matmul_precision`), which cannot be asked for where the newer one
+    was used."""
+    try:
+        return torch._C._get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _put_matmul_precision(value: str | None) -> None:
+    if value is not None:
+        torch.set_float32_matmul_precision(value)
 
 
 _PRODUCTS: Final = ("matmul", "conv", "rnn")
@@ -135,7 +149,8 @@ ELEMENTWISE: Final = Settings(
 """Of ops that have no products, on every device."""
 
 GENERAL: Final = ELEMENTWISE + Settings(
-    *(_products("mkldnn", op) for op in _PRODUCTS if torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    (_matmul_precision, _put_matmul_precision),  # first: it puts some of the others as well
+    *(_products("mkldnn", op) for op in _PRODUCTS if torch.ops.mkldnn._is_mkldnn_bf16_supported()),
 )
 """On every device; by precision where this processor has products of fewer bits."""
 

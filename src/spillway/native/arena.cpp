@@ -524,7 +524,11 @@ class OpMemory {
       }
       const std::size_t offset = free_.best(size).first;
       error = open();
-      if (error == 0) error = ::posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
+      if (error == 0) {
+        do {
+          error = ::posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
+        } while (error == EINTR);
+      }
       if (error == 0) {
         mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(offset));
         if (mapped == MAP_FAILED) error = errno;
@@ -533,10 +537,13 @@ class OpMemory {
         free_.take(offset, size);
         all()[mapped] = {this, offset, {size, told, Born{nbytes, 0, 0}, op_}};
         ++mapped_beyond();
+      } else if (file_ >= 0) {
+        punch(offset, size);  // what it was given until there was no more
       }
     }
     if (error != 0) {
       cells_[STATE] = REFUSED;
+      cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE] + static_cast<std::int64_t>(nbytes));
       const std::string reason = std::strerror(error);
       throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, reason);
     }
@@ -558,10 +565,7 @@ class OpMemory {
     --mapped_beyond();
     ::munmap(memory, part.block.size);
     OpMemory& owner = *part.owner;
-    if (owner.process_ == ::getpid()) {  // and in no forked child, which has the same file
-      ::fallocate(owner.file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(part.offset),
-                  static_cast<off_t>(part.block.size));
-    }
+    if (owner.process_ == ::getpid()) owner.punch(part.offset, part.block.size);  // a forked child has the same file
     owner.free_.add(part.offset, part.block.size);
     owner.close_unused();
     if (op_memory() == &owner && owner.cells_[STATE] >= RUNS && part.block.op == owner.op_) {
@@ -609,6 +613,9 @@ class OpMemory {
     if (file_ < 0) return errno;
     ::unlink(path.c_str());
     return 0;
+  }
+  void punch(std::size_t offset, std::size_t size) {
+    ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(size));
   }
   void close_unused() {
     if (!closed_ || file_ < 0 || free_.bytes() != end_) return;
@@ -678,6 +685,10 @@ void unlock() {
   arena().mutex().unlock();
   OpMemory::mutex().unlock();
 }
+void unlock_in_child() {
+  op_memory() = nullptr;  // the file is the parent's, and so is the step
+  unlock();
+}
 
 }  // namespace
 
@@ -686,7 +697,8 @@ extern "C" {
 
 int spillway_arena_reserve(std::size_t span) {
   const int error = arena().reserve(span);
-  static const int forks = ::pthread_atfork([] { OpMemory::mutex().lock(), arena().mutex().lock(); }, &unlock, &unlock);  // rule 7
+  static const int forks = ::pthread_atfork([] { OpMemory::mutex().lock(), arena().mutex().lock(); }, &unlock,
+                                            &unlock_in_child);  // rule 7
   return error != 0 ? error : forks;
 }
 

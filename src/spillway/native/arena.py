@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast, final
@@ -213,6 +214,7 @@ class OpMemory:
         address = self._library.spillway_op_memory_cells(self._memory)
         self.cells = memoryview((ctypes.c_int64 * 8).from_address(address)).cast("B").cast("q")
         """Never freed."""
+        weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 
     def begin(self, allowed: Bytes) -> None:
         """A step of this thread begins; peaks are of what follows."""

@@ -27,7 +27,6 @@ ROWS: Final = 1001
 """What is summed at once fits into a processor's cache."""
 _TELLING: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SAMPLES: Final = 3
-"""The very last may be a mask, of floats too."""
 SAMPLED: Final = 64
 """Elements of each at most."""
 _GROUP: Final = COLUMNS * ROWS
@@ -102,12 +101,13 @@ def remember(holders: Iterable[SavedTensor]) -> None:
 
 
 def remember_some(holders: Sequence[SavedTensor], given: Set[int | None]) -> None:
-    """The same for some elements of the last few that were computed: masks and indices tell little, and what the block
-    was given (by the addresses of storages) nothing."""
+    """The same for some elements of the last few that have a gradient; what the block was given (by the addresses of
+    storages) tells nothing."""
     left = SAMPLES
     for holder in reversed(holders):
         value = holder.value
-        if holder.unwritten and type(value) is Tensor and value.dtype in _TELLING and value.numel():
+        told = holder.unwritten and holder.differentiable  # no masks, and nothing that an op leaves unwritten
+        if told and type(value) is Tensor and value.dtype in _TELLING and value.numel():
             key = holder.address()
             odd = value.is_nested or value.is_neg() or value.device.type != "cpu"
             if key is not None and key not in given and not odd:

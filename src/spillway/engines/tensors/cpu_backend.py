@@ -16,7 +16,7 @@ from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cpu_machine import CpuMachine, tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
-from spillway.errors import SpillError, SpillFullError
+from spillway.errors import SpillError
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
@@ -37,7 +37,7 @@ from spillway.native.arena import (
 )  # fmt: skip
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
-from spillway.units import Bytes, format_bytes
+from spillway.units import Bytes
 
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class CpuBackend(AbstractBackend):
             except torch.OutOfMemoryError as error:
                 if cells[STATE] != REFUSED:
                     raise
-                raise self._no_room(info, str(error)) from None
+                raise self._machine.no_room(info.name, error) from None
             finally:
                 state = cells[STATE]
                 cells[STATE] = IDLE
@@ -146,21 +146,11 @@ class CpuBackend(AbstractBackend):
 
         return counted
 
-    def _no_room(self, info: OpInfo, reason: str) -> SpillFullError:
-        assert self._op_memory is not None
-        cells = self._op_memory.cells
-        return SpillFullError(
-            f"{info.name} takes more than {format_bytes(cells[MOST])} for itself beside "
-            f"{format_bytes(cells[RESIDENT])} in memory, and neither the budget nor the spill directory "
-            f"{self.tier.directory} has room for it ({reason.splitlines()[0]}); raise the budget, or free some space "
-            f"there or choose another with SpillOptions(directory=...) or --spill-directory."
-        )
-
     def _went_beyond(self, info: OpInfo, out: Any, args: Any) -> None:
         """Its results are in memory, and from now on room is made for what it takes beside them."""
         assert self._op_memory is not None
         inside = self._op_memory.inside()
-        self._machine.bring_into_memory(tensors_of((out, args)))
+        self._machine.bring_into_memory(tensors_of((out, args) if info.resizes else out))
         if inside > info.inside:
             info.takes_inside(inside)
             self._engine.start_anew()
@@ -175,7 +165,7 @@ class CpuBackend(AbstractBackend):
             self.machine.measure_link()
         self.tier.generation += 1
         if self._op_memory is not None:
-            self._op_memory.begin(allowed)
+            self._op_memory.begin(self._attached().budget.named)
         self._machine.returns_pages = base_rss is not None
         self._base_rss = base_rss if allowed < UNLIMITED else None
         if self._base_rss is not None:

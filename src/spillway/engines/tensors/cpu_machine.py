@@ -22,13 +22,13 @@ from typing import Final, NamedTuple, final
 import torch
 
 from spillway.engines.tensors.calls import Call
-from spillway.errors import EngineError, SpillError
+from spillway.errors import EngineError, SpillError, SpillFullError
 from spillway.internals.private import fresh_storage, storage_at, storage_of, swap_bytes
 from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
 from spillway.memory.records import Recipe, Storage
-from spillway.native.arena import BEGINS, IDLE, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
+from spillway.native.arena import BEGINS, IDLE, MOST, REFUSED, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
 from spillway.tiers.disk import DiskTier, Slot
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes, Seconds, format_bytes
 
 UNREADABLE_RANGE: Final = 1 << 40
 """Length of the range that dropped storages point at: address space, not memory."""
@@ -82,31 +82,47 @@ class CpuMachine:
         inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
         with memory_for(f"what {recipe.name} made, which is computed again"):
-            results = self._counted_call(call, inputs)
+            results = self._counted_call(recipe.name, call, inputs)
         self._reclaimer.created(recipe.nbytes)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
 
-    def _counted_call(self, call: Call, inputs: Sequence[torch.UntypedStorage]) -> object:
+    def _counted_call(self, name: str, call: Call, inputs: Sequence[torch.UntypedStorage]) -> object:
         if self.op_memory is None:
             return call.again(inputs)
         cells = self.op_memory.cells
         cells[RESIDENT], cells[STATE] = self.resident(), BEGINS
         try:
             results = call.again(inputs)
+        except torch.OutOfMemoryError as error:
+            if cells[STATE] != REFUSED:
+                raise
+            raise self.no_room(name, error) from None
         finally:
             state, cells[STATE] = cells[STATE], IDLE
         if state == WENT_BEYOND:
             self.bring_into_memory(tensors_of(results))
         return results
 
+    def no_room(self, name: str, error: torch.OutOfMemoryError) -> SpillFullError:
+        """For what an op takes for itself, neither in the budget nor in the spill directory."""
+        assert self.op_memory is not None
+        cells = self.op_memory.cells
+        return SpillFullError(
+            f"{name} takes {format_bytes(cells[MOST])} or more for itself beside {format_bytes(cells[RESIDENT])} in "
+            f"memory, and neither the budget nor the spill directory {self.tier.directory} has room for it "
+            f"({str(error).splitlines()[0]}); raise the budget, or free some space there or choose another with "
+            f"SpillOptions(directory=...) or --spill-directory."
+        )
+
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What lies above the budget of these is needed after the op that made it, and there is room now."""
+        """What lies above the budget of these is needed after the op that made it, and there is room now. Not what has
+        given its address away already (which torch notes for NumPy)."""
         assert self.op_memory is not None
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.device.type == "cpu":
                 real = storage_of(tensor)
-                if self.op_memory.is_beyond(real.data_ptr()):
+                if real.resizable() and self.op_memory.is_beyond(real.data_ptr()):
                     fresh = self._fresh(real.nbytes())
                     ctypes.memmove(fresh.data_ptr(), real.data_ptr(), real.nbytes())
                     swap_bytes(real, fresh)

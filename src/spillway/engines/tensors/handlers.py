@@ -303,7 +303,7 @@ def _writing(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handle
     controller, table, interrupts, budget = engine.controller, engine.table, engine.interrupts, engine.budget
     overwrite = controller.overwrite
     call, call_with = engine.backend.calls(info)
-    plain, harmless, writes, inside = PLAIN_TENSORS, NO_TENSORS, bool(info.writes), info.inside
+    plain, harmless, writes = PLAIN_TENSORS, NO_TENSORS, bool(info.writes)
     write_recorded = _recorded_write(info, engine, usual) if info.exactness else usual
 
     def handle(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -324,7 +324,7 @@ def _writing(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handle
                     first = storage
             elif type(given) not in harmless:
                 return usual(info, args, kwargs)
-        if budget.resident + inside > budget.allowed:
+        if budget.resident > budget.allowed:
             return usual(info, args, kwargs)
         if writes:
             old = first.value

@@ -232,8 +232,8 @@ class OpInfo:
         self.inside: Bytes = 0
 
     def takes_inside(self, nbytes: Bytes) -> None:
-        """It was seen to take so much for itself beside what it creates, where there was no room for that: from now on
-        its bound says so."""
+        """A call of it was seen to take so much for itself beside what it creates, where there was no room for that:
+        its bound says so from now on, and where that is too much the call itself is looked up."""
         bound = self.bound
         if bound is not None and not self.inside:
             self.bound = lambda args: None if (created := bound(args)) is None else created + self.inside

@@ -125,10 +125,10 @@ class Workspaces:
         """Whether a call fails for which there is no room with them."""
         self._known: dict[Any, list[Bytes]] = {}
 
-    def expected(self, key: Any, unless: Bytes = 0) -> Bytes:
-        """What the call will need beside its results, as it was measured; `unless` it was not."""
+    def expected(self, key: Any) -> Bytes:
+        """What the call will need beside its results, if it was measured."""
         measured = self._known.get(key)
-        return measured[-1] if measured else unless
+        return measured[-1] if measured else 0
 
     def guess(self, name: str, reads: Iterable[Value], key: Any, created: Bytes, allowed: Bytes) -> Bytes:
         """What it may need the first time, when nobody knows: for ops that are known to be hungry as much again as

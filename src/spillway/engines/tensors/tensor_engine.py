@@ -306,7 +306,7 @@ class TensorEngine(AbstractTensorEngine):
         guess = 0
         workspaces = self.backend.workspaces
         if workspaces is not None and not workspaces.required:
-            guess = workspaces.expected(key, info.inside)
+            guess = workspaces.expected(key)
         elif workspaces is not None and key is not None:
             guess = workspaces.guess(info.name, seen.reads, key, needed, self.budget.allowed)
             needed += workspaces.expected(key)
