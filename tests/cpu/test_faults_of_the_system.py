@@ -446,7 +446,7 @@ LIMITS = """
             return {word!r} in str(error) and str(error).endswith(".")
         last = traceback.extract_tb(error.__traceback__)[-1]
         # What an op of the user's raises is torch's own, of which less is heard where there is no memory for it.
-        of_torch = "spillway/" not in last.filename or last.name in ("complete", "handle")
+        of_torch = "spillway/" not in last.filename or last.name in ("complete", "handle", "counted")
         return isinstance(error, MemoryError) or (of_torch and found_no_memory(error)) or isinstance(error, OSError)
 
     def play(order, amount):

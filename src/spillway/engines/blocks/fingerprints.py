@@ -13,8 +13,8 @@ on. On the CPU alone: a device would have to be waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -26,8 +26,11 @@ COLUMNS: Final = 127
 ROWS: Final = 1001
 """What is summed at once fits into a processor's cache."""
 _TELLING: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_to_list: Final = cast("Callable[[Tensor], list[int]]", torch._C.TensorBase.tolist)
+"""As torch defines it, whatever was put in its place on `Tensor`."""
 SAMPLES: Final = 3
-SAMPLED: Final = 64
+SAMPLED: Final = 32
 """Elements of each at most."""
 _GROUP: Final = COLUMNS * ROWS
 _WORD: Final = 8
@@ -117,8 +120,8 @@ def remember_some(holders: Sequence[SavedTensor], given: Set[int | None]) -> Non
                     return
 
 
-def _some(tensor: Tensor) -> Fingerprint:
-    """The bytes of the last elements along the longest dimension."""
+def _some(tensor: Tensor) -> list[int]:
+    """The bits of the last elements along the longest dimension, as numbers: no tensor is left that would count."""
     with grad_mode(enabled=False):
         offset, length, step = int(tensor.storage_offset()), 1, 1
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -127,7 +130,7 @@ def _some(tensor: Tensor) -> Fingerprint:
                 length, step = size, stride
         length = min(length, SAMPLED)
         some = tensor.detach().as_strided((length,), (step,), offset - (length - 1) * step)
-        return some.clone().view(torch.uint8)
+        return _to_list(some.view(_INTEGERS[tensor.element_size()]))
 
 
 def first_changed(holders: Iterable[SavedRef], *, whole: bool) -> int | None:
@@ -138,6 +141,10 @@ def first_changed(holders: Iterable[SavedRef], *, whole: bool) -> int | None:
         holder = reference()
         if holder is None or holder.fingerprint is None or holder.value is None or not holder.recomputed:
             continue
-        if not torch.equal(holder.fingerprint, fingerprint(holder.value, seen) if whole else _some(holder.value)):
+        if whole:
+            same = torch.equal(holder.fingerprint, fingerprint(holder.value, seen))
+        else:
+            same = holder.fingerprint == _some(holder.value)
+        if not same:
             return number
     return None

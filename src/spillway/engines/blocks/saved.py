@@ -198,8 +198,8 @@ class SavedTensor:
         self.witness: Any = value if watched else None
         """Tells of writes, as autograd does where there are no hooks but ours. None where there are others."""
         self.version: int = value._version if watched else 0
-        self.fingerprint: Tensor | None = None
-        """Of the value when it was given up, where values are compared."""
+        self.fingerprint: Any = None
+        """Of the value when it was given up, as far as values are compared."""
 
     @property
     def unwritten(self) -> bool:

@@ -108,7 +108,8 @@ class CpuBackend(AbstractBackend):
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
             self._machine.resident = lambda: engine.budget.resident
-            self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
+            if not engine.controller.policy.follows:  # a plan says what leaves, and knows of nothing inside ops
+                self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if engine.foresees:
             with contextlib.suppress(SpillError):  # there may be threads later
                 self.tier.start_workers()
