@@ -6,35 +6,22 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, final
+from functools import partial
+from typing import Final, TypeVar, final
 
 import torch
 
 from spillway.engines.environment import GENERAL
 from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
-from spillway.engines.tensors.cpu_machine import CpuMachine, tensors_of
+from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
 from spillway.errors import SpillError
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
-from spillway.native.arena import (
-    ABOVE,
-    BEGINS,
-    BEYOND,
-    IDLE,
-    LOCAL,
-    MOST,
-    PEAK,
-    REFUSED,
-    RESIDENT,
-    RUNS,
-    STATE,
-    Arena,
-    OpMemory,
-)  # fmt: skip
+from spillway.native.arena import ABOVE, BEYOND, LOCAL, MOST, PEAK, Arena, OpMemory
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
@@ -107,7 +94,7 @@ class CpuBackend(AbstractBackend):
         self._measures_link = engine.foresees
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
-            self._machine.resident = lambda: engine.budget.resident
+            self._machine.budget = engine.budget
             if not engine.controller.policy.follows:  # a plan says what leaves, and knows of nothing inside ops
                 self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if engine.foresees:
@@ -125,33 +112,11 @@ class CpuBackend(AbstractBackend):
 
     def _counted(self, info: OpInfo, call: Binding) -> Binding:
         """`call`, where what it takes for itself counts too."""
-        if self._op_memory is None or info.view:
-            return call
-        cells, budget = self._op_memory.cells, self._attached().budget
+        learn = partial(self._learn_inside, info)
+        return call if info.view else self._machine.counted(info.name, call, learn, resizes=info.resizes)
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            cells[RESIDENT] = budget.resident
-            cells[STATE] = BEGINS
-            try:
-                out = call(*args, **kwargs)
-            except torch.OutOfMemoryError as error:
-                if cells[STATE] != REFUSED:
-                    raise
-                raise self._machine.no_room(info.name, error) from None
-            finally:
-                state = cells[STATE]
-                cells[STATE] = IDLE
-            if state > RUNS:
-                self._went_beyond(info, out, args)
-            return out
-
-        return counted
-
-    def _went_beyond(self, info: OpInfo, out: Any, args: Any) -> None:
-        """Its results are in memory, and from now on room is made for what it takes beside them."""
-        assert self._op_memory is not None
-        inside = self._op_memory.inside()
-        self._machine.bring_into_memory(tensors_of((out, args) if info.resizes else out))
+    def _learn_inside(self, info: OpInfo, inside: Bytes) -> None:
+        """From now on room is made for what a call takes for itself, where there was none."""
         if inside > info.inside:
             info.takes_inside(inside)
             self._engine.start_anew()

@@ -17,16 +17,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
+from spillway.engines.tensors.bindings import Binding
 from spillway.engines.tensors.calls import Call
 from spillway.errors import EngineError, SpillError, SpillFullError
 from spillway.internals.private import fresh_storage, storage_at, storage_of, swap_bytes
 from spillway.internals.process_memory import Reclaimer, give_pages_back, memory_for, prefer_huge_pages
+from spillway.memory.budget import UNLIMITED, Budget
 from spillway.memory.records import Recipe, Storage
-from spillway.native.arena import BEGINS, IDLE, MOST, REFUSED, RESIDENT, STATE, WENT_BEYOND, Arena, OpMemory
+from spillway.native.arena import BEGINS, IDLE, MOST, REFUSED, RESIDENT, RUNS, STATE, Arena, OpMemory
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -68,8 +70,7 @@ class CpuMachine:
         self.tier = tier
         self._arena = arena
         self.op_memory: OpMemory | None = None
-        self.resident: Callable[[], Bytes] = lambda: 0
-        """The account."""
+        self.budget = Budget(UNLIMITED)
         self._reclaimer = reclaimer
         self.returns_pages = True
         """Whether the pages of bytes that leave go back to the system, or stay with the allocator for what comes."""
@@ -82,32 +83,42 @@ class CpuMachine:
         inputs = [real_storage(storage) for storage in bindings]
         self._reclaimer.expect(recipe.nbytes)
         with memory_for(f"what {recipe.name} made, which is computed again"):
-            results = self._counted_call(recipe.name, call, inputs)
+            results = self.counted(recipe.name, call.again, _nothing)(inputs)
         self._reclaimer.created(recipe.nbytes)
         flat = tensors_of(results)
         return [flat[position].untyped_storage() for position in call.outputs[: len(recipe.creates)]]
 
-    def _counted_call(self, name: str, call: Call, inputs: Sequence[torch.UntypedStorage]) -> object:
-        if self.op_memory is None:
-            return call.again(inputs)
-        cells = self.op_memory.cells
-        cells[RESIDENT], cells[STATE] = self.resident(), BEGINS
-        try:
-            results = call.again(inputs)
-        except torch.OutOfMemoryError as error:
-            if cells[STATE] != REFUSED:
-                raise
-            raise self.no_room(name, error) from None
-        finally:
-            state, cells[STATE] = cells[STATE], IDLE
-        if state == WENT_BEYOND:
-            self.bring_into_memory(tensors_of(results))
-        return results
+    def counted(self, name: str, call: Binding, learn: Callable[[Bytes], object], *, resizes: bool = False) -> Binding:
+        """`call`, where what the op takes for itself counts too. Where there was no room for it, its results are in
+        memory afterwards, with what it was given if it `resizes` that, and `learn` is told how much it was."""
+        memory, budget = self.op_memory, self.budget
+        if memory is None:
+            return call
+        cells = memory.cells
 
-    def no_room(self, name: str, error: torch.OutOfMemoryError) -> SpillFullError:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            cells[RESIDENT] = budget.resident
+            cells[STATE] = BEGINS
+            try:
+                out = call(*args, **kwargs)
+            except torch.OutOfMemoryError as error:
+                if cells[STATE] != REFUSED:
+                    raise
+                raise self._no_room(name, memory, error) from None
+            finally:
+                state = cells[STATE]
+                cells[STATE] = IDLE
+            if state > RUNS:
+                inside = memory.inside()
+                self._bring_into_memory(memory, tensors_of((out, args) if resizes else out))
+                learn(inside)
+            return out
+
+        return counted
+
+    def _no_room(self, name: str, memory: OpMemory, error: torch.OutOfMemoryError) -> SpillFullError:
         """For what an op takes for itself, neither in the budget nor in the spill directory."""
-        assert self.op_memory is not None
-        cells = self.op_memory.cells
+        cells = memory.cells
         return SpillFullError(
             f"{name} takes {format_bytes(cells[MOST])} or more for itself beside {format_bytes(cells[RESIDENT])} in "
             f"memory, and neither the budget nor the spill directory {self.tier.directory} has room for it "
@@ -115,14 +126,13 @@ class CpuMachine:
             f"SpillOptions(directory=...) or --spill-directory."
         )
 
-    def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+    def _bring_into_memory(self, memory: OpMemory, tensors: Iterable[torch.Tensor]) -> None:
         """What lies above the budget of these is needed after the op that made it, and there is room now. Not what has
         given its address away already (which torch notes for NumPy)."""
-        assert self.op_memory is not None
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.device.type == "cpu":
                 real = storage_of(tensor)
-                if real.resizable() and self.op_memory.is_beyond(real.data_ptr()):
+                if real.resizable() and memory.is_beyond(real.data_ptr()):
                     fresh = self._fresh(real.nbytes())
                     ctypes.memmove(fresh.data_ptr(), real.data_ptr(), real.nbytes())
                     swap_bytes(real, fresh)
@@ -282,6 +292,10 @@ class CpuMachine:
         mapped = self.tier.mapped(slot)
         view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
         return view.untyped_storage()
+
+
+def _nothing(inside: Bytes) -> None:
+    """Of a replay nothing is learned: its recipe says what the op took the first time."""
 
 
 def real_storage(storage: Storage) -> torch.UntypedStorage:
