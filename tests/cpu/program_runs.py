@@ -60,6 +60,8 @@ class Ran:
     state: dict[str, Any] = field(default_factory=dict)
     closed: dict[str, Any] = field(default_factory=dict)
     figures: Figures = field(default_factory=Figures)
+    natively: int = 0
+    """Ops that the hook took."""
     peak: int = 0
     refusal: BudgetInfeasible | None = None
     part: int = 0
@@ -266,11 +268,15 @@ def _run_plainly(world: World, parts: Iterable[Part], front: Counting | None) ->
         world.run(part.outside)
 
 
-def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Callable[[TensorEngine], Counting]) -> Ran:
-    """Run it under a budget, with what `above` makes before the engine's handlers."""
+def managed(
+    program: Program, policy: AbstractPolicy, allowed: int, above: Callable[[TensorEngine], Counting] | None
+) -> Ran:
+    """Run it under a budget, with what `above` makes before the engine's handlers; with nothing, in the native hook
+    where there is one, and what is said of ops means nothing."""
     ran, world, engine = Ran(), World(program.seed), TensorEngine(policy, allowed)
-    front = above(engine)
-    stand_before(engine, front.front)
+    front = Counting() if above is None else above(engine)
+    if above is not None:
+        stand_before(engine, front.front)
     try:
         for number, part in enumerate(program.parts):
             ran.part = number
@@ -283,6 +289,7 @@ def managed(program: Program, policy: AbstractPolicy, allowed: int, above: Calla
         ran.state = world.state()
         _check_books(engine, ran)
     finally:
+        ran.natively = engine.ops_taken_natively
         engine.close()
     ran.closed = world.state()
     del world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,11 @@ def deterministic(on: bool) -> None:
     torch.use_deterministic_algorithms(on)
 
 
+def precision_of_everything(said: str) -> None:
+    with torch.backends.__allow_nonbracketed_mutation():  # torch's own tests, if they were imported, forbid it
+        cast(Any, torch.backends).fp32_precision = said
+
+
 CHANGES: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = {
     "oneDNN": (torch._C._set_mkldnn_enabled, True, False),
     "NNPACK": (torch._C._set_nnpack_enabled, True, False),
@@ -33,7 +38,7 @@ CHANGES: Mapping[str, tuple[Callable[[Any], Any], Any, Any]] = {
         "bf16",
         "ieee",
     ),
-    "precision of everything": (lambda said: setattr(torch.backends, "fp32_precision", said), "bf16", "none"),
+    "precision of everything": (precision_of_everything, "bf16", "none"),
     "denormals": (torch.set_flush_denormal, True, False),
     "threads": (torch.set_num_threads, 2, 1),
     "deterministic": (deterministic, True, False),

@@ -1,4 +1,4 @@
-"""`spillway build`: the native part, compiled now and not when a session first needs it."""
+"""`spillway build`: the native parts, compiled now and not when a session first needs them."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from spillway.cli.common import Json, print_json
 
 
 def build_(*, json: Json = False) -> None:
-    """Compile the native part, unless it is there, and say where it lies.
+    """Compile the native parts, unless they are there, and say where they lie.
 
-    Sessions do so by themselves when they first need it. Without a compiler they run without it, and slower.
+    Sessions do so by themselves when they first need them. Without a compiler they run without them, and slower.
     """
     from spillway.native import library
 
-    made = library.build()
+    made = {part.name: str(library.build(part)) for part in library.PARTS}
     if json:
-        print_json({"library": str(made)})
+        print_json(made)
     else:
-        print(made)
+        print(*made.values(), sep="\n")

@@ -18,7 +18,7 @@ from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import NativeError
 from spillway.internals.private import CAN_SWAP
 from spillway.native.arena import Arena
-from spillway.native.library import place
+from spillway.native.library import HOOK, load_hook, place
 from spillway.processes import cores
 from spillway.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -57,9 +57,17 @@ def native() -> Finding:
         what = f"The native part is not to be had: {reason}"
         fix = "Sessions run without it; what leaves memory and comes back costs page faults then."
         problem = Problem(what=what, fix=fix)
-        return Finding(topic="native part", sentence="Not there.", facts={"library": None}, problems=[problem])
+        return Finding(
+            topic="native part", sentence="Not there.", facts={"library": None, "hook": None}, problems=[problem]
+        )
+    try:
+        load_hook()
+        hook, problems = str(place(HOOK)), []
+    except NativeError as reason:
+        fix = "Sessions run without it; every op of a watched step costs some microseconds of Python then."
+        hook, problems = None, [Problem(what=f"The native hook is not to be had: {reason}", fix=fix)]
     return Finding(
-        topic="native part", facts={"library": str(place())},
+        topic="native part", facts={"library": str(place()), "hook": hook}, problems=problems,
         sentence=f"There, as {place()}: pages that tensors free serve the next ones, and are never faulted in twice.",
     )  # fmt: skip
 

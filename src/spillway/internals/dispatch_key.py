@@ -38,6 +38,8 @@ Handler = Callable[..., Any]
 _of_torch: Final = cast(Any, torch._C)
 _KEY: Final = _of_torch._dispatch_key_parse("Fake")
 _PYTHON: Final = _of_torch.DispatchKey.Python
+_BEHIND: Final = "TESTING_ONLY_GenericWrapper"
+"""Where the handlers stand when native code comes first: under a key that no tensor and no thread has."""
 _NAME: Final = "spillway"
 """Where a thread keeps who watches it; torch hands that on to the threads of autograd together with the key."""
 
@@ -158,14 +160,50 @@ def _below(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         _include(_KEY, True)
 
 
+_SPACES: Final = ("aten", "prims")
+
+
+def serve_first(serve: Callable[[str], object]) -> None:
+    """From now on ops of torch's own come to native code first, which `serve` puts in front of an op of that name. What
+    it does not take it sends to where the handlers in Python stand from then on. Asked again it does nothing."""
+    with _registering:
+        registered = _register()
+        if not registered.served:
+            registered.served = True
+            behind = [_library(space) for space in _SPACES]
+            for full, op in registered.ops.items():
+                library = behind[_SPACES.index(full.partition("::")[0])]
+                cast(Any, library).m.impl(full, _BEHIND, functools.partial(_arrive, op), False)
+            for library in registered.one_by_one:
+                library._destroy()  # type: ignore[no-untyped-call]
+            registered.one_by_one = behind
+            for full in registered.ops:
+                serve(full)
+
+
+def _library(space: str) -> torch.library.Library:
+    return torch.library.Library(space, "IMPL")  # type: ignore[no-untyped-call]
+
+
+@final
+class _Registered:
+    def __init__(self) -> None:
+        self.always = {space: _library(space) for space in ("_", *_SPACES)}
+        self.ops: dict[str, Any] = {}
+        """By their names in full: what native code may come before."""
+        self.one_by_one = [_library(space) for space in _SPACES]
+        self.served = False
+
+
 @functools.cache
-def _register() -> list[torch.library.Library]:
+def _register() -> _Registered:
     """What is registered lasts as long as the process: nothing comes to it unless a thread includes the key.
 
     torch's own ops are registered one by one besides. To a fallback torch cannot come where a mode is open and hidden,
     which is how fake tensors run their kernels.
     """
-    libraries = {name: torch.library.Library(name, "IMPL") for name in ("_", "aten", "prims")}  # type: ignore[no-untyped-call]
+    registered = _Registered()
+    libraries = registered.always
     libraries["_"].fallback(_arrive, "Fake")  # type: ignore[no-untyped-call]
     for full in _of_torch._dispatch_get_all_op_names():
         namespace, _, name = full.partition("::")
@@ -179,9 +217,10 @@ def _register() -> list[torch.library.Library]:
             library.impl(name, torch.library.fallthrough_kernel, "Fake")  # type: ignore[no-untyped-call]
         else:
             packet, _, overload = name.partition(".")
-            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            op = registered.ops[full] = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            library = registered.one_by_one[_SPACES.index(namespace)]
             cast(Any, library).m.impl(full, "Fake", functools.partial(_arrive, op), False)
-    return list(libraries.values())
+    return registered
 
 
 def _has_parts(full: str) -> bool:

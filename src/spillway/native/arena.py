@@ -211,8 +211,8 @@ class OpMemory:
         """Raises NativeError where there cannot be an arena."""
         self._library = _opened()
         self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
-        address = self._library.spillway_op_memory_cells(self._memory)
-        self.cells = memoryview((ctypes.c_int64 * 8).from_address(address)).cast("B").cast("q")
+        self.address: int = self._library.spillway_op_memory_cells(self._memory)
+        self.cells = memoryview((ctypes.c_int64 * 8).from_address(self.address)).cast("B").cast("q")
         """Never freed."""
         weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 

@@ -94,6 +94,18 @@ class Creations(Protocol):
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Hooked:
+    """What the native hook has to know of a device."""
+
+    cells: int
+    """Address of the account of what ops take for themselves (`OpMemory`); 0 where nobody keeps it."""
+    around: Callable[[OpInfo], tuple[Callable[[list[torch.Tensor]], None], Callable[[str], None]]]
+    """For an op: what is done with its results where it took more for itself than there was room for, and what raises
+    the error where there was no other place either."""
+
+
+@final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What the device itself says of a step."""
@@ -134,6 +146,8 @@ class AbstractBackend(ABC):
     """How bytes go to a spill file, where there is one."""
     workspaces: Workspaces | None = None
     """What ops need for themselves, where that counts."""
+    hooked: Hooked | None = None
+    """For the native hook, on a device for which there is one."""
 
     @abstractmethod
     def attach(self, engine: AbstractTensorEngine) -> None:
@@ -214,6 +228,8 @@ class AbstractTensorEngine(ABC):
     """What is to be done before the next op."""
     register: Callable[[torch.Tensor, int], Storage]
     """Begins to account for the storage of a tensor, at a key."""
+    buried: Callable[[Any], None]
+    """Hears of the death of a storage, from its handle."""
     in_step: bool
     """Whether ops are watched."""
     recording: bool
@@ -298,6 +314,10 @@ class AbstractTensorEngine(ABC):
     def raise_interrupt(self) -> None:
         """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead; let
         go of what is not in flight any more."""
+
+    @abstractmethod
+    def look_ahead(self) -> None:
+        """Before the next op the policy is asked for copies that may begin."""
 
     @abstractmethod
     def poll_flights(self) -> None:

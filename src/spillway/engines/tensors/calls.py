@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast, final
 
 import torch
 
@@ -43,8 +43,9 @@ class Call(NamedTuple):
     random: tuple[torch.Generator, torch.Tensor] | None = None
 
     @staticmethod
-    def unpacked(payload: Any) -> Call:
-        """The call that a recipe's payload stands for: itself, or a list of what the shortest way wrote down.
+    def unpacked(payload: Any) -> Call | NativeCall:
+        """The call that a recipe's payload stands for: itself, what the native hook wrote down, or a list of what the
+        shortest way in Python did.
 
         That is the op, its arguments, keywords and environment, and then the geometry of each operand. Of the arguments
         there is a tuple of those behind the operands where operands come first, else a list with `OPERAND` in each of
@@ -52,6 +53,13 @@ class Call(NamedTuple):
         """
         if isinstance(payload, Call):
             return payload
+        if not isinstance(payload, list):
+            return NativeCall(payload)
+        return Call.listed(payload)
+
+    @staticmethod
+    def listed(payload: list[Any]) -> Call:
+        """The same of such a list."""
         func, args, kwargs, environment, *geometries = payload
         func, outputs = func if isinstance(func, tuple) else (func, (0,))
         holes: list[Any] = [OPERAND] * len(geometries) + list(args) if isinstance(args, tuple) else args
@@ -76,6 +84,22 @@ class Call(NamedTuple):
                 return self.func(*args, **kwargs)
             finally:
                 generator.set_state(present)
+
+
+@final
+class NativeCall:
+    """A call that the native hook wrote down."""
+
+    __slots__ = ("_payload", "outputs")
+
+    def __init__(self, payload: Any) -> None:
+        self._payload = payload
+        self.outputs: tuple[int, ...] = payload.outputs
+
+    def again(self, storages: Sequence[torch.UntypedStorage]) -> Any:
+        """As `Call.again`."""
+        with InEnvironment(self._payload.environment):
+            return self._payload.again(storages)
 
 
 def random_state(kwargs: Mapping[str, Any] | None, usual: torch.Generator) -> tuple[torch.Generator, torch.Tensor]:

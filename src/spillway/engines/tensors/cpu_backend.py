@@ -12,7 +12,7 @@ from typing import Final, TypeVar, final
 import torch
 
 from spillway.engines.environment import GENERAL
-from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Measured
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Hooked, Measured
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
@@ -97,6 +97,8 @@ class CpuBackend(AbstractBackend):
             self._machine.budget = engine.budget
             if not engine.controller.policy.follows:  # a plan says what leaves, and knows of nothing inside ops
                 self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
+        if self._arena is not None:
+            self.hooked = Hooked(0 if self._op_memory is None else self._op_memory.address, self._around)
         if engine.foresees:
             with contextlib.suppress(SpillError):  # there may be threads later
                 self.tier.start_workers()
@@ -114,6 +116,12 @@ class CpuBackend(AbstractBackend):
         """`call`, where what it takes for itself counts too."""
         learn = partial(self._learn_inside, info)
         return call if info.view else self._machine.counted(info.name, call, learn, resizes=info.resizes)
+
+    def _around(self, info: OpInfo) -> tuple[Callable[[list[torch.Tensor]], None], Callable[[str], None]]:
+        def refuse(said: str) -> None:
+            raise self._machine.no_room(info.name, said)
+
+        return partial(self._machine.bring_into_memory, learn=partial(self._learn_inside, info)), refuse
 
     def _learn_inside(self, info: OpInfo, inside: Bytes) -> None:
         """From now on room is made for what a call takes for itself, where there was none."""

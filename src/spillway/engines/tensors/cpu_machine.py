@@ -104,31 +104,33 @@ class CpuMachine:
             except torch.OutOfMemoryError as error:
                 if cells[STATE] != REFUSED:
                     raise
-                raise self._no_room(name, memory, error) from None
+                raise self.no_room(name, str(error)) from None
             finally:
                 state = cells[STATE]
                 cells[STATE] = IDLE
             if state > RUNS:
-                inside = memory.inside()
-                self._bring_into_memory(memory, tensors_of((out, args) if resizes else out))
-                learn(inside)
+                self.bring_into_memory(tensors_of((out, args) if resizes else out), learn)
             return out
 
         return counted
 
-    def _no_room(self, name: str, memory: OpMemory, error: torch.OutOfMemoryError) -> SpillFullError:
+    def no_room(self, name: str, said: str) -> SpillFullError:
         """For what an op takes for itself, neither in the budget nor in the spill directory."""
-        cells = memory.cells
+        assert self.op_memory is not None, "it said so"
+        cells = self.op_memory.cells
         return SpillFullError(
             f"{name} takes {format_bytes(cells[MOST])} or more for itself beside {format_bytes(cells[RESIDENT])} in "
             f"memory, and neither the budget nor the spill directory {self.tier.directory} has room for it "
-            f"({str(error).splitlines()[0]}); raise the budget, or free some space there or choose another with "
+            f"({said.splitlines()[0]}); raise the budget, or free some space there or choose another with "
             f"SpillOptions(directory=...) or --spill-directory."
         )
 
-    def _bring_into_memory(self, memory: OpMemory, tensors: Iterable[torch.Tensor]) -> None:
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor], learn: Callable[[Bytes], object]) -> None:
         """What lies above the budget of these is needed after the op that made it, and there is room now. Not what has
-        given its address away already (which torch notes for NumPy)."""
+        given its address away already (which torch notes for NumPy). `learn` is told what the op took for itself."""
+        memory = self.op_memory
+        assert memory is not None, "it went beyond"
+        inside = memory.inside()
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.device.type == "cpu":
                 real = storage_of(tensor)
@@ -136,6 +138,7 @@ class CpuMachine:
                     fresh = self._fresh(real.nbytes())
                     ctypes.memmove(fresh.data_ptr(), real.data_ptr(), real.nbytes())
                     swap_bytes(real, fresh)
+        learn(inside)
 
     def page_out(self, storage: Storage) -> Slot:
         """Write the bytes to a slot and point the storage at its mapping."""

@@ -391,7 +391,7 @@ def _recorded_write(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) ->
                 last = place
         payload[1] = args[len(reads) :] if last + 1 == len(reads) else _where_tensors_stand(args)
         if seeded:
-            payload = Call.unpacked(payload)._replace(random=random_state(kwargs, generator))
+            payload = Call.listed(payload)._replace(random=random_state(kwargs, generator))
         controller.clock = clock = controller.clock + 1
         written = reads[0].storage
         began = now()

@@ -28,6 +28,7 @@ from spillway.engines.tensors.calls import (
 from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
+from spillway.engines.tensors.native_hook import NativeHook, module
 from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
 from spillway.internals.dispatch_key import Handler, Watcher, unwatched
@@ -49,11 +50,26 @@ class Dispatch:
         self._thread = 0
         self._around: Around | None = None
         self._watcher = Watcher(self._handlers, self._learn)
+        self._hook: NativeHook | None = None
+
+    @property
+    def taken_natively(self) -> int:
+        """Ops that ran in the native hook."""
+        return self._hook.taken if self._hook is not None else 0
+
+    def hook(self) -> None:
+        """From now on ops arrive at the native hook first, where there is one."""
+        hooked = self._engine.backend.hooked
+        native = module() if hooked is not None else None
+        if hooked is not None and native is not None:
+            self._hook = NativeHook(self._engine, self._watcher, hooked, native)
 
     def _learn(self, func: Any) -> Handler:
         known = self._known.get(id(func))
         if known is None:
             info = self._engine.info_of(func)
+            if self._hook is not None:
+                self._hook.learn(info)
             handlers = (handler_for(info, self._engine, self._usual, recipes=recipes) for recipes in (True, False))
             known = self._known[id(func)] = Known(func, *handlers)
         handler = self._handlers[id(func)] = self._watched(known)
@@ -66,6 +82,8 @@ class Dispatch:
 
     def disarm(self) -> None:
         """In a forked child: let every op through."""
+        if self._hook is not None:
+            self._hook.disarm()
         self._watcher.disarm()
 
     def push(self, around: Around | None = None) -> None:
@@ -78,9 +96,13 @@ class Dispatch:
     def rearm(self) -> None:
         """What is wanted of handlers has changed: choose among them again."""
         self._handlers.clear()
+        if self._hook is not None and self._around is None:
+            self._hook.arm(recording=self._engine.recording)
 
     def pop(self) -> None:
         """Watch no longer. Calling it again does nothing."""
+        if self._hook is not None:
+            self._hook.disarm()
         self._watcher.end()
         end_eagerly(self._thread)
         self._around = None
@@ -90,6 +112,8 @@ class Dispatch:
         """What is known about ops has changed: make their handlers again when they come next."""
         self._known.clear()
         self._handlers.clear()
+        if self._hook is not None:
+            self._hook.forget()
 
 
 def build_usual(engine: AbstractTensorEngine) -> Usual:

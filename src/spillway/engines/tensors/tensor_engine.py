@@ -91,7 +91,7 @@ class TensorEngine(AbstractTensorEngine):
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
-        self.register = build_register(self)
+        self.register, self.buried = build_register(self)
         self.fused_updates = 0
         """Fused optimizer ops in this step; torch counts no version for what they write."""
         self.ran_eagerly = False
@@ -119,6 +119,12 @@ class TensorEngine(AbstractTensorEngine):
         self.collectives: Collectives = Collectives(self)
         self._dispatch = Dispatch(self)
         self.backend.attach(self)
+        self._dispatch.hook()
+
+    @property
+    def ops_taken_natively(self) -> int:
+        """Ops that ran in the native hook, in all steps so far; views count."""
+        return self._dispatch.taken_natively
 
     @property
     def tier(self) -> DiskTier:
@@ -659,8 +665,9 @@ class TensorEngine(AbstractTensorEngine):
         return sum(storage.escaped for storage in list(self.table.values()))
 
 
-def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
-    """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
+def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], Storage], Callable[[Any], None]]:
+    """The function that begins to account for the storage of a tensor, at a key, and the one that hears of its death:
+    they are called by nearly every op."""
     controller, table = engine.controller, engine.table
     adopt, bury, created = controller.adopt, controller.forget, engine.creations.created
 
@@ -685,7 +692,7 @@ def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storag
             engine.history.note_kind(storage)
         return storage
 
-    return register
+    return register, buried
 
 
 def _range_of(storage: Storage) -> tuple[int, int] | None:

@@ -1,0 +1,303 @@
+"""The hook in C++ and the handlers in Python do the same; what the hook does not take goes on to them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, layer_norm
+
+import spillway
+from spillway.engines.tensors import native_hook
+from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.errors import NativeError
+from spillway.internals.private import storage_address
+from spillway.memory.budget import UNLIMITED
+from spillway.memory.records import Recipe, Storage
+from spillway.methods import LRU, AbstractPolicy, KeepAll
+from spillway.native import library
+from tests.cpu.program_judge import ALIKE, POLICIES
+from tests.cpu.program_runs import managed
+from tests.cpu.programs import random_program
+
+pytestmark = pytest.mark.skipif(not library.wanted(library.HOOK), reason="SPILLWAY_NATIVE says so")
+
+MiB = 1 << 20
+
+
+def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_hook, "module", lambda: None)
+    monkeypatch.setattr("spillway.engines.tensors.mode.module", lambda: None)
+
+
+# ------------------------------------------------------------------ the same books
+
+
+def attention(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
+    queries, keys, values = (x @ weight[:, part * 16 : part * 16 + 16] for part in range(3))
+    shares = torch.softmax(queries @ keys.transpose(-1, -2) * 0.25, dim=-1)
+    return layer_norm(gelu((shares @ values) @ parameters[0]), (16,))
+
+
+def pictures(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
+    image = x.reshape(4, 4, 8, 8)
+    found = torch.relu_(torch.conv2d(image, weight.reshape(-1)[: 8 * 4 * 9].reshape(8, 4, 3, 3), padding=1))
+    pooled = torch.max_pool2d(found, 2)
+    return (torch.nn.functional.batch_norm(pooled, None, None, training=True) * parameters[0].mean()).flatten(1)
+
+
+def sums_and_writes(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
+    total = torch.zeros_like(x)
+    for scale in (0.5, 2.0, -1.0):
+        total.add_(x.mul(scale).tanh_(), alpha=0.5)
+        total.copy_(total.exp().clamp(max=3.0))
+    total[0].zero_()
+    return torch.where(total > 1, total, -total).sum(-1, dtype=torch.float64) + weight.double().mean()
+
+
+def types(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
+    half = x.to(torch.bfloat16) @ weight[:, :16].to(torch.bfloat16)
+    turned = torch.complex(x, x).conj() * (1 + 2j)
+    return half.float().sum() + turned.abs().sum() + (x > 0).sum() + x.argmax().float()
+
+
+PROGRAMS: list[Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = [attention, pictures, sums_and_writes, types]
+
+
+def books(engine: TensorEngine) -> list[Any]:
+    """Everything that the engine has written down, without what depends on addresses and the clock."""
+
+    def value(value: Any) -> Any:
+        recipe = value.recipe and value.recipe.number
+        known = value.dependents and len(value.dependents)
+        return (
+            value.storage.number,
+            value.nbytes,
+            value.absent,
+            value.recorded,
+            recipe,
+            value.wanted,
+            value.chain,
+            known,
+        )
+
+    def storage(storage: Storage) -> Any:
+        known = (storage.number, storage.nbytes, storage.touched - engine._first_op, storage.locks, storage.held)
+        flags = (storage.written, storage.escaped, storage.exposed, storage.kind)
+        return *known, *flags, value(storage.value), storage.handle.record is storage
+
+    def recipe(recipe: Recipe) -> Any:
+        written = [(place, value(new)) for place, new in recipe.writes]
+        called = Call.unpacked(recipe.payload)
+        outputs = called.outputs[: len(recipe.creates)]
+        return (
+            recipe.number - engine._first_op, recipe.name, [*map(value, recipe.reads)], [*map(value, recipe.creates)],
+            written, recipe.exactness, recipe.nbytes, recipe.inside, outputs if recipe.creates else (),
+        )  # fmt: skip
+
+    budget, controller = engine.budget, engine.controller
+    return [
+        [storage(one) for one in engine.table.values()],
+        [recipe(one) for one in controller.recipes],
+        (budget.resident, budget.peak, budget.created, controller.clock, len(controller.young)),
+        engine.unmanaged,
+    ]
+
+
+def after(program: Callable[..., Tensor], policy: AbstractPolicy, allowed: int) -> tuple[list[Any], list[Tensor], int]:
+    """The books at the end of the forward and of the backward, the results, and how many ops the hook took."""
+    torch.manual_seed(0)
+    x, weight = torch.rand(4, 16, 16), torch.rand(16, 48, requires_grad=True)
+    parameters = [torch.rand(16, 16, requires_grad=True)]
+    engine = TensorEngine(policy, allowed)
+    found = []
+    try:
+        for _ in range(2):
+            engine.begin_step([("x", x), ("weight", weight), ("parameter", parameters[0])])
+            loss = program(x, weight, parameters).sum()
+            found += books(engine)
+            loss.backward()
+            found += books(engine)
+            with torch.no_grad():
+                for one in (weight, *parameters):
+                    one.add_(one.grad if one.grad is not None else one, alpha=-1e-3)
+                    one.grad = None
+            found += books(engine)
+            del loss
+            engine.end_step()
+    finally:
+        engine.close()
+    return found, [weight.detach(), *(one.detach() for one in parameters)], engine.ops_taken_natively
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(("policy", "allowed"), [(LRU, 1 << 30), (KeepAll, 1 << 30), (KeepAll, UNLIMITED)])
+def test_the_books_are_those_of_the_handlers_in_python(
+    program: Callable[..., Tensor], policy: type[AbstractPolicy], allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    hooked, results, taken = after(program, policy(), allowed)
+    without_hook(monkeypatch)
+    expected, others, none = after(program, policy(), allowed)
+    assert hooked == expected
+    assert all(map(torch.equal, results, others))
+    assert taken > 6 > none == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_programs_end_in_the_same_state_by_the_same_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, name = random_program(9_700_000 + seed), ALIKE[seed % len(ALIKE)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peak = managed(program, KeepAll(), UNLIMITED, None).peak
+        allowed = int(peak * (0.6 + 0.01 * seed))
+        hooked = managed(program, POLICIES[name](), allowed, None)
+        without_hook(monkeypatch)
+        usual = managed(program, POLICIES[name](), allowed, None)
+    assert hooked.natively >= usual.natively == 0
+    assert (hooked.refusal is None) == (usual.refusal is None)
+    assert (hooked.state, hooked.closed, hooked.peak, hooked.figures) == (
+        usual.state, usual.closed, usual.peak, usual.figures,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ what is unusual
+
+
+def engine_for(policy: AbstractPolicy, allowed: int = 1 << 30, *tensors: Tensor) -> TensorEngine:
+    engine = TensorEngine(policy, allowed)
+    engine.begin_step([("given", tensor) for tensor in tensors])
+    return engine
+
+
+def test_most_ops_of_a_training_step_run_natively() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with spillway.manage(model, optimizer, budget="1GiB", method="lru") as memory:
+        for _ in range(3):
+            before = memory._engine.ops_taken_natively
+            with memory.step():
+                model(torch.rand(2, 4, 16)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert memory._engine.ops_taken_natively - before > 0.8 * memory._engine.ops
+
+
+def test_an_op_that_torch_refuses_is_torchs_own_error_and_leaves_the_books_as_they_were() -> None:
+    x, y = torch.rand(4, 4), torch.rand(4, 4)
+    engine = engine_for(LRU(), 1 << 30, x, y)
+    x.add(y)
+    resident, storages = engine.budget.resident, len(engine.table)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        x.add(torch.rand(3))
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        x.sum(dim=7)
+    gc.collect()
+    assert (engine.budget.resident, len(engine.table)) == (resident, storages)
+    old = engine.current(engine.table[storage_address(x)])
+    kept = x.exp()
+    with pytest.raises(RuntimeError, match=r"must match the size"):
+        x.add_(torch.rand(7))
+    assert engine.current(engine.table[storage_address(x)]) is not old  # whatever it wrote until then
+    assert kept.shape == (4, 4)
+    engine.end_step()
+    engine.close()
+
+
+def test_what_does_not_fit_makes_room_as_before() -> None:
+    engine = engine_for(LRU(), 3 * MiB)
+    kept = [torch.full((MiB // 4,), float(number)) for number in range(2)]
+    made = [one.mul(2.0) for one in kept for _ in range(3)]
+    assert engine.budget.peak <= 3 * MiB
+    assert engine.controller.counters.drops + engine.controller.counters.moves > 0
+    assert [one[0].item() for one in made] == [0.0] * 3 + [2.0] * 3
+    engine.end_step()
+    engine.close()
+
+
+def test_a_replay_computes_under_the_settings_of_the_first_time() -> None:
+    x = torch.full((64, 64), 1e-38)
+    engine = engine_for(LRU(), 1 << 30, x)
+    tiny = x.mul(1e-3)
+    assert tiny.max() > 0
+    recipe = engine.current(engine.table[storage_address(tiny)]).recipe
+    assert recipe is not None
+    torch.set_flush_denormal(True)
+    try:
+        x.mul(1e-3)  # whose recipe says so
+        (real,) = engine.machine.run(recipe, [value.storage for value in recipe.reads])
+        other = engine.controller.recipes[-1]
+    finally:
+        torch.set_flush_denormal(False)
+    assert bytes(real.tolist()) == bytes(tiny.untyped_storage().tolist())
+    (flushed,) = engine.machine.run(other, [value.storage for value in other.reads])
+    assert not any(flushed.tolist())
+    engine.end_step()
+    engine.close()
+
+
+def test_ops_of_two_threads_take_turns() -> None:
+    engine = engine_for(LRU())
+    results: list[float] = []
+
+    def computes() -> None:
+        with torch.enable_grad():
+            results.append(torch.ones(1000).mul(3).sum().item())
+
+    mine = torch.ones(1000).mul(3).sum().item()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        futures = [torch.jit.fork(lambda: torch.ones(1000).mul(3).sum()) for _ in range(4)]
+        assert [torch.jit.wait(future).item() for future in futures] == [mine] * 4
+    other = threading.Thread(target=computes)
+    other.start()
+    other.join()
+    assert results == [mine]
+    engine.end_step()
+    engine.close()
+
+
+def test_who_knows_an_engine_does_not_keep_it() -> None:
+    engine = engine_for(LRU())
+    torch.rand(4).mul(2)
+    engine.end_step()
+    engine.close()
+    seen = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_hook_that_cannot_be_built_is_named_once_and_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot() -> Any:
+        raise NativeError("Python.h is not there.")
+
+    monkeypatch.setattr(native_hook, "load_hook", cannot)
+    monkeypatch.setattr(native_hook, "_told", set())
+    with pytest.warns(UserWarning, match=r"without its native hook.*Python\.h is not there"):
+        engine = engine_for(LRU())
+    assert torch.ones(3).mul(2).sum().item() == 6
+    assert engine.ops_taken_natively == 0
+    engine.end_step()
+    engine.close()
+    engine_for(LRU()).close()  # a second warning would be an error
+
+
+def test_cross_entropy_of_other_shapes_asks_for_other_bounds() -> None:
+    engine = engine_for(LRU())
+    for rows in (3, 5, 3, 7):
+        scores = torch.rand(rows, 11, requires_grad=True)
+        cross_entropy(scores, torch.arange(rows)).backward()  # type: ignore[no-untyped-call]
+        assert scores.grad is not None
+        assert scores.grad.shape == (rows, 11)
+    engine.end_step()
+    engine.close()
