@@ -797,7 +797,8 @@ PyObject* Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   return self;
 }
 
-// `AbstractLedger.remember`; the values of what it made and wrote are told by the caller, but for one that is given.
+// `AbstractLedger.remember`. A step keeps thousands of recipes, and the garbage collector would walk them again and again:
+// it does not see them. The circles that they are in with values end with the step (`AbstractLedger.forget_recipes`).
 void Hook::remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, double seconds, PyObject* creates,
                     PyObject* writes, std::int64_t nbytes, PyObject* value) {
   Ref recipe = made(recipe_type_.get(), 10);
@@ -812,6 +813,10 @@ void Hook::remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, d
   PyTuple_SET_ITEM(self, 7, Py_NewRef(writes));
   PyTuple_SET_ITEM(self, 8, number(nbytes).release());
   PyTuple_SET_ITEM(self, 9, Py_NewRef(zero_.get()));
+  for (const Py_ssize_t circular : {2, 6, 7}) {
+    if (PyObject_GC_IsTracked(PyTuple_GET_ITEM(self, circular))) PyObject_GC_UnTrack(PyTuple_GET_ITEM(self, circular));
+  }
+  PyObject_GC_UnTrack(self);
   if (value != nullptr) value_.recipe.put(value, self);
   for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(creates); ++place) {
     value_.recipe.put(PyTuple_GET_ITEM(creates, place), self);

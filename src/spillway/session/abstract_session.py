@@ -382,7 +382,8 @@ class Session(ABC):
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.callback(self._live.update, report)
-            self._write({"step": report.to_json()})
+            if self._writer is not None:
+                self._write({"step": report.to_json()})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Into the run file, if there is one and it could be read afterwards."""
