@@ -1,10 +1,12 @@
-"""What watching costs by op when nothing has to leave, with recipes and without.
+"""What watching costs by op when nothing has to leave: with recipes and without, in the native hook and in Python.
 
-The step is a small one on purpose: where ops take microseconds, every microsecond beside them shows.
+The encoder's step is a small one on purpose: where ops take microseconds, every microsecond beside them shows. Between
+the ops of real steps the processor's caches are cold.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from benchmarks import columns
+from benchmarks.models import build
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
-from benchmarks.training import METHODS
+from benchmarks.training import METHODS, longest_batch
 from benchmarks.turns import answered
 from benchmarks.workers import Job
 from spillway.units import GiB
@@ -32,12 +35,16 @@ RECIPES: Final = {f"with recipes, {method}": method for method in _WITH_RECIPES}
 KNOWN: Final = {f"known to fit, {method}": method for method in _WITH_RECIPES}
 """The methods of competitors, by their names."""
 
-LIMITS: Final = {TRACKING: 10.0, **dict.fromkeys(RECIPES, 12.0)}
+IN_PYTHON: Final = ", without the hook"
+LIMITS: Final = {
+    TRACKING: 2.0, **dict.fromkeys(RECIPES, 2.0), TRACKING + IN_PYTHON: 10.0, f"with recipes, lru{IN_PYTHON}": 12.0,
+}  # fmt: skip
 """Microseconds per op over plain."""
-NOTHING_THERE: Final = 6.9
-"""What the mode that does nothing costs where these limits were set, in microseconds."""
-KNOWN_LIMIT: Final = 10.0
+KNOWN_LIMIT: Final = 2.0
 """Microseconds per op over plain, in a step that is known to fit."""
+REAL: Final = "real step, with recipes, lru"
+REAL_LIMIT: Final = 4.0
+"""Microseconds per op over plain, in steps of real models."""
 ROOM: Final = 16 * GiB
 """A budget that nothing here comes near. Not None: without a budget, the engine leaves out what a budget needs."""
 
@@ -69,6 +76,8 @@ class Size:
     """A step of a more usual length, for sessions that know that it fits."""
     large_steps: int
     """Steps of that in a turn."""
+    real: Sequence[str]
+    """Models of real steps."""
 
 
 @final
@@ -113,11 +122,7 @@ class CountsOps(TorchDispatchMode):
 
 def ops_of(shape: Shape) -> int:
     """Ops of one step, once the optimizer has its state."""
-    encoder = Encoder(shape)
-    encoder.step()
-    with CountsOps() as counting:
-        encoder.step()
-    return counting.ops
+    return _ops_of(Encoder(shape))
 
 
 Around = Callable[[], AbstractContextManager[object]]
@@ -128,7 +133,7 @@ Around = Callable[[], AbstractContextManager[object]]
 class Turns:
     """One competitor: every call is a turn of several steps, each measured with and without what it stands in."""
 
-    def __init__(self, encoder: Encoder, arounds: Mapping[str, Around], steps: int) -> None:
+    def __init__(self, encoder: Encoder | Real, arounds: Mapping[str, Around], steps: int) -> None:
         self._encoder = encoder
         self._arounds = arounds
         self._steps = steps
@@ -143,8 +148,27 @@ class Turns:
         return {name: [asdict(clock) for clock in pair] for name, pair in clocks.items()}
 
 
-def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
-    """A competitor by its name. Where the step is known to fit it takes turns with plain steps, in one process."""
+@final
+class Real:
+    """A model's own training, on its longest batch."""
+
+    def __init__(self, name: str) -> None:
+        self._workload = build(name, {})
+        self.input = longest_batch(self._workload, among=4)
+        self.model, self.optimizer = self._workload.model, self._workload.optimizers
+
+    def step(self) -> None:
+        self._workload.train_step(self.input)
+
+
+def competitor(*, kind: str, shape: dict[str, int] | str, steps: int) -> Turns:
+    """A competitor by its name. A step that is known to fit, or a real one, takes turns with plain ones."""
+    if kind.endswith(IN_PYTHON):
+        os.environ["SPILLWAY_NATIVE"] = "arena"  # of this worker
+    if isinstance(shape, str):
+        real = Real(shape)
+        memory = spillway.manage(real.model, real.optimizer, budget=ROOM, method=METHODS["lru"]())
+        return Turns(real, {PLAIN: nullcontext, kind: memory.step}, steps)
     encoder = Encoder(Shape(**shape))
     if kind in KNOWN:
         return Turns(encoder, {PLAIN: nullcontext, kind: _known(encoder, kind)}, steps)
@@ -157,7 +181,7 @@ def competitor(*, kind: str, shape: dict[str, int], steps: int) -> Turns:
 
 
 def _session(encoder: Encoder, kind: str) -> spillway.Session:
-    method = {TRACKING: "keep-all", **RECIPES, **KNOWN}[kind]
+    method = {TRACKING: "keep-all", **RECIPES, **KNOWN}[kind.removesuffix(IN_PYTHON)]
     return spillway.manage(encoder.model, encoder.optimizer, budget=ROOM, method=METHODS[method]())
 
 
@@ -176,44 +200,55 @@ def run(size: Size, tell: Tell) -> Result:
     answers = _measured(size, tell)
     ops = ops_of(size.small)
     plain = _Times(_answers(answers[PLAIN], PLAIN))
-    kinds = (PLAIN, NOTHING, TRACKING, *RECIPES)
-    rows = _beside_nothing(
-        [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in kinds]
-    )
+    rows = [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in SMALL]
     known = [_known_row(kind, size.small, ops, answers[kind]) for kind in KNOWN]
     known += [_known_row(kind, size.large, ops_of(size.large), answers[_large(kind)]) for kind in KNOWN]
+    real = [_known_row(REAL, name, _ops_of(Real(name)), answers[name]) for name in size.real]
     return Result(
         title="what a step costs beyond plain when nothing has to leave",
         columns=COLUMNS,
-        rows=[*rows, *known],
-        checks=[*(check for row in rows for check in _both_ways(row)), *_known_checks(known)],
+        rows=[*rows, *known, *real],
+        checks=[
+            *(_check(row, LIMITS[row["competitor"]]) for row in rows if row["competitor"] in LIMITS),
+            *(_check(row, KNOWN_LIMIT) for row in known),
+            *(_check(row, REAL_LIMIT) for row in real),
+        ],
         notes=NOTES,
     )
 
+
+def _ops_of(trained: Encoder | Real) -> int:
+    trained.step()
+    with CountsOps() as counting:
+        trained.step()
+    return counting.ops
+
+
+SMALL: Final = (PLAIN, NOTHING, TRACKING, *RECIPES, *(kind for kind in LIMITS if kind.endswith(IN_PYTHON)))
+"""Competitors on the small encoder, each in a process of its own."""
 
 COLUMNS: Final[Sequence[Column]] = (
     *columns.text(competitor="competitor", shape="layers x width", ops="ops"),
     *columns.seconds(seconds="time", cpu_seconds="CPU"),
     *columns.ratios(ratio="x plain", cpu_ratio="CPU x plain"),
-    *columns.shown("{:.2f}".format, us_per_op="us/op", cpu_us_per_op="CPU us/op", times_nothing="x nothing"),
+    *columns.shown("{:.2f}".format, us_per_op="us/op", cpu_us_per_op="CPU us/op"),
     *columns.shown("{:.0f}".format, edges_us="begin, end us"),
 )
 
 NOTES: Final = (
     "Times are medians of whole steps, begin and end of the session's step included. us/op: the difference to plain, "
-    "by the ops that the dispatcher hands over, views included. Its target is checked on CPU time. x nothing: the "
-    "same as a multiple of what the mode that does nothing costs: what any engine in Python pays on this machine. The "
-    f"targets were set where that is {NOTHING_THERE} us; scaled to it they are checked as well. begin, end: what of it "
-    "the step takes beside its ops (CPU).",
-    "Known to fit: watched without recipes. Plain steps and steps of the session alternate in one process; the ratio "
-    "is the median over pairs.",
+    "by the ops that the dispatcher hands over, views included. Its target is checked on CPU time. begin, end: what of "
+    "it the step takes beside its ops (CPU). Without the hook: `SPILLWAY_NATIVE=arena`.",
+    "Known to fit: watched without recipes. There and in real steps plain steps and steps of the session alternate in "
+    "one process; the ratio is the median over pairs.",
 )
 
 
 def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
     small, large = asdict(size.small), asdict(size.large)
-    jobs = {kind: _job(kind, small, size.steps) for kind in (PLAIN, NOTHING, TRACKING, *RECIPES, *KNOWN)}
+    jobs = {kind: _job(kind, small, size.steps) for kind in (*SMALL, *KNOWN)}
     jobs |= {_large(kind): _job(kind, large, size.large_steps) for kind in KNOWN}
+    jobs |= {name: _job(REAL, name, 1) for name in size.real}
     return {name: found[1:] for name, found in answered(jobs, size.rounds, tell).items()}
 
 
@@ -222,7 +257,7 @@ def _large(kind: str) -> str:
     return f"{kind}, large"
 
 
-def _job(kind: str, shape: dict[str, int], steps: int) -> Job:
+def _job(kind: str, shape: dict[str, int] | str, steps: int) -> Job:
     return Job(function="benchmarks.host_cost:competitor", options={"kind": kind, "shape": shape, "steps": steps})
 
 
@@ -245,7 +280,7 @@ class _Times:
         return statistics.median(whole - ops for whole, ops in zip(self.cpu, self.ops_cpu, strict=True))
 
 
-def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> dict[str, Any]:
+def _row(kind: str, shape: Shape | str, ops: int, times: _Times, plain: _Times) -> dict[str, Any]:
     seconds, cpu = statistics.median(times.wall), statistics.median(times.cpu)
     over, over_cpu = seconds - statistics.median(plain.wall), cpu - statistics.median(plain.cpu)
     row = {
@@ -256,43 +291,15 @@ def _row(kind: str, shape: Shape, ops: int, times: _Times, plain: _Times) -> dic
     return row | (dict.fromkeys(added) if kind == PLAIN else added)
 
 
-def _beside_nothing(rows: Sequence[Row]) -> list[Row]:
-    """The rows with their cost per op as a multiple of that of the mode that does nothing."""
-    nothing = next(row["cpu_us_per_op"] for row in rows if row["competitor"] == NOTHING)
-    costs = [row["cpu_us_per_op"] for row in rows]
-    return [
-        {**row, "times_nothing": None if cost is None else cost / nothing}
-        for row, cost in zip(rows, costs, strict=True)
-    ]
-
-
-def _known_row(kind: str, shape: Shape, ops: int, turns: Sequence[Any]) -> Row:
+def _known_row(kind: str, shape: Shape | str, ops: int, turns: Sequence[Any]) -> Row:
     times, plain = _Times(_answers(turns, kind)), _Times(_answers(turns, PLAIN))
     ratios = {"ratio": median_ratio(times.wall, plain.wall), "cpu_ratio": median_ratio(times.cpu, plain.cpu)}
     return _row(kind, shape, ops, times, plain) | ratios
 
 
-def _both_ways(row: Row) -> list[Check]:
-    """As measured, and as it would be where the mode that does nothing costs what it did when the limit was set."""
-    limit = LIMITS.get(row["competitor"])
-    if limit is None:
-        return []
-    what = f"CPU us per op over plain, {row['competitor']}"
-    scaled = row["times_nothing"] * NOTHING_THERE
-    return [
-        Check(what=what, measured=row["cpu_us_per_op"], at_most=limit),
-        Check(what=f"{what}, scaled", measured=scaled, at_most=limit),
-    ]
-
-
-def _known_checks(rows: Sequence[Row]) -> list[Check]:
-    return [
-        Check(
-            what=f"CPU us per op over plain, {row['competitor']}, {row['shape']}",
-            measured=row["cpu_us_per_op"], at_most=KNOWN_LIMIT,
-        )
-        for row in rows
-    ]  # fmt: skip
+def _check(row: Row, limit: float) -> Check:
+    what = f"CPU us per op over plain, {row['competitor']}, {row['shape']}"
+    return Check(what=what, measured=row["cpu_us_per_op"], at_most=limit)
 
 
 BENCHMARK: Final = Benchmark(
@@ -304,6 +311,7 @@ BENCHMARK: Final = Benchmark(
         small=Shape(width=64, layers=4, batch=2, length=16),
         large=Shape(width=256, layers=4, batch=4, length=128),
         large_steps=2,
+        real=("stdlib-lm", "resnet"),
     ),
     quick=Size(
         rounds=2,
@@ -311,5 +319,6 @@ BENCHMARK: Final = Benchmark(
         small=Shape(width=16, layers=1, batch=2, length=4),
         large=Shape(width=16, layers=1, batch=2, length=8),
         large_steps=1,
+        real=("resnet",),
     ),
 )

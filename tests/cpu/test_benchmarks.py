@@ -43,7 +43,7 @@ from benchmarks.half_memory import (
     PLAIN,
     WITHOUT,
 )
-from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
+from benchmarks.host_cost import KNOWN, NOTHING, REAL, SMALL
 from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result
@@ -65,12 +65,12 @@ SMALL_LM = {"width": 32, "layers": 2, "heads": 2, "batch": 2, "longest": 64, "gr
 
 def test_host_cost_measures_every_competitor_on_the_same_ops() -> None:
     result = quick("host_cost")
-    watched = ["plain", NOTHING, TRACKING, *RECIPES]
-    assert [row["competitor"] for row in result.rows] == [*watched, *KNOWN, *KNOWN]
-    assert len({row["ops"] for row in result.rows[: len(watched)]}) == 1
+    assert [row["competitor"] for row in result.rows] == [*SMALL, *KNOWN, *KNOWN, REAL]
+    assert SMALL[:2] == ("plain", NOTHING)
+    assert len({row["ops"] for row in result.rows[: len(SMALL)]}) == 1
     assert result.rows[0]["ops"] > 100
     assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in result.rows)
-    assert [check.at_most for check in result.checks] == [10.0] * 2 + [12.0] * 6 + [10.0] * 6
+    assert [check.at_most for check in result.checks] == [2.0] * 4 + [10.0, 12.0] + [2.0] * 6 + [4.0]
 
 
 def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_the_peak() -> None:
