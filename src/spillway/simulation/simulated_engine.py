@@ -9,7 +9,7 @@ a decision that was simulated is the decision that is made, as far as the same o
     nothing hangs on what will be written, and what will be created fits, the op runs. Otherwise `prepare`, and
     `finish` afterwards.
  3. After an op: what it wrote begins the next version, what it created is taken into account in its order, one recipe
-    for all of it. Then its dead are buried.
+    for all of it. Then the dead are forgotten.
  4. After the step: `end_step`.
 
 What the tensor engine only expects of an op's size is exact here.

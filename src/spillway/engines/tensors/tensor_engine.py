@@ -662,21 +662,21 @@ class TensorEngine(AbstractTensorEngine):
 def build_register(engine: TensorEngine) -> Callable[[torch.Tensor, int], Storage]:
     """The function that begins to account for the storage of a tensor, at a key; it is called by nearly every op."""
     controller, table = engine.controller, engine.table
-    adopt, bury, created = controller.adopt, controller.forget, engine.creations.created
+    adopt, forget, created = controller.adopt, controller.forget, engine.creations.created
 
-    def buried(watch: Any) -> None:
+    def died(watch: Any) -> None:
         try:
             storage: Storage = watch.record
         except AttributeError:  # Ctrl-C came before it had one
             return
         table.pop(storage.key, None)
         storage.handle = None
-        bury(storage)
+        forget(storage)
 
     def register(tensor: torch.Tensor, key: int) -> Storage:
         real = _storage_of(tensor)
         nbytes = real.nbytes()
-        watch = Watch(real, buried)
+        watch = Watch(real, died)
         storage = watch.record = table[key] = adopt(key, nbytes, watch)
         if nbytes >= LARGE:
             created(nbytes)
