@@ -253,7 +253,7 @@ def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: boo
     the smallest and the largest sample says more: at worst all of it is with the square.
     """
     if len(size) > 1 or batched:
-        return min(nbytes * _growth(size, known, batched=batched) for known, nbytes in samples.items())
+        return min(nbytes * _scale(size, known, batched=batched) for known, nbytes in samples.items())
     length = size[0]
     least = min([nbytes * max(1.0, length / max(known[0], 1)) ** DEGREE for known, nbytes in samples.items()])
     low, high = min(samples), max(samples)
@@ -263,7 +263,7 @@ def at_most(samples: Mapping[InputSize, Bytes], size: InputSize, *, batched: boo
     return min(least, samples[high] + steepest * (size[0] ** 2 - high[0] ** 2))
 
 
-def _growth(size: InputSize, known: InputSize, *, batched: bool) -> float:
+def _scale(size: InputSize, known: InputSize, *, batched: bool) -> float:
     """How many times the bytes of `known` those of `size` are at most."""
     shares = [length / max(other, 1) for length, other in zip(size, known, strict=True)]
     factor = max(shares.pop(0), 1.0) if batched else 1.0
