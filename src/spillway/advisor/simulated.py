@@ -28,7 +28,7 @@ from spillway.ir.timeline import Kind
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.actions import Action
 from spillway.methods.base import Problem
-from spillway.methods.graph_rewrite import Rewritten, compressed, run_twice
+from spillway.methods.graph_rewrite import GraphRewrite, compressed, run_twice
 from spillway.methods.planned import Planned
 from spillway.methods.swap import Swap
 from spillway.simulation.simulated_engine import Simulation, simulate
@@ -110,15 +110,15 @@ class SimulatedBench(AbstractBench):
             )
         return self._trials[method, size]
 
-    def step_of(self, way: Way, size: int) -> Rewritten:
+    def step_of(self, way: Way, size: int) -> GraphRewrite:
         """The step of a method without what it moves, and what of it would be moved."""
         step = self._step(size)
         match way.action:
             case None:
-                return Rewritten(step=step, waiting=(), full=0, packed=0)
+                return GraphRewrite(step=step, waiting=(), full=0, packed=0)
             case Action.OFFLOAD:
                 kept = kept_for_backward(step, lives_of(step), step.saved)
-                return Rewritten(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
+                return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
                 done = compressed(step, bits=self._bits)
             case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:

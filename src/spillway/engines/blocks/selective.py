@@ -105,14 +105,14 @@ class Selection:
     """What the selected ops of one call of a block returned, by their numbers.
 
     Args:
-        rewritten: Calls and numbers of results that are known to be written to; added to.
+        overwritten: Calls and numbers of results that are known to be written to; added to.
         by_module: Ops are selected in named modules, whichever they are.
     """
 
-    def __init__(self, call: int, rewritten: set[tuple[int, int]], *, by_module: bool) -> None:
+    def __init__(self, call: int, overwritten: set[tuple[int, int]], *, by_module: bool) -> None:
         self.by_module = by_module
         self.results: list[Result | None] = []
-        self._call, self._rewritten = call, rewritten
+        self._call, self._overwritten = call, overwritten
         self._numbers: dict[int, int] = {}
         """Results by the storages that they hold."""
 
@@ -131,7 +131,7 @@ class Selection:
         addresses = {address(tensor) for tensor in found}
         if addresses & {address(tensor) for tensor in given if torch._C._has_storage(tensor)}:
             return  # rule 3: some do so without saying it
-        copied = (self._call, number) in self._rewritten
+        copied = (self._call, number) in self._overwritten
         with _versions_shared():
             kept = [FrozenTensor(tensor, {} if copied else None) for tensor in found]
         for one in kept:
@@ -144,7 +144,7 @@ class Selection:
         """The block writes to a tensor (rule 4)."""
         number, result = self._of(tensor)
         if result is not None and not result.copied:
-            self._rewritten.add((self._call, number))
+            self._overwritten.add((self._call, number))
             self.results[number] = None
 
     def shares(self, tensor: Tensor, twins: list[Tensor]) -> None:
