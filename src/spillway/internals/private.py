@@ -85,12 +85,12 @@ def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextlib.contextmanager
-def only_function_modes(modes: Sequence[Any], *, aside: bool = False) -> Iterator[None]:
-    """These alone hear what runs within; `aside`, what it calls through `heard`."""
+def only_function_modes(modes: Sequence[Any], *, bypassed: bool = False) -> Iterator[None]:
+    """These alone hear what runs within; `bypassed`, what it calls through `heard`."""
     before, now = _hidden.modes, _function_mode_stack()
     try:
-        _hidden.modes = modes if aside else ()
-        _set_function_modes(() if aside else modes)
+        _hidden.modes = modes if bypassed else ()
+        _set_function_modes(() if bypassed else modes)
         yield
     finally:
         _set_function_modes(now)

@@ -77,7 +77,7 @@ def _peak(
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
     try:
-        with quiet(), reach.lent(), untouched(model), around, grad_mode(enabled=trains):
+        with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = _twin(call, fake)
             tally = Tally()
             with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:

@@ -212,7 +212,7 @@ class ModuleState:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
                 if snapshot.reach is not None:
-                    snapshot.reach.restore(lend=True)
+                    snapshot.reach.restore(substitute=True)
                 yield
         finally:
             if now is not None:

@@ -142,26 +142,26 @@ class Reach:
         changed = any(not torch.equal(was, fingerprint(one, {})) for one, was in self._prints or ())
         return f"it writes to a tensor or an array of more than {MOST_BYTES >> 20} MiB" if changed else ""
 
-    def restore(self, *, lend: bool = False) -> None:
+    def restore(self, *, substitute: bool = False) -> None:
         """Put everything back in place that has changed.
 
         Args:
-            lend: Put others in the place of all iterators and caches, also where these have not moved: they are about
-                to be used by a run that is to leave them alone. A generator is replaced by what refuses.
+            substitute: Put others in the place of all iterators and caches, also where these have not moved: they are
+                about to be used by a run that is to leave them alone. A generator is replaced by what refuses.
         """
         made: dict[Mark, Any] = {}
         for entry in self._entries:
-            if (lend and entry.marked) or not entry.same(entry.was, entry.read()):
-                entry.write(_resolved(entry.was, made, lend=lend) if entry.marked else entry.was)
+            if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):
+                entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
         for tensor, was in self._bytes:
             with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
                 raw(tensor).copy_(was)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def substituted(self) -> Iterator[None]:
         """Around a run of which nothing is to be left. Arrays of more than `MOST_BYTES` can only be read in it."""
         try:
-            self.restore(lend=True)
+            self.restore(substitute=True)
             for one in self._large:
                 one.flags.writeable = False
             yield
@@ -386,13 +386,13 @@ def _is(was: Any, now: Any) -> bool:
     return was is now or (isinstance(was, Mark) and was.original is now and was.stands(now))
 
 
-def _resolved(was: Any, made: dict[Mark, Any], *, lend: bool) -> Any:
+def _resolved(was: Any, made: dict[Mark, Any], *, substitute: bool) -> Any:
     """What is to be put in place."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Mark):
             return value
-        return value.original if not lend and value.stands(value.original) else value.again(made)
+        return value.original if not substitute and value.stands(value.original) else value.again(made)
 
     if isinstance(was, _Values):
         return _Values((name, one(value)) for name, value in was.items())
