@@ -18,7 +18,7 @@ from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import NativeError
 from spillway.internals.private import CAN_SWAP
 from spillway.native.arena import Arena
-from spillway.native.library import place
+from spillway.native.library import library_path
 from spillway.processes import cores
 from spillway.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -58,9 +58,10 @@ def native() -> Finding:
         fix = "Sessions run without it; what leaves memory and comes back costs page faults then."
         problem = Problem(what=what, fix=fix)
         return Finding(topic="native part", sentence="Not there.", facts={"library": None}, problems=[problem])
+    path = library_path()
     return Finding(
-        topic="native part", facts={"library": str(place())},
-        sentence=f"There, as {place()}: pages that tensors free serve the next ones, and are never faulted in twice.",
+        topic="native part", facts={"library": str(path)},
+        sentence=f"There, as {path}: pages that tensors free serve the next ones, and are never faulted in twice.",
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def compiler() -> str | None:
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
-def place() -> Path:
+def library_path() -> Path:
     """Where the library for this torch, on this processor, from these sources belongs."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
@@ -52,7 +52,7 @@ def build() -> Path:
     Raises:
         NativeError: It cannot be compiled, or its place cannot be written.
     """
-    library = place()
+    library = library_path()
     try:
         if library.is_file():
             return library
