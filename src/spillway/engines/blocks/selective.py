@@ -97,7 +97,7 @@ class Result:
         if not self.copied and any(one.moved_on for one in (*self.kept, *self.twins)):
             return None
         with _versions_shared():
-            return _replaced(self.made, _Place, lambda place: self.kept[place.number].thaw())
+            return _replaced(self.made, _Placeholder, lambda one: self.kept[one.number].thaw())
 
 
 @final
@@ -136,8 +136,8 @@ class Selection:
             kept = [FrozenTensor(tensor, {} if copied else None) for tensor in found]
         for one in kept:
             one.written = copied
-        places = iter(range(len(found)))
-        self.results[number] = Result(op, looks, _replaced(made, Tensor, lambda _: _Place(next(places))), kept)
+        numbers = iter(range(len(found)))
+        self.results[number] = Result(op, looks, _replaced(made, Tensor, lambda _: _Placeholder(next(numbers))), kept)
         self._numbers.update(dict.fromkeys(addresses, number))
 
     def wrote(self, tensor: Tensor) -> None:
@@ -285,7 +285,7 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
 
 
 @final
-class _Place:
+class _Placeholder:
     """Stands for a tensor in what an op returned."""
 
     __slots__ = ("number",)

@@ -437,8 +437,8 @@ class CudaMachine:
         ]
         stalls = []
         for wait in times.stall:
-            place = copied.get(wait.event, _NOBODYS)
-            stalls.append(Stall(wait.began, wait.ended, place.storage if place.storage >= 0 else None, place.nbytes))
+            one = copied.get(wait.event, _NOBODYS)
+            stalls.append(Stall(wait.began, wait.ended, one.storage if one.storage >= 0 else None, one.nbytes))
         again, self._replayed = self._replayed, []
         replays = [Again(when(began), when(ended), recipe.name, recipe.nbytes) for recipe, began, ended in again]
         return OnDevice(transfers, stalls, replays, synchronised)

@@ -135,11 +135,11 @@ class SavedInBlocks:
         """Whether chance decided between two values for its elements, and only numbers were applied since."""
         makers = [self.step.ops[self.lives[value].created] for value in self._values[storage]]
         draws = [place for place, op in enumerate(makers) if _base(op) in _DRAWS]
-        if not draws or (_base(makers[draws[-1]]) not in _DRAWS[:1] and self._place(storage, makers[-1]) != 1):
+        if not draws or (_base(makers[draws[-1]]) not in _DRAWS[:1] and self._position(storage, makers[-1]) != 1):
             return False
         return all(op.name.endswith(".Scalar") for op in makers[draws[-1] + 1 :])
 
-    def _place(self, storage: StorageId, op: Op) -> int:
+    def _position(self, storage: StorageId, op: Op) -> int:
         """Which of its results it is."""
         return [self.step.values[value].storage for value in op.creates].index(storage)
 
