@@ -48,10 +48,10 @@ def test_parameters_and_buffers_are_never_counted_given_up_or_sent_away(action: 
     given: list[int] = []
     let_go = SavedTensor.let_go
 
-    def noted(holder: SavedTensor) -> None:
-        before = holder.value
-        let_go(holder)
-        if before is not None and holder.value is None:
+    def noted(saved: SavedTensor) -> None:
+        before = saved.value
+        let_go(saved)
+        if before is not None and saved.value is None:
             given.append(before.untyped_storage().data_ptr())
 
     with pytest.MonkeyPatch.context() as patch:
