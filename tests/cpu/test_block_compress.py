@@ -138,9 +138,7 @@ def test_statistics_integers_small_tensors_and_weights_stay_and_masks_take_a_bit
         {tuple(one.shape) for one in kept if not one.pinned and one.value.untyped_storage().nbytes() >= 1024}
     )
     assert shapes == [(300,), (300, 1)], "the index of rows; their mean and deviation"
-    assert {one.spilled.source.nbytes for one in saved_tensors(engine) if one.spilled} >= {
-        -(-300 * 32 // 8)
-    }
+    assert {one.spilled.source.nbytes for one in saved_tensors(engine) if one.spilled} >= {-(-300 * 32 // 8)}
     loss.backward()
 
 
