@@ -107,7 +107,9 @@ class Draft:
                 ops.append(replace(op, number=len(ops)))
             if before < len(self._step.ops):
                 numbers[position_of(before)] = len(ops)
-                ops.append(self._renumbered(self._step.ops[before], len(ops)))
+                op = self._step.ops[before]
+                reads = tuple(dict.fromkeys(self._instead.get((op.number, value), value) for value in op.reads))
+                ops.append(replace(op, number=len(ops), reads=reads))
         storages = [self._moved(storage, numbers, len(ops)) for storage in self._step.storages]
         storages += [self._made(new, number, numbers) for number, new in enumerate(self._storages, len(storages))]
         return Step(
@@ -125,10 +127,6 @@ class Draft:
         new = self._new(self._values[value - len(self._step.values)].storage)
         new.born = min(position, new.born or position)
         new.ends = max(position, new.ends or position)
-
-    def _renumbered(self, op: Op, number: int) -> Op:
-        reads = tuple(dict.fromkeys(self._instead.get((op.number, value), value) for value in op.reads))
-        return replace(op, number=number, reads=reads)
 
     def _moved(self, storage: StorageInfo, numbers: dict[Position, int], ops: int) -> StorageInfo:
         first = 0 if storage.present_at_start else numbers.get(position_of(storage.alive_from), ops)

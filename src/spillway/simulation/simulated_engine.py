@@ -186,17 +186,15 @@ def _calls(step: Step) -> Iterator[_Call]:
             dying[storage.alive_until].append(storage.id)
     for op in step.ops:
         made = [step.values[number] for number in op.creates]
-        creates = tuple(value.storage for value in made if value.version == 0 and not _is_source(step, value.storage))
+        creates = tuple(
+            value.storage for value in made if value.version == 0 and not step.storages[value.storage].present_at_start
+        )
         yield _Call(
             op=op, creates=creates, writes=tuple(value.storage for value in made if value.storage not in creates),
             reads=tuple(step.values[number].storage for number in op.reads),
             needed=sum(step.storages[storage].nbytes for storage in creates), exactness=_exactness(op),
             dies=tuple(dying[op.number + 1]),
         )  # fmt: skip
-
-
-def _is_source(step: Step, storage: StorageId) -> bool:
-    return step.storages[storage].present_at_start
 
 
 def _exactness(op: Op) -> int:

@@ -198,7 +198,9 @@ class Reach:
         elif isinstance(thing, np.ndarray):
             self._visit_array(thing)
         elif isinstance(thing, bytearray | array):
-            self._entries.append(_Entry(lambda: thing, thing[:], functools.partial(_put_items, thing), operator.eq))
+            self._entries.append(
+                _Entry(lambda: thing, thing[:], functools.partial(operator.setitem, thing, slice(None)), operator.eq)
+            )
         elif isinstance(thing, weakref.ReferenceType):
             self._next.append(thing())
         elif isinstance(thing, _WEAK):
@@ -270,7 +272,9 @@ class Reach:
             names = vars(base).get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__"):
-                    self._note(functools.partial(_slot, thing, name), functools.partial(_put_slot, thing, name))
+                    self._note(
+                        functools.partial(getattr, thing, name, _MISSING), functools.partial(_put_slot, thing, name)
+                    )
             self._next.append(base)
 
     def _visit_class(self, kind: type) -> None:
@@ -424,10 +428,6 @@ def _cell(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _slot(thing: Any, name: str) -> Any:
-    return getattr(thing, name, _MISSING)
-
-
 def _put_slot(thing: Any, name: str, value: Any) -> None:
     if value is _MISSING:
         object.__delattr__(thing, name)
@@ -458,10 +458,6 @@ def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
             held.pop(name, None)
         elif held.get(name, _MISSING) is not value:
             held[name] = value
-
-
-def _put_items(held: Any, items: Any) -> None:
-    held[:] = items
 
 
 def _of_leaf(tensor: Tensor) -> _Values:

@@ -88,7 +88,8 @@ def run_again(run: SecondRun, packer: Packer) -> None:
         for value in op.creates:
             storage = step.values[value].storage
             if storage not in copies:  # or it is a copy of what stands before the block, such as statistics
-                copies[storage] = draft.storage(step.storages[storage].nbytes, _kind_again(step.storages[storage].kind))
+                info = step.storages[storage]
+                copies[storage] = draft.storage(info.nbytes, info.kind if info.kind in _OURS else Kind.TEMPORARY)
             now[value] = draft.value(copies[storage])
             made.append(now[value])
         draft.add(
@@ -102,7 +103,3 @@ def run_again(run: SecondRun, packer: Packer) -> None:
         packed = packer.packs.get(step.values[number].storage)
         if packed is not None:  # what the block was called with is held for as long as anything that it saved
             draft.outlive(packed.form_storage, position_of(last))
-
-
-def _kind_again(kind: Kind) -> Kind:
-    return kind if kind in _OURS else Kind.TEMPORARY
