@@ -194,6 +194,12 @@ def storage_at(address: int, nbytes: int, device: torch.device) -> torch.Untyped
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, nbytes))
 
 
+def bytes_over(storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """The bytes of a storage, or some of them, as a tensor."""
+    size = storage.nbytes() - offset if nbytes is None else nbytes
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
+
+
 def owners(storage: torch.UntypedStorage) -> int:
     """How many hold it: its Python object is one, each of its tensors another."""
     return int(torch._C._storage_Use_Count(storage._cdata))

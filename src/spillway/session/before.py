@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import is_wrapper
+from spillway.internals.private import bytes_over, is_wrapper
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -112,7 +112,7 @@ class Before:
         for location in self._locations:
             key = location.storage._cdata
             if location.storage.nbytes() > SMALL and key in self._copies and location.version >= 0:
-                content = _bytes(location.storage)
+                content = bytes_over(location.storage)
                 if torch.equal(content, self._copies[key][1]):
                     self._constant[key] = location.storage, _version(location.buffer), fingerprint(content, {})
 
@@ -141,12 +141,12 @@ class Before:
         """Whether the buffer is as it was."""
         key, buffer, storage = location.storage._cdata, location.buffer, location.storage
         if key in self._constant:
-            fine = torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
+            fine = torch.equal(fingerprint(bytes_over(storage), {}), self._constant[key][2])
         elif key in self._copies:
             copy = self._copies[key][1]
             if storage.nbytes() != copy.numel():
                 storage.resize_(copy.numel())
-            if not torch.equal(_bytes(storage), copy):
+            if not torch.equal(bytes_over(storage), copy):
                 storage.copy_(copy.untyped_storage())
             fine = True
         else:
@@ -174,7 +174,3 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 def _version(tensor: Tensor) -> int:
     """-1 where nobody counts."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

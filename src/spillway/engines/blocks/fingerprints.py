@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.saved import SavedRef, SavedTensor
-from spillway.internals.private import grad_mode
+from spillway.internals.private import bytes_over, grad_mode
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -74,7 +74,7 @@ def _sums(dense: Tensor) -> Fingerprint:
     count, left = divmod(nbytes, _WORD)
     storage = dense.untyped_storage()
     if offset % _WORD:
-        storage, offset = _bytes(storage, offset, nbytes).clone().untyped_storage(), 0
+        storage, offset = bytes_over(storage, offset, nbytes).clone().untyped_storage(), 0
     words = torch.empty(0, dtype=torch.int64, device=dense.device).set_(storage, offset // _WORD, (count,), (1,))
     parts = []
     if count >= _GROUP:
@@ -87,12 +87,8 @@ def _sums(dense: Tensor) -> Fingerprint:
         words = words[rows * COLUMNS :]
     parts.append(words)
     if left:
-        parts.append(_bytes(storage, offset + nbytes - left, left).to(torch.int64))
+        parts.append(bytes_over(storage, offset + nbytes - left, left).to(torch.int64))
     return torch.cat(parts)
-
-
-def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
 
 
 def remember(tensors: Iterable[SavedTensor]) -> None:

@@ -28,9 +28,9 @@ from torch.nn.modules import module as torch_module
 from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_installed, modules_named, names_of, package
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
-from spillway.engines.blocks.saved import PLAIN, raw
+from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.private import grad_mode
+from spillway.internals.private import bytes_over, grad_mode
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -127,7 +127,7 @@ class Reach:
 
     def written(self) -> bool:
         """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(raw(tensor), was) for tensor, was in self._bytes)
+        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
@@ -155,7 +155,7 @@ class Reach:
                 entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
         for tensor, was in self._bytes:
             with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
-                raw(tensor).copy_(was)
+                bytes_over(tensor.untyped_storage()).copy_(was)
 
     @contextlib.contextmanager
     def substituted(self) -> Iterator[None]:
@@ -349,7 +349,7 @@ class Reach:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
             self._room -= nbytes
-            self._bytes.append((tensor.detach(), raw(tensor).clone()))
+            self._bytes.append((tensor.detach(), bytes_over(tensor.untyped_storage()).clone()))
         elif self._prints is not None and type(tensor) in (Tensor, nn.Parameter):
             self._prints.append((tensor.detach(), fingerprint(tensor, {})))
 

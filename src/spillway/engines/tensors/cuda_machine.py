@@ -42,11 +42,11 @@ import torch
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.cpu_machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.errors import EngineError, SpillError
-from spillway.internals.private import owners, resize_storage, storage_at, swap_bytes
+from spillway.internals.private import bytes_over, owners, resize_storage, storage_at, swap_bytes
 from spillway.ir.spans import Lane
 from spillway.memory.lanes import Again, CopySpan, OnDevice, Stall
 from spillway.memory.records import Recipe, Storage
-from spillway.tiers.cuda_streams import Event, Streams, bytes_over, unseen
+from spillway.tiers.cuda_streams import Event, Streams, unseen
 from spillway.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.tiers.transfer import HostCopy, HostTier
 from spillway.units import Bytes, Seconds
