@@ -106,7 +106,7 @@ class AbstractAbsence(ABC):
         """The target is not wanted; the storage stays absent."""
 
     @abstractmethod
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """An absent storage gets the bytes of another one, which dies. Raises `torch.OutOfMemoryError`; then nothing
         has changed."""
 
@@ -140,7 +140,7 @@ class Exchanged(AbstractAbsence):
     def give_up(self, target: torch.UntypedStorage) -> None:
         """The fresh memory dies with its last owner."""
 
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """It points at the other one's bytes."""
         swap_bytes(real, source)
 
@@ -167,7 +167,7 @@ class Resized(AbstractAbsence):
         """Empty again."""
         resize_storage(target, 0)
 
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """For a moment both are there."""
         resize_storage(real, source.nbytes())
         with unseen():
@@ -336,7 +336,7 @@ class CudaMachine:
     def transfer(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
         one, other = real_storage(target), real_storage(source)
-        self.allocate(lambda: self.absence.give(one, other), target.nbytes)
+        self.allocate(lambda: self.absence.transfer(one, other), target.nbytes)
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
