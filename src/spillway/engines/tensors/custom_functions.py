@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
 
@@ -27,9 +25,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine
+from spillway.engines.tensors.torch_patches import WhileOpen
 from spillway.errors import SessionError
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.locks import renew_in_children
 from spillway.memory.records import Storage
 
 GRAPHS_REFUSED: Final = (
@@ -42,42 +40,9 @@ REPLAYS_REFUSED: Final = (
     "tensors: replay no graph within a step, and capture those of the model again when the session is closed."
 )
 
-_open: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
-_lock = threading.RLock()
-renew_in_children(sys.modules[__name__], "_lock")
 _running = threading.local()
 _originals: dict[tuple[Any, str], Any] = {}
 """What was replaced, and nothing while torch is as it was."""
-
-
-@final
-class CustomFunctions:
-    """One engine's place among those whose tensors custom functions are given."""
-
-    def __init__(self, engine: AbstractTensorEngine) -> None:
-        self._engine = engine
-        with _lock:
-            _open.add(engine)  # first, as in `torch_patches`
-            if not _originals:
-                try:
-                    _install()
-                except BaseException:  # Ctrl-C
-                    _open.discard(engine)
-                    _uninstall()
-                    raise
-        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
-
-    def remove(self) -> None:
-        """The engine is closed."""
-        with _lock:
-            _open.discard(self._engine)
-            _uninstall_after_the_last()
-
-
-def _uninstall_after_the_last() -> None:
-    with _lock:
-        if _originals and not tuple(_open):  # its length may count an engine that has just been collected
-            _uninstall()
 
 
 @final
@@ -198,3 +163,7 @@ def _uninstall() -> None:
         elif name in owner.__dict__:
             delattr(owner, name)
     _originals.clear()
+
+
+CUSTOM_FUNCTIONS: Final = WhileOpen(_install, _uninstall)
+_open: Final = CUSTOM_FUNCTIONS.engines

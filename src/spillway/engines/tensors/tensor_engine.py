@@ -27,7 +27,7 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.torch_patches import TorchPatches, held_elsewhere
+from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere
 from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
@@ -114,7 +114,7 @@ class TensorEngine(AbstractTensorEngine):
         self.history: StepHistory | None = None
         self.following = Followed(self) if policy.follows and self.budget.limited else None
         self._first_op = 0
-        self._patches = TorchPatches(self)
+        PATCHES.add(self)
         self._closed = False
         self.collectives: Collectives = Collectives(self)
         self._dispatch = Dispatch(self)
@@ -632,7 +632,7 @@ class TensorEngine(AbstractTensorEngine):
                     self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
             finally:
-                self._patches.remove()
+                PATCHES.remove(self)
                 self.controller.flights.forget()
                 self.table.clear()
                 self.backend.close()
