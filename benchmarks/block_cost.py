@@ -29,7 +29,7 @@ from spillway.methods.actions import Action
 from spillway.workloads import Batch, Workload, get
 
 PLAIN: Final = "plain"
-ASLEEP: Final = "bypassed"
+BYPASSED: Final = "bypassed"
 KEPT: Final = "kept, to be revoked"
 RECOMPUTED: Final = "recomputed"
 CHECKPOINT: Final = "torch.utils.checkpoint"
@@ -78,7 +78,7 @@ class Track:
         self.arounds: Mapping[str, Around] = MappingProxyType(
             {
                 PLAIN: contextlib.nullcontext,
-                ASLEEP: partial(self._managed, Action.KEEP, bypassed=True),
+                BYPASSED: partial(self._managed, Action.KEEP, bypassed=True),
                 KEPT: partial(self._managed, Action.KEEP),
                 RECOMPUTED: partial(self._managed, Action.RECOMPUTE),
                 CHECKPOINT: self._checkpointed,
@@ -180,7 +180,7 @@ NOTES: Final = (
     "Ratios are medians over the rounds, each of which every competitor has one step in. us a block: the median "
     "difference to plain, by the blocks, on CPU time; of what recomputes it is mostly the second run. Python calls: "
     "what `sys.setprofile` counts in a forward and a backward beyond plain.",
-    "Asleep: what runs where everything fits. Kept, to be revoked: every saved tensor goes through a hook.",
+    "Bypassed: what runs where everything fits. Kept, to be revoked: every saved tensor goes through a hook.",
 )
 
 
@@ -237,7 +237,7 @@ def _times(clock: Clock, clocks: Mapping[str, Clock], blocks: int) -> dict[str, 
 
 def _idle_checks(rows: Sequence[Row]) -> Iterator[Check]:
     for row in rows:
-        if row["competitor"] == ASLEEP:
+        if row["competitor"] == BYPASSED:
             what = f"idle, times the plain step, {row['model']}"
             yield Check(what=what, measured=row["ratio"], at_most=IDLE_LIMIT)
             yield Check(what=f"{what}, CPU", measured=row["cpu_ratio"], at_most=IDLE_LIMIT)

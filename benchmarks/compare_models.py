@@ -23,7 +23,7 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, froze
 from spillway.costs.device import DEVICES, Device
 from spillway.methods import METHODS
 from spillway.recording import record
-from spillway.simulation.sweep import Failure, compare, subject_of
+from spillway.simulation.sweep import Failure, compare, sweep_problem_of
 from spillway.simulation.sweep import Row as Cell
 from spillway.units import Seconds, format_bytes
 from spillway.workloads import Batch, Workload, get, seed_everything
@@ -133,9 +133,9 @@ def run(size: Size, tell: Tell) -> Result:
         peak, ends = recorded.step.plain_peak(), Counter[str]()
         budgets = sorted({int(share * peak) for share in size.shares})
         for device in DEVICES_ASKED:
-            subject = subject_of(recorded, _device(device))
+            problem = sweep_problem_of(recorded, _device(device))
             for found in compare(
-                subject, size.methods, budgets, plan_seconds=size.plan_seconds, bound_seconds=0, processes=1
+                problem, size.methods, budgets, plan_seconds=size.plan_seconds, bound_seconds=0, processes=1
             ):
                 if isinstance(found, Failure):
                     failures.append(found)

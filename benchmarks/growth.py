@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks import columns
 from benchmarks.models import bottleneck_resnet, built, encoder, pictures_of, repeated, swin_transformer
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
-from spillway.costs import Growth, alike, fit_growth
+from spillway.costs import Scaling, alike, fit_scaling
 from spillway.ir import Step
 from spillway.recording import record
 from spillway.workloads import Workload
@@ -135,13 +135,13 @@ def _rows(model: Model, tell: Tell) -> list[Row]:
         steps[size] = record(partial(BUILDS[model.name], size, **model.options), fake=True).step
 
     @cache
-    def grown(*sizes: int) -> Growth:
-        return fit_growth({at: steps[at] for at in sizes})
+    def grown(*sizes: int) -> Scaling:
+        return fit_scaling({at: steps[at] for at in sizes})
 
     return [_row(model, steps, size, grown) for size in model.unseen]
 
 
-def _row(model: Model, steps: Mapping[int, Step], size: int, grown: Callable[..., Growth]) -> Row:
+def _row(model: Model, steps: Mapping[int, Step], size: int, grown: Callable[..., Scaling]) -> Row:
     """What the sizes whose steps are of the same ops foretell about this one."""
     (group,) = (group for group in alike({at: steps[at] for at in (*model.recorded, size)}) if size in group)
     base = [at for at in group if at != size]
@@ -152,12 +152,12 @@ def _row(model: Model, steps: Mapping[int, Step], size: int, grown: Callable[...
     return {**told, "recorded": ", ".join(map(str, base)), **_figures(grown(*base), there, size)}
 
 
-def _figures(growth: Growth, there: Step, size: int) -> dict[str, Any]:
-    foretold = growth.step_at(size)
+def _figures(scaling: Scaling, there: Step, size: int) -> dict[str, Any]:
+    foretold = scaling.step_at(size)
     pairs = [(mine.nbytes, true.nbytes) for mine, true in zip(foretold.storages, there.storages, strict=True)]
     return {
         "exact": sum(mine == true for mine, true in pairs),
-        "doubtful": len(growth.doubtful(size)),
+        "doubtful": len(scaling.doubtful(size)),
         "flops_exact": sum(mine.flops == true.flops for mine, true in zip(foretold.ops, there.ops, strict=True)),
         "traffic_exact": sum(mine.traffic == true.traffic for mine, true in zip(foretold.ops, there.ops, strict=True)),
         "peak_bytes": there.plain_peak(),

@@ -14,7 +14,7 @@ from benchmarks.record import Row, Tell, frozen
 from papers import TABLES, table
 from papers.delta.models import BUILDS
 from papers.delta.soft_budget import Ran, run_softly
-from spillway.costs import Device, Growth, device_named, fit_growth, timed
+from spillway.costs import Device, Scaling, device_named, fit_scaling, timed
 from spillway.ir import Step
 from spillway.methods import AbstractPolicy, Delta
 from spillway.recording import record
@@ -148,7 +148,7 @@ class Lab:
     paper: Paper
     tell: Tell
     _recorded: dict[tuple[str, int, str], Step] = field(default_factory=dict)
-    _growths: dict[str, Growth] = field(default_factory=dict)
+    _scalings: dict[str, Scaling] = field(default_factory=dict)
     _timed: dict[tuple[str, int, str], Step] = field(default_factory=dict)
     _least: dict[tuple[str, int], list[Ran]] = field(default_factory=dict)
 
@@ -161,11 +161,11 @@ class Lab:
             self._recorded[key] = record(lambda: BUILDS[model](model, batch, **given), fake=True).step
         return self._recorded[key]
 
-    def growth(self, model: str) -> Growth:
+    def scaling(self, model: str) -> Scaling:
         """How the step of that model grows with the batch."""
-        if model not in self._growths:
-            self._growths[model] = fit_growth({batch: self.recorded(model, batch) for batch in self.size.sizes})
-        return self._growths[model]
+        if model not in self._scalings:
+            self._scalings[model] = fit_scaling({batch: self.recorded(model, batch) for batch in self.size.sizes})
+        return self._scalings[model]
 
     def step(self, model: str, batch: int, **options: Any) -> Step:
         """The step with seconds: of a ResNet derived, of others recorded. Links differ in copies alone."""
@@ -174,7 +174,7 @@ class Lab:
             if len(self._timed) > 64:
                 self._timed.clear()
             derived = model in ("ResNet-50", "ResNet-101") and not options
-            step = self.growth(model).step_at(batch) if derived else self.recorded(model, batch, **options)
+            step = self.scaling(model).step_at(batch) if derived else self.recorded(model, batch, **options)
             self._timed[key] = timed(step, self.size.devices[0])
         return self._timed[key]
 

@@ -229,7 +229,7 @@ def _with_the_budget_kept(lab: Lab, table: str, model: str) -> Row:
 def _of_the_memory_told(lab: Lab, table: str, model: str) -> Row:
     """The batch at which a plain step takes what the paper's took."""
     told = lab.paper.largest[model, "baseline"]
-    batch = search_largest(lambda batch: gib(lab.growth(model).step_at(batch).plain_peak()) <= told.memory_gib)
+    batch = search_largest(lambda batch: gib(lab.scaling(model).step_at(batch).plain_peak()) <= told.memory_gib)
     what = f"{model}: batch of a plain step in the paper's {told.memory_gib} GiB, baseline"
     return figure(table, what, told.batch, (batch,), "pictures")
 
@@ -558,7 +558,7 @@ NOTES: Final = (
 
 def _derived_wrong(lab: Lab) -> int:
     """Numbers of a step of which a derived one and a recorded one do not agree."""
-    derived = lab.growth("ResNet-50").step_at(lab.size.checked)
+    derived = lab.scaling("ResNet-50").step_at(lab.size.checked)
     recorded = lab.recorded("ResNet-50", lab.size.checked)
     pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
     pairs += zip(derived.ops, recorded.ops, strict=True)

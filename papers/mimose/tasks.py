@@ -207,7 +207,7 @@ def _slower(rows: Sequence[Row], one: str, other: str) -> int:
 
 def _derived_wrong(lab: Lab, length: int) -> int:
     """Numbers of a step of which a derived one and a recorded one do not agree."""
-    derived, recorded = lab.growth.step_at(length), lab.recording(length)
+    derived, recorded = lab.scaling.step_at(length), lab.recording(length)
     pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
     pairs += zip(derived.ops, recorded.ops, strict=True)
     return sum(one != other for one, other in pairs)

@@ -20,7 +20,7 @@ from benchmarks.record import Tell, frozen
 from papers import TABLES, table
 from papers.mimose.tasks_models import build
 from papers.networks import dropout_of_cuda
-from spillway.costs import Device, Growth, fit_growth, step_seconds, timed
+from spillway.costs import Device, Scaling, fit_scaling, step_seconds, timed
 from spillway.ir import Plan, Step
 from spillway.ir.account import account
 from spillway.ir.block_calls import BlockCall, block_calls
@@ -186,7 +186,7 @@ class Lab:
     tell: Tell
     batch: int | None = None
     """None for the paper's."""
-    _growth: Growth | None = None
+    _scaling: Scaling | None = None
     _at: dict[int, At] = field(default_factory=dict)
 
     @property
@@ -237,14 +237,14 @@ class Lab:
             return record(lambda: build(self.name, length, batch=batch, **self.options), fake=True).step
 
     @cached_property
-    def growth(self) -> Growth:
+    def scaling(self) -> Scaling:
         """How the step grows with the length."""
-        return fit_growth({length: self.recording(length) for length in self.recorded})
+        return fit_scaling({length: self.recording(length) for length in self.recorded})
 
     def at(self, length: int) -> At:
         """The task at a length."""
         if length not in self._at:
-            self._at[length] = At(self.growth.step_at(length), length, self.device)
+            self._at[length] = At(self.scaling.step_at(length), length, self.device)
         return self._at[length]
 
     @property

@@ -16,7 +16,8 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.papaya.published import DATA, MEMORY, SWEEPS
 from papers.papaya.published import Sweep as Published
 from papers.papaya.simulated import bench_of, experiment_of, read_published, sampled
-from spillway.advisor.gains import Sweep, SweepPoint, crossing, crossover, over_devices
+from spillway.advisor.gains import Crossover, Sweep, SweepPoint, crossing, over_devices
+from spillway.advisor.gains import gains as gains_of
 from spillway.advisor.measurements import Experiment, read_measurements
 from spillway.advisor.verdict import Row as Advice
 from spillway.advisor.verdict import advise
@@ -68,7 +69,7 @@ def run(size: Size, tell: Tell) -> Result:
         *_rows("hidden size", width, _ratios(SWEEPS[1], published), times),
         *_rows("devices", devices, {("checkpoint", 8): PAPER_GAIN} if published else {}, None),
     ]
-    found = [crossover(one, "checkpoint") for one in (depth, width, devices)]
+    found = [_crossover(one, "checkpoint") for one in (depth, width, devices)]
     return Result(
         title=TITLE, columns=[column for column in COLUMNS if any(column.cell(row) for row in rows)], rows=rows,
         checks=list(_checks((depth, width, devices), found)),
@@ -156,10 +157,15 @@ def _checks(sweeps: Sequence[Sweep], found: Sequence[Any]) -> Iterator[Check]:
         )
 
 
+def _crossover(sweep: Sweep, method: str) -> Crossover | None:
+    """From where on the predicted gain is 1 or more up to the end of the sweep; None if it is not at its end."""
+    return crossing(gains_of(sweep, method, SweepPoint.predicted))
+
+
 def _notes(depth: Sweep, width: Sweep, devices: Sweep, rows: Sequence[Row], times: float | None) -> Iterator[str]:
     for sweep, paper in ((depth, f"{PAPER_LAYERS} layers"), (width, f"hidden size {PAPER_HIDDEN}")):
         for method in CALLED:
-            found = _from(crossover(sweep, method))
+            found = _from(_crossover(sweep, method))
             yield f"{sweep.over}: {method} {found}; the paper has its first method from {paper}."
             if times is not None:
                 slow = [
@@ -170,7 +176,7 @@ def _notes(depth: Sweep, width: Sweep, devices: Sweep, rows: Sequence[Row], time
                 yield f"{sweep.over}: {method} {found}, with the published fixed time, {times:.2f} times the simulated."
     gains = ", ".join(f"{point.value:.0f}: {point.predicted('checkpoint') or 0:.3f}" for point in devices.points)
     yield (
-        f"devices: checkpoint {_from(crossover(devices, 'checkpoint'))}; its gain by devices {gains}. The paper has "
+        f"devices: checkpoint {_from(_crossover(devices, 'checkpoint'))}; its gain by devices {gains}. The paper has "
         f"{PAPER_GAIN} on 8."
     )
 

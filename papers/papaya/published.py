@@ -18,7 +18,7 @@ from benchmarks.record import Benchmark, Check, Column, Result, Row, Skipped, Te
 from papers import SHARED
 from spillway.advisor import gains
 from spillway.advisor.fits import Points
-from spillway.advisor.gains import UNITS, Over, SweepPoint, measured_crossover
+from spillway.advisor.gains import UNITS, Over, SweepPoint
 from spillway.advisor.measurements import Experiment, Samples, read_measurements
 from spillway.advisor.model import pays_by_score
 from spillway.advisor.verdict import LINEAR, advise, fit, plain_name
@@ -192,7 +192,8 @@ def start(sweep: Sweep, experiments: Sequence[Experiment]) -> int | None:
     sized = {size: there for there in experiments if (size := sweep.size(there)) is not None}
     points = tuple(SweepPoint(value=size, rows=advise(sized[size], MEMORY)) for size in sorted(sized))
     over: Over = "width" if sweep.hidden else "depth"
-    found = measured_crossover(gains.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name))
+    swept = gains.Sweep(over=over, unit=UNITS[over], points=points, name=sweep.name)
+    found = gains.crossing(gains.gains(swept, None, SweepPoint.measured))
     return None if found is None else int(found.first)
 
 

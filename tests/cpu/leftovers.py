@@ -184,7 +184,7 @@ KINDS: Final[dict[str, _Kind]] = {
     "function modes": _Kind(lambda: tuple(_get_current_function_mode_stack()), _leave_function_modes),
     "methods of torch.Tensor": _Kind(
         lambda: (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.data_ptr),
-        lambda _: (torch_patches._uninstall(), custom_functions._uninstall()),
+        lambda _: (torch_patches.PATCHES.uninstall(), custom_functions.CUSTOM_FUNCTIONS.uninstall()),
     ),
     "signal handlers": _Kind(lambda: tuple(map(signal.getsignal, _SIGNALS)), _put_handlers_back),
     "a profiler": _Kind(_profilers, _stop_profilers),

@@ -296,7 +296,9 @@ def test_without_the_native_part_sessions_run_and_say_so_once(
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
-    where = ran("from spillway.native import library; print(library.place())", XDG_CACHE_HOME=str(tmp_path)).strip()
+    where = ran(
+        "from spillway.native import library; print(library.library_path())", XDG_CACHE_HOME=str(tmp_path)
+    ).strip()
     Path(where).parent.mkdir(parents=True)
     Path(where).write_bytes(b"no library")
     done = started(RUNS, XDG_CACHE_HOME=str(tmp_path))

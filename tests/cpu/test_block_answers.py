@@ -48,10 +48,10 @@ def test_parameters_and_buffers_are_never_counted_given_up_or_sent_away(action: 
     given: list[int] = []
     let_go = SavedTensor.let_go
 
-    def noted(holder: SavedTensor) -> None:
-        before = holder.value
-        let_go(holder)
-        if before is not None and holder.value is None:
+    def noted(saved: SavedTensor) -> None:
+        before = saved.value
+        let_go(saved)
+        if before is not None and saved.value is None:
             given.append(before.untyped_storage().data_ptr())
 
     with pytest.MonkeyPatch.context() as patch:
@@ -142,7 +142,7 @@ def python_calls(model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("ops", [1, 50])
-def test_an_engine_that_is_asleep_adds_a_few_calls_a_block_and_none_an_op(ops: int) -> None:
+def test_an_engine_that_is_bypassed_adds_a_few_calls_a_block_and_none_an_op(ops: int) -> None:
     def function(block: Functional, x: Tensor) -> Tensor:
         for _ in range(ops):
             x = torch.sin(x)
@@ -161,7 +161,7 @@ def test_an_engine_that_is_asleep_adds_a_few_calls_a_block_and_none_an_op(ops: i
         assert len(engine.calls) == 4
 
 
-def test_an_engine_put_to_sleep_in_the_middle_of_a_block_sleeps_from_the_next_block_on() -> None:
+def test_an_engine_bypassed_in_the_middle_of_a_block_is_so_from_the_next_block_on() -> None:
     model = Chain(Outer(), Outer())
     names = [f"blocks.{number}{name}" for number in range(2) for name in ("", ".first", ".second")]
     torch.manual_seed(0)

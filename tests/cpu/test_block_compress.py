@@ -18,7 +18,7 @@ from spillway.engines.blocks.saved import SpilledTensor, storages
 from spillway.errors import UsageError
 from spillway.methods.actions import LOSSLESS, Action, ActionOptions
 from tests.cpu.block_cases import Chain, Functional, Residual, mean_square
-from tests.cpu.test_block_engine import batch, engine_of, gradients, holders, same, used
+from tests.cpu.test_block_engine import batch, engine_of, gradients, same, saved_tensors, used
 
 LOSSY = tuple(action for action in Action if action.lossy)
 COMPRESSING = [Action.COMPRESS, Action.COMPRESS_OFFLOADED]
@@ -33,7 +33,7 @@ def relus(block: Functional, x: Tensor) -> Tensor:
 
 def held(engine: BlockEngine) -> int:
     """Bytes of activations that saved tensors hold in full."""
-    return sum(storages(holders(engine)).values())
+    return sum(storages(saved_tensors(engine)).values())
 
 
 def far(left: list[Tensor], right: list[Tensor]) -> float:
@@ -133,12 +133,12 @@ def test_statistics_integers_small_tensors_and_weights_stay_and_masks_take_a_bit
 
     model, engine = engine_of(function, Action.COMPRESS)
     loss = model(batch()).square().sum()
-    kept = [one for one in holders(engine) if one.spilled is None]
+    kept = [one for one in saved_tensors(engine) if one.spilled is None]
     shapes = sorted(
         {tuple(one.shape) for one in kept if not one.pinned and one.value.untyped_storage().nbytes() >= 1024}
     )
     assert shapes == [(300,), (300, 1)], "the index of rows; their mean and deviation"
-    assert {one.spilled.source.nbytes for one in holders(engine) if one.spilled is not None} >= {-(-300 * 32 // 8)}
+    assert {one.spilled.source.nbytes for one in saved_tensors(engine) if one.spilled} >= {-(-300 * 32 // 8)}
     loss.backward()
 
 
@@ -215,7 +215,7 @@ def test_a_graph_gives_the_same_gradients_again_and_after_close(action: Action, 
     model.zero_grad()
     loss.backward(retain_graph=True)
     first = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    held_after = [one.value for one in holders(engine) if not one.pinned]
+    held_after = [one.value for one in saved_tensors(engine) if not one.pinned]
     assert all(value is None or value.untyped_storage().nbytes() < 4096 for value in held_after)
     engine.close()
     assert used(engine) == []

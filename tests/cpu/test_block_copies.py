@@ -20,7 +20,7 @@ from spillway.tiers import disk
 from spillway.tiers.spill_file import SpillFile
 from spillway.tiers.transfer import DiskLanes, SpilledStorage, Transfer
 from tests.cpu.block_cases import Chain, Functional
-from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, holders, same, sines, used
+from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, saved_tensors, sines, used
 from tests.shared import HANGS
 
 MOVING = [Action.OFFLOAD, Action.RECOMPUTE_OFFLOADED]
@@ -30,8 +30,8 @@ SLOTS = {Action.OFFLOAD: 3, Action.RECOMPUTE_OFFLOADED: 1}
 
 def ahead(engine: BlockEngine, call: int) -> list[int]:
     """For each block, bytes that were read before they were wanted, and not taken yet."""
-    frames = [engine._calls[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
-    return [sum(source.nbytes for source in frame.waiting() if source.ahead) if frame else 0 for frame in frames]
+    calls = [engine._calls[f"blocks.{number}", call]() for number in range(len(engine.blocks))]
+    return [sum(source.nbytes for source in one.waiting() if source.ahead) if one else 0 for one in calls]
 
 
 def looked_at(model: Chain, engine: BlockEngine, seen: list[list[int]]) -> Tensor:
@@ -124,7 +124,7 @@ def test_each_storage_is_freed_when_its_own_copy_is_done(tmp_path: Path, monkeyp
     loss = model(batch()).square().sum()
     frame: Any = engine._calls["blocks.0", 0]()
     for source in frame.waiting():
-        source._transfer.place.writing.add_done_callback(lambda _: written.release())
+        source._transfer.slot.writing.add_done_callback(lambda _: written.release())
     for left in (3, 2, 1):
         assert engine.leaving_bytes == left * FLOATS
         turn.release()
@@ -258,7 +258,7 @@ def test_bytes_that_were_written_while_they_were_copied_are_not_read(
     engine.settle()
     with torch.no_grad():
         saved[-1].mul_(2)
-    tear(monkeypatch, [holder.spilled.source for holder in holders(engine) if holder.written and holder.spilled])
+    tear(monkeypatch, [saved.spilled.source for saved in saved_tensors(engine) if saved.written and saved.spilled])
     if closes:
         engine.close()  # everything comes back
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -275,8 +275,8 @@ def test_an_argument_that_was_written_while_it_was_copied_is_not_read(monkeypatc
     engine.settle()
     with torch.no_grad():
         hidden[0].mul_(2)
-    frames = [ref() for ref in engine._calls.values()]
-    moved = [one for frame in frames if frame for one in frame.arguments() if one.moved_on and not one.copied]
+    calls = [ref() for ref in engine._calls.values()]
+    moved = [one for call in calls if call for one in call.arguments() if one.moved_on and not one.copied]
     tear(monkeypatch, [one.spilled.source for one in moved if one.spilled])
     engine.close()
     with pytest.raises(RecomputeError, match="was written to in place"):
@@ -295,7 +295,7 @@ def test_who_has_waited_for_a_copy_out_holds_its_source_no_longer(monkeypatch: p
     model, engine = engine_of(sines, Action.OFFLOAD)
     loss = model(batch()).sum()
     engine.settle()
-    sources = [holder.spilled.source for holder in holders(engine) if holder.spilled]
+    sources = [saved.spilled.source for saved in saved_tensors(engine) if saved.spilled]
     assert [source._transfer.source for source in sources] == [None] * len(sources) != []
     late.set()
     loss.backward()

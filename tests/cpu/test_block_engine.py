@@ -62,7 +62,7 @@ def used(engine: BlockEngine) -> list[int]:
     return list(store._lanes.tier._in_use.values()) if store is not None else []
 
 
-def holders(engine: BlockEngine) -> list[SavedTensor]:
+def saved_tensors(engine: BlockEngine) -> list[SavedTensor]:
     """What holds a saved tensor of its blocks, and of no engine of another test whose graph is still there."""
     return [thing for thing in gc.get_objects() if type(thing) is SavedTensor and thing.owner.block in engine._found]
 
@@ -71,7 +71,7 @@ def living(kind: type) -> int:
     return sum(type(thing) is kind for thing in gc.get_objects())
 
 
-# --------------------------------------------------------------------------------------------------- bytes and frames
+# --------------------------------------------------------------------------------------------------- bytes and calls
 
 
 def test_bytes_are_those_of_each_storage_once_without_parameters() -> None:
@@ -187,7 +187,7 @@ def test_a_retained_graph_does_not_retain_what_was_brought_back(action: Action) 
     model(batch()).sum().backward()
     loss = model(batch()).sum()
     loss.backward(retain_graph=True)
-    values = [holder.value for holder in holders(engine) if not holder.pinned]
+    values = [saved.value for saved in saved_tensors(engine) if not saved.pinned]
     assert values
     assert all(value is None or value.untyped_storage().nbytes() == FLOATS for value in values)
     kept = sum(value is not None for value in values)
@@ -200,7 +200,7 @@ def test_what_a_retained_graph_has_handed_out_is_dropped_at_once() -> None:
     held: list[int] = []
 
     def look(_: Tensor) -> None:
-        values = [holder.value for holder in holders(engine) if not holder.pinned]
+        values = [saved.value for saved in saved_tensors(engine) if not saved.pinned]
         held.append(sum(value is not None for value in values))
 
     hidden.register_hook(look)  # the backward has left block 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from spillway.engines.blocks.extra_forward import aside
+from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.reach import Reach
 from spillway.engines.environment import Environment
 from tests.cpu.block_judge import METHODS, judge, plainly
@@ -97,7 +97,7 @@ def _everything(block: Any, x: Tensor) -> list[Any]:
 def test_an_extra_forward_leaves_everything_as_it_was(what: str) -> None:
     block, x = Changing(CHANGES[what]), torch.ones(4, 8)
     before = _everything(block, x)
-    with aside(Environment([], []), (block,), (x,), {}) as (args, kwargs):
+    with undone(Environment([], []), (block,), (x,), {}) as (args, kwargs):
         block(*args, **kwargs)
         during = _everything(block, x)
     assert repr(during) != repr(before)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks import reach
 from spillway.engines.blocks.block_engine import BlockEngine, CallReport
 from spillway.engines.blocks.code import names_of, package
-from spillway.engines.blocks.extra_forward import aside
+from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.quiet import quiet
 from spillway.engines.blocks.reach import Reach, reach_of
@@ -30,7 +30,7 @@ from tests.cpu.block_state import KINDS, Stateful
 
 def _alone(block: nn.Module, x: Tensor) -> Tensor:
     environment = Environment([], [])
-    with aside(environment, (block,), (x,), {}) as (args, kwargs):
+    with undone(environment, (block,), (x,), {}) as (args, kwargs):
         out: Tensor = block(*args, **kwargs).detach()
     return out
 

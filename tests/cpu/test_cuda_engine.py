@@ -234,15 +234,15 @@ def test_a_replay_that_finds_no_memory_for_what_it_brings_back_makes_room_and_le
         other, source = torch.randperm(ITEMS), torch.arange(ITEMS)
         tensor, engine = source * 2, memory._engine
         assert put_away(memory, tensor, Drop)
-        give, left = Resized.give, [times]
+        transfer, left = Resized.transfer, [times]
 
         def failing(self: Resized, real: torch.UntypedStorage, temporary: torch.UntypedStorage) -> None:
             left[0] -= 1
             if left[0] >= 0:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. And so on.")
-            give(self, real, temporary)
+            transfer(self, real, temporary)
 
-        monkeypatch.setattr(Resized, "give", failing)
+        monkeypatch.setattr(Resized, "transfer", failing)
         if times == 99:
             with pytest.raises(DeviceFullError, match="bringing a storage back found no memory"):
                 tensor + 1

@@ -8,12 +8,12 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
 
+from spillway.engines.tensors.torch_patches import WhileOpen
 from spillway.internals.locks import renewed_in_children
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.transfer import DiskLanes, Store
@@ -31,15 +31,19 @@ PARTS: Final = (
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
-def locks() -> dict[str, tuple[ModuleType, str]]:
-    """Of all modules of the package that sessions have to do with."""
+def locks() -> dict[str, tuple[Any, str]]:
+    """Of all modules of the package that sessions have to do with, and of what is installed while one is open."""
     for part in PARTS:
         for found in pkgutil.walk_packages(import_module(part).__path__, f"{part}."):
             import_module(found.name)
     ours = [module for name, module in list(sys.modules.items()) if name.startswith("spillway.")]
+    owners: dict[str, Any] = {module.__name__: module for module in ours}
+    for module in ours:
+        shared = {name: value for name, value in vars(module).items() if isinstance(value, WhileOpen)}
+        owners |= {f"{module.__name__}.{name}": value for name, value in shared.items()}
     return {
-        f"{module.__name__}.{name}": (module, name)
-        for module in ours for name, value in vars(module).items() if isinstance(value, KINDS)
+        f"{owner}.{name}": (found, name)
+        for owner, found in owners.items() for name, value in vars(found).items() if isinstance(value, KINDS)
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""`manage()` and what it gives: reports, run files, steps aside, several sessions and models."""
+"""`manage()` and what it gives: reports, run files, bypassed steps, several sessions and models."""
 
 from __future__ import annotations
 

@@ -104,17 +104,17 @@ def test_two_sessions_take_turns_step_by_step(order: str) -> None:
     assert_same(plain, made)
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_step_inside_a_step_of_another_session_is_refused_and_both_go_on(aside: bool) -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_step_inside_a_step_of_another_session_is_refused_and_both_go_on(known: bool) -> None:
     outer = spillway.manage(nn.Linear(4, 4), budget=PLENTY)
     inner = spillway.manage(nn.Linear(4, 4), budget=PLENTY)
     batch, x = torch.ones(2, 4), torch.arange(5000.0)
     for _ in range(3):
-        with outer.step(batch if aside else None):
+        with outer.step(batch if known else None):
             doubled = x * 2
-            with pytest.raises(SessionError, match=NEST), inner.step(batch if aside else None):
+            with pytest.raises(SessionError, match=NEST), inner.step(batch if known else None):
                 pass
-            assert put_away(outer, doubled, Drop) or aside
+            assert put_away(outer, doubled, Drop) or known
             assert torch.equal(doubled + 0, torch.arange(0, 10000, 2.0))
     with inner.step(), pytest.raises(SessionError), outer.step():
         pass

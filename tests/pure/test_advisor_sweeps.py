@@ -15,9 +15,7 @@ from spillway.advisor.gains import (
     Sweep,
     SweepPoint,
     crossing,
-    crossover,
     gains,
-    measured_crossover,
     over_devices,
     sweeps_of,
 )
@@ -27,6 +25,15 @@ from spillway.advisor.verdict import Row, advise, default_limit
 from tests.shared import shared
 
 LIMIT = 16e9
+
+
+def crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
+    return crossing(gains(sweep, method, SweepPoint.predicted))
+
+
+def measured_crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
+    return crossing(gains(sweep, method, SweepPoint.measured))
+
 
 costs = st.builds(
     Cost, alpha=st.floats(1e6, 1e9), beta=st.floats(0, 8e9), gamma=st.floats(1e-3, 1e-1), delta=st.floats(0, 1)

@@ -181,7 +181,7 @@ def test_the_smallest_hole_that_fits_is_taken() -> None:
     for _ in range(10):
         extents.take(extents.best(ALIGNMENT), ALIGNMENT)  # type: ignore[arg-type]
     for line in (0, 1, 2, 5, 8, 9):
-        extents.give(line * ALIGNMENT, ALIGNMENT)
+        extents.free(line * ALIGNMENT, ALIGNMENT)
     assert [(hole.offset, hole.end) for hole in extents.holes] == [
         (0, 3 * ALIGNMENT), (5 * ALIGNMENT, 6 * ALIGNMENT), (8 * ALIGNMENT, 10 * ALIGNMENT),
     ]  # fmt: skip

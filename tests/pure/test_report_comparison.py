@@ -13,7 +13,7 @@ from spillway.methods import METHODS
 from spillway.report import drawing
 from spillway.report.comparison import FAMILIES, bound_sentence, render, svg, write_png
 from spillway.report.drawing import spread, style_of
-from spillway.simulation.sweep import Bound, Comparison, Failure, Row, Subject
+from spillway.simulation.sweep import Bound, Comparison, Failure, Row, SweepProblem
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, layers
 
@@ -30,8 +30,8 @@ def ok(method: str, budget: int, overhead: float) -> Row:
 
 
 def comparison(*found: Row | Bound | Failure, methods: tuple[str, ...] = ("lru", "delta")) -> Comparison:
-    subject = Subject(step=layers(12), workload="<layers>", device=DEVICE, costs="As given.")
-    return Comparison.of(subject, methods, BUDGETS, found)
+    problem = SweepProblem(step=layers(12), workload="<layers>", device=DEVICE, costs="As given.")
+    return Comparison.of(problem, methods, BUDGETS, found)
 
 
 OOM = Row(method="delta", budget_bytes=6 * MiB, status="oom", why="It takes 7 MiB & more.")

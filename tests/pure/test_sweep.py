@@ -18,13 +18,13 @@ from spillway.simulation.sweep import (
     Comparison,
     Failure,
     Row,
-    Subject,
+    SweepProblem,
     cells_of,
     compare,
     made,
     parse_methods,
     searches,
-    subject_of,
+    sweep_problem_of,
 )
 from spillway.units import MiB
 from tests.pure.recorded import DEVICE, layers
@@ -33,14 +33,14 @@ from tests.pure.small_steps import Line, row
 QUICK = [name for name in METHODS if not searches(name)]
 
 
-def subject(depth: int = 12) -> Subject:
-    return Subject(step=layers(depth), workload="layers", device=DEVICE, costs="As given.")
+def problem(depth: int = 12) -> SweepProblem:
+    return SweepProblem(step=layers(depth), workload="layers", device=DEVICE, costs="As given.")
 
 
 def rows(methods: Sequence[str], budgets: Sequence[int], **options: object) -> list[Row]:
-    found = list(compare(subject(), methods, budgets, bound_seconds=0.0, **options))  # type: ignore[arg-type]
+    found = list(compare(problem(), methods, budgets, bound_seconds=0.0, **options))  # type: ignore[arg-type]
     assert [one for one in found if not isinstance(one, Row)] == []
-    return list(Comparison.of(subject(), methods, budgets, found).rows)
+    return list(Comparison.of(problem(), methods, budgets, found).rows)
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -75,7 +75,7 @@ def test_a_planner_that_has_no_plan_is_oom_with_the_smallest_budget() -> None:
 
 
 def test_recomputing_over_and_over_is_thrashing() -> None:
-    slow = Subject(step=layers(60), workload="layers", device=DEVICE, costs="As given.")
+    slow = SweepProblem(step=layers(60), workload="layers", device=DEVICE, costs="As given.")
     found = list(compare(slow, ["largest"], [4 * MiB], bound_seconds=0, processes=1))
     assert [(one.status, one.seconds) for one in found if isinstance(one, Row)] == [("thrash", None)]
 
@@ -103,7 +103,7 @@ def test_a_method_that_searches_does_so_for_as_long_as_it_is_given() -> None:
 
 def test_the_bound_is_the_relaxation_where_it_says_more_than_the_plain_step() -> None:
     pytest.importorskip("scipy", reason="the relaxation takes SciPy")
-    small = subject(6)
+    small = problem(6)
     found = {one.budget_bytes: one for one in compare(small, [], [5 * MiB, 8 * MiB], bound_seconds=60, processes=1)}
     fits, tight = found[8 * MiB], found[5 * MiB]
     assert isinstance(fits, Bound)
@@ -117,7 +117,7 @@ def test_the_bound_is_the_relaxation_where_it_says_more_than_the_plain_step() ->
 
 def test_of_a_step_of_many_ops_the_bound_is_the_plain_step_and_it_says_why() -> None:
     pytest.importorskip("scipy", reason="the relaxation takes SciPy")
-    large = subject(60)
+    large = problem(60)
     (found,) = compare(large, [], [40 * MiB], bound_seconds=60, processes=1)
     assert isinstance(found, Bound)
     assert (found.kind, found.seconds) == ("plain", pytest.approx(0.12))
@@ -131,19 +131,19 @@ def test_what_raises_is_a_failure_with_its_method_and_budget(monkeypatch: pytest
         raise UsageError("Something is not installed.")
 
     monkeypatch.setattr("spillway.simulation.sweep.METHODS", {**METHODS, "lru": Method(refused)})
-    found = list(compare(subject(), ["lru", "keep-all"], [14 * MiB], bound_seconds=0, processes=1))
+    found = list(compare(problem(), ["lru", "keep-all"], [14 * MiB], bound_seconds=0, processes=1))
     failure, kept = found
     assert failure == Failure(method="lru", budget_bytes=14 * MiB, why="Something is not installed.")
     assert str(failure) == "lru under 14.00 MiB: Something is not installed."
     assert isinstance(kept, Row)
-    whole = Comparison.of(subject(), ["lru", "keep-all"], [14 * MiB], found)
+    whole = Comparison.of(problem(), ["lru", "keep-all"], [14 * MiB], found)
     assert (whole.complete, len(whole.rows), whole.failures) == (False, 1, [failure])
 
 
 @pytest.mark.parametrize("option", [{"plan_seconds": 0.0}, {"bound_seconds": -1.0}, {"processes": 0}])
 def test_options_that_make_no_sense_are_refused(option: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="A comparison takes plan_seconds above 0"):
-        next(compare(subject(), ["lru"], [MiB], **option))  # type: ignore[arg-type]
+        next(compare(problem(), ["lru"], [MiB], **option))  # type: ignore[arg-type]
 
 
 def test_methods_are_read_from_one_text() -> None:
@@ -159,15 +159,15 @@ def test_measured_seconds_stay_where_nobody_counted_and_on_this_machine_alone() 
     a100 = device_named("a100")
     measured = row(Line(nbytes=8, flops=10, traffic=100, seconds=5.0), Line(nbytes=8, flops=10, traffic=100))
     recorded = Recorded(step=measured, workload="row", facts={})
-    assert subject_of(recorded, a100).step == timed(measured, a100)
-    assert subject_of(recorded, a100).costs == (
+    assert sweep_problem_of(recorded, a100).step == timed(measured, a100)
+    assert sweep_problem_of(recorded, a100).costs == (
         "Seconds of ops are modelled for a100 by roofline; copies take what a100 takes."
     )
-    here = subject_of(recorded, replace(a100, name=HERE))
+    here = sweep_problem_of(recorded, replace(a100, name=HERE))
     assert [op.seconds == 5.0 for op in here.step.ops] == [True, False]
     assert here.costs.startswith("Seconds of ops are those measured when it was recorded; of 1 ops without, modelled")
     log = Recorded(step=row(Line(nbytes=8, seconds=5.0)), workload="log", facts={})
-    kept = subject_of(log, a100)
+    kept = sweep_problem_of(log, a100)
     assert (kept.plain_seconds, kept.step) == (5.0, log.step)
     assert kept.costs == "Seconds of ops are those measured when it was recorded; copies take what a100 takes."
 

@@ -458,10 +458,10 @@ def _label(axes: Axes, ends: Sequence[End]) -> None:
         )  # fmt: skip
 
 
-def _short(name: str, most: int = 30) -> str:
+def _short(name: str) -> str:
     """A name as one line of a picture."""
     name = " ".join("".join(character if character.isprintable() else " " for character in name).split())
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+    return name if len(name) <= 30 else f"{name[:29]}…"
 
 
 def _samples(row: Row) -> Samples:

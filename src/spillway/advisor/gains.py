@@ -103,20 +103,6 @@ class Crossover:
     `first` is infinite."""
 
 
-def crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
-    """From where on the gain that is predicted is 1 or more up to the end of the sweep; None if it is not at its end.
-
-    Arguments:
-        method: None for whichever is the best at each point.
-    """
-    return crossing(gains(sweep, method, SweepPoint.predicted))
-
-
-def measured_crossover(sweep: Sweep, method: str | None = None) -> Crossover | None:
-    """The same of the gain that was measured, or simulated."""
-    return crossing(gains(sweep, method, SweepPoint.measured))
-
-
 def best_crossover(sweep: Sweep) -> Crossover | None:
     """Of the best method at each point, as measured, or as predicted where it was not measured to the end."""
     measured, predicted = (gains(sweep, None, gain) for gain in (SweepPoint.measured, SweepPoint.predicted))

@@ -20,7 +20,7 @@ from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
 from spillway.costs.roofline import step_seconds, timed
-from spillway.costs.scaling import Growth, fit_growth
+from spillway.costs.scaling import Scaling, fit_scaling
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
 from spillway.ir.step import Phase, Step
@@ -28,7 +28,7 @@ from spillway.ir.timeline import Kind
 from spillway.memory.budget import UNLIMITED
 from spillway.methods.actions import Action
 from spillway.methods.base import Problem
-from spillway.methods.graph_rewrite import Rewritten, compressed, run_twice
+from spillway.methods.graph_rewrite import GraphRewrite, compressed, run_twice
 from spillway.methods.planned import Planned
 from spillway.methods.swap import Swap
 from spillway.simulation.simulated_engine import Simulation, simulate
@@ -61,21 +61,21 @@ class Steps:
     def __init__(self, record: Callable[[int], Step], sizes: Sequence[int] = RECORDED) -> None:
         self._record, self._sizes = record, tuple(sizes)
         self._known: dict[int, Step] = {}
-        self._growth: Growth | None = None
+        self._scaling: Scaling | None = None
         self._alike = True
 
     def at(self, size: int) -> Step:
         """The step of a batch."""
-        if size not in self._known and self._alike and self._growth is None:
+        if size not in self._known and self._alike and self._scaling is None:
             for one in self._sizes:
                 self._known[one] = self._known.get(one) or self._record(one)
             try:
-                self._growth = fit_growth({one: self._known[one] for one in self._sizes})
+                self._scaling = fit_scaling({one: self._known[one] for one in self._sizes})
             except ValueError:
                 self._alike = False
         if size not in self._known:
-            exact = self._growth is not None and not self._growth.doubtful(size)
-            self._known[size] = self._growth.step_at(size) if self._growth and exact else self._record(size)
+            exact = self._scaling is not None and not self._scaling.doubtful(size)
+            self._known[size] = self._scaling.step_at(size) if self._scaling and exact else self._record(size)
         return self._known[size]
 
 
@@ -110,15 +110,15 @@ class SimulatedBench(AbstractBench):
             )
         return self._trials[method, size]
 
-    def step_of(self, way: Way, size: int) -> Rewritten:
+    def step_of(self, way: Way, size: int) -> GraphRewrite:
         """The step of a method without what it moves, and what of it would be moved."""
         step = self._step(size)
         match way.action:
             case None:
-                return Rewritten(step=step, waiting=(), full=0, packed=0)
+                return GraphRewrite(step=step, waiting=(), full=0, packed=0)
             case Action.OFFLOAD:
                 kept = kept_for_backward(step, lives_of(step), step.saved)
-                return Rewritten(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
+                return GraphRewrite(step=step, waiting=tuple(one.value for one in kept), full=0, packed=0)
             case Action.COMPRESS | Action.COMPRESS_OFFLOADED:
                 done = compressed(step, bits=self._bits)
             case Action.RECOMPUTE | Action.RECOMPUTE_OFFLOADED:

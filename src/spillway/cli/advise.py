@@ -121,7 +121,7 @@ LOSSY: Final = "lossy: gradients are other than plain PyTorch's"
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _Setting:
     """Where a workload is tried."""
 
     bench: AbstractBench
@@ -225,8 +225,8 @@ def advise_(
             _measured(workload, options, seed, console, device, longest=seconds / (STEPS + AROUND), fresh=fresh)
             if simulate is None else _simulated(workload, options, simulate, device, fresh=fresh)
         )  # fmt: skip
-        with tried as place:
-            every.append(find_out(place, wanted, console, layers=str(depth or ""), hidden=str(wide or "")))
+        with tried as setting:
+            every.append(find_out(setting, wanted, console, layers=str(depth or ""), hidden=str(wide or "")))
         if not every[-1].whole:
             break
     _tell(every, wanted, write, console)
@@ -313,7 +313,7 @@ def _tell(every: Sequence[Found], wanted: _Wanted, write: Path | None, console: 
 def _measured(
     workload: str, options: Mapping[str, object], seed: int, console: Console, device: str | None, *,
     longest: Seconds, fresh: bool,
-) -> Iterator[_Place]:  # fmt: skip
+) -> Iterator[_Setting]:  # fmt: skip
     """On this machine. If nobody says, steps may take what is free of the device, or available of the machine, less a
     part for what is in no account."""
     with RealBench(workload, options=options, seed=seed, output=partial(say, console), device=device) as real:
@@ -326,7 +326,7 @@ def _measured(
             memory = int(OF_MACHINE * min(limits, default=machine_memory()))
         else:
             memory = int(OF_GPU * memory)
-        yield _Place(bench=bench, memory=memory, gradient_bytes=gradient_bytes, longest=longest)
+        yield _Setting(bench=bench, memory=memory, gradient_bytes=gradient_bytes, longest=longest)
         if bench.remembered:
             say(console, f"{bench.remembered} trials were measured by earlier runs; --fresh measures them again.")
 
@@ -334,7 +334,7 @@ def _measured(
 @contextmanager
 def _simulated(
     workload: str, options: Mapping[str, Any], simulated: str, device: str | None, *, fresh: bool
-) -> Iterator[_Place]:
+) -> Iterator[_Setting]:
     """On paper, a device by its name or file."""
     _check_not_given("--simulate measures nothing", {"--device": device, "--fresh": fresh})
 
@@ -343,7 +343,7 @@ def _simulated(
 
     bench = SimulatedBench(workload, Steps(recorded), device_of(simulated))
     memory = int(OF_GPU * bench.device.memory)
-    yield _Place(bench=bench, memory=memory, gradient_bytes=bench.gradient_bytes(), longest=inf)
+    yield _Setting(bench=bench, memory=memory, gradient_bytes=bench.gradient_bytes(), longest=inf)
 
 
 # ---------------------------------------------------------------------- what comes of it
@@ -420,21 +420,21 @@ class Found:
         }  # fmt: skip
 
 
-def find_out(place: _Place, wanted: _Wanted, console: Console, *, layers: str, hidden: str) -> Found:
+def find_out(setting: _Setting, wanted: _Wanted, console: Console, *, layers: str, hidden: str) -> Found:
     """Measure, fit, answer. Ctrl-C ends the measuring, and what is measured is answered from.
 
     Raises SpillwayError if plain training cannot be measured, and Exit if nothing was before Ctrl-C.
     """
-    bench, limit = place.bench, wanted.limit or place.memory
-    campaign = Campaign(bench, wanted.methods, limit, batches=wanted.batches, longest=place.longest)
+    bench, limit = setting.bench, wanted.limit or setting.memory
+    campaign = Campaign(bench, wanted.methods, limit, batches=wanted.batches, longest=setting.longest)
     whole = _interruptible(lambda: _collect(campaign, console))
     if not any(campaign.trials.values()):
         say(console, f"spillway: interrupted before anything was {seen_on(bench.hardware)}.")
         raise typer.Exit(INTERRUPTED)
     experiment = replace(campaign.experiment(layers=layers, hidden=hidden), network=wanted.network)
     rows = advise(experiment, limit, small_batches=wanted.small_batches)
-    offered = accumulation_of(rows, place.gradient_bytes)
-    found = Found(campaign, experiment, rows, place.gradient_bytes, offered, verifies=wanted.verify, whole=whole)
+    offered = accumulation_of(rows, setting.gradient_bytes)
+    found = Found(campaign, experiment, rows, setting.gradient_bytes, offered, verifies=wanted.verify, whole=whole)
     if whole:
         found.whole = _interruptible(lambda: _follow_up(found, console))
     return found

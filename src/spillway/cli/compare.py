@@ -28,7 +28,7 @@ from spillway.simulation.sweep import (
     compare,
     missing_sentence,
     parse_methods,
-    subject_of,
+    sweep_problem_of,
 )
 from spillway.units import format_bytes, format_seconds
 
@@ -68,16 +68,16 @@ def compare_(
         check_drawing()
     with naming(step):
         recorded = load_step(step)
-    subject = subject_of(recorded, device_of(device))
-    wanted = parse_budgets(budgets, subject.plain_peak)
+    problem = sweep_problem_of(recorded, device_of(device))
+    wanted = parse_budgets(budgets, problem.plain_peak)
     if json and output is None and png is None:
         bound_seconds = 0.0  # nobody would see them
     total = len(cells_of(names, wanted, bounds=bound_seconds > 0))
     coming = compare(
-        subject, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
+        problem, names, wanted, plan_seconds=plan_seconds, bound_seconds=bound_seconds, processes=processes
     )
     found, whole = _collect(coming, total)
-    comparison = Comparison.of(subject, names, wanted, found)
+    comparison = Comparison.of(problem, names, wanted, found)
     for path, write_to in ((output, write_page), (png, write_png)):
         if path is not None:
             with naming(path):
@@ -124,16 +124,16 @@ def _told(found: Found) -> str:
 
 def _print(comparison: Comparison, written: Sequence[Path]) -> None:
     """The table on standard output: times the plain step, a line for each method, a column for each budget."""
-    subject, console, table = comparison.subject, to_print(), Table("method")
+    problem, console, table = comparison.problem, to_print(), Table("method")
     for budget in comparison.budgets:
-        share = 100 * budget / (subject.plain_peak or 1)
+        share = 100 * budget / (problem.plain_peak or 1)
         table.add_column(f"{share:.3g} %\n{format_bytes(budget)}", justify="right")
     cells = {(row.method, row.budget_bytes): times_plain(row) for row in comparison.rows}
     for method in comparison.methods:
         table.add_row(method, *(cells.get((method, budget), "") for budget in comparison.budgets))
     if comparison.bounds:
         table.add_section()
-        plain = subject.plain_seconds
+        plain = problem.plain_seconds
         relaxed = {
             bound.budget_bytes: f"LP {bound.seconds / plain if plain else 1.0:.3f}"
             if bound.kind == "relaxation" else "plain" for bound in comparison.bounds
@@ -141,11 +141,11 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
         table.add_row("lower bound", *(relaxed.get(budget, "") for budget in comparison.budgets))
     say(
         console,
-        f"{subject.workload} on {subject.device.name}, simulated: seconds as a multiple of the plain step's "
-        f"{format_seconds(subject.plain_seconds)} in {format_bytes(subject.plain_peak)}",
+        f"{problem.workload} on {problem.device.name}, simulated: seconds as a multiple of the plain step's "
+        f"{format_seconds(problem.plain_seconds)} in {format_bytes(problem.plain_peak)}",
     )
     console.print(table)
-    for line in (subject.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
+    for line in (problem.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
         if line:
             say(console, line)
     for path in written:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from spillway.costs.device import DEVICES, HERE, Device, device_named
 from spillway.costs.device_files import read_device, write_device
 from spillway.costs.roofline import SHARES, OpKind, Share, Shares, kind_of, step_seconds, timed
-from spillway.costs.scaling import Growth, Law, alike, fit_growth
+from spillway.costs.scaling import Law, Scaling, alike, fit_scaling
 
 __all__ = [
     "DEVICES",
     "HERE",
     "SHARES",
     "Device",
-    "Growth",
     "Law",
     "OpKind",
+    "Scaling",
     "Share",
     "Shares",
     "alike",
     "device_named",
-    "fit_growth",
+    "fit_scaling",
     "kind_of",
     "read_device",
     "step_seconds",

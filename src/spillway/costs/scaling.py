@@ -1,8 +1,8 @@
 """A step of a size that nobody recorded, from steps of a few other sizes.
 
 What an op creates is a product of lengths, and so a polynomial of the size of the input; `exact_law` finds it where it
-can. Which ops run must not depend on the size: `fit_growth` refuses steps that differ in more than numbers, and `alike`
-tells which of them do not.
+can. Which ops run must not depend on the size: `fit_scaling` refuses steps that differ in more than numbers, and
+`alike` tells which of them do not.
 
 Sizes are padded and halved on their way through a model, so that what grows smoothly may be not the size but how many
 whole windows of it there are. `exact_law` therefore looks for a polynomial of the size, then of ceil(size / quantum)
@@ -203,8 +203,8 @@ _Floats: TypeAlias = NDArray[numpy.float64]
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
-    """How every number of a step grows with the size of its input. Built by `fit_growth`."""
+class Scaling:
+    """How every number of a step grows with the size of its input. Built by `fit_scaling`."""
 
     sizes: tuple[int, ...]
     """Of the recorded inputs, increasing."""
@@ -268,7 +268,7 @@ class Growth:
         return replace(first, storages=tuple(map(storage, first.storages)), ops=tuple(map(op, first.ops)))
 
 
-def fit_growth(steps: Mapping[int, Step]) -> Growth:
+def fit_scaling(steps: Mapping[int, Step]) -> Scaling:
     """Find the laws of a step from what was recorded at several sizes of the input.
 
     A law of degree n is only certain with n + 2 sizes: six for what may grow with the fourth power, four where nothing
@@ -282,7 +282,7 @@ def fit_growth(steps: Mapping[int, Step]) -> Growth:
             sentence says where they part.
     """
     if len(steps) < _FEWEST or min(steps) < 1:
-        raise ValueError(f"Growth is fitted to {_FEWEST} sizes above 0 or more, not to {sorted(steps)}.")
+        raise ValueError(f"Scaling is fitted to {_FEWEST} sizes above 0 or more, not to {sorted(steps)}.")
     sizes = tuple(sorted(steps))
     ordered = tuple(steps[size] for size in sizes)
     for size, step in zip(sizes[1:], ordered[1:], strict=True):
@@ -292,7 +292,7 @@ def fit_growth(steps: Mapping[int, Step]) -> Growth:
     nbytes = _laws(sizes, ordered, _nbytes)
     # What ops compute and move is made of the same lengths: other quanta need not be tried.
     quanta = sorted({1, *(law.quantum for law in nbytes)})
-    return Growth(
+    return Scaling(
         sizes=sizes,
         steps=ordered,
         nbytes=nbytes,

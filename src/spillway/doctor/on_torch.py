@@ -18,7 +18,7 @@ from spillway.engines.tensors.devices import pinned_bytes
 from spillway.errors import NativeError
 from spillway.internals.private import CAN_SWAP
 from spillway.native.arena import Arena
-from spillway.native.library import HOOK, load_hook, place
+from spillway.native.library import HOOK, library_path, load_hook
 from spillway.processes import cores
 from spillway.tiers.disk import WORKERS
 from spillway.units import Bytes, MiB, Seconds, format_bytes
@@ -60,15 +60,16 @@ def native() -> Finding:
         return Finding(
             topic="native part", sentence="Not there.", facts={"library": None, "hook": None}, problems=[problem]
         )
+    path = str(library_path())
     try:
         load_hook()
-        hook, problems = str(place(HOOK)), []
+        hook, problems = str(library_path(HOOK)), []
     except NativeError as reason:
         fix = "Sessions run without it; every op of a watched step costs some microseconds of Python then."
         hook, problems = None, [Problem(what=f"The native hook is not to be had: {reason}", fix=fix)]
     return Finding(
-        topic="native part", facts={"library": str(place()), "hook": hook}, problems=problems,
-        sentence=f"There, as {place()}: pages that tensors free serve the next ones, and are never faulted in twice.",
+        topic="native part", facts={"library": path, "hook": hook}, problems=problems,
+        sentence=f"There, as {path}: pages that tensors free serve the next ones, and are never faulted in twice.",
     )  # fmt: skip
 
 

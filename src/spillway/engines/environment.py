@@ -481,7 +481,7 @@ class Environment:
                 # A cast that is cached while the user's autocast is on would outlive this.
                 cached = cached and not torch.is_autocast_enabled(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            stack.enter_context(only_function_modes(wanted.function_modes, aside=True))
+            stack.enter_context(only_function_modes(wanted.function_modes, bypassed=True))
             stack.enter_context(only_dispatch_modes(wanted.dispatch_modes))
             stack.enter_context(_within(wanted.variables.copy()))
             yield

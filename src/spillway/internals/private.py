@@ -85,12 +85,12 @@ def unheard_by_modes(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @contextlib.contextmanager
-def only_function_modes(modes: Sequence[Any], *, aside: bool = False) -> Iterator[None]:
-    """These alone hear what runs within; `aside`, what it calls through `heard`."""
+def only_function_modes(modes: Sequence[Any], *, bypassed: bool = False) -> Iterator[None]:
+    """These alone hear what runs within; `bypassed`, what it calls through `heard`."""
     before, now = _hidden.modes, _function_mode_stack()
     try:
-        _hidden.modes = modes if aside else ()
-        _set_function_modes(() if aside else modes)
+        _hidden.modes = modes if bypassed else ()
+        _set_function_modes(() if bypassed else modes)
         yield
     finally:
         _set_function_modes(now)
@@ -192,6 +192,12 @@ def fresh_storage(nbytes: int, device: torch.device | None = None) -> torch.Unty
 def storage_at(address: int, nbytes: int, device: torch.device) -> torch.UntypedStorage:
     """A storage over memory that somebody else keeps."""
     return cast(torch.UntypedStorage, torch._C._construct_storage_from_data_pointer(address, device, nbytes))
+
+
+def bytes_over(storage: torch.UntypedStorage, offset: int = 0, nbytes: int | None = None) -> torch.Tensor:
+    """The bytes of a storage, or some of them, as a tensor."""
+    size = storage.nbytes() - offset if nbytes is None else nbytes
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (size,), (1,))
 
 
 def owners(storage: torch.UntypedStorage) -> int:

@@ -8,10 +8,10 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Final, cast, final
+from typing import Any, Final, cast, final
 
 from spillway.errors import DeviceFullError
 from spillway.internals.locks import renew_in_children
@@ -227,41 +227,22 @@ def _whole_pages(address: int, nbytes: Bytes) -> tuple[int, Bytes]:
     return start, (address + nbytes - start) // _PAGE * _PAGE
 
 
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return cast("Callable[[int, int, int], int]", function)
-
-
-_madvise = _find_madvise()
-
-
 def _heap_end() -> int:
     """Where the heap ends now; mappings lie above it."""
     return _sbrk(0) if _sbrk is not None else 1 << 64
 
 
-def _find_sbrk() -> Callable[[int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    function = ctypes.CDLL(None).sbrk
-    function.argtypes, function.restype = [ctypes.c_ssize_t], ctypes.c_size_t
-    return cast("Callable[[int], int]", function)
+def _of_linux(name: str, given: Sequence[Any], returned: Any = ctypes.c_int) -> Callable[..., int] | None:
+    """A function of the C library; None where the system is not Linux, or its library has none of this name."""
+    function: Any = getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
+    if function is not None:
+        function.argtypes, function.restype = given, returned
+    return cast("Callable[..., int] | None", function)
 
 
-_sbrk = _find_sbrk()
-
-
-def _find_mallopt() -> Callable[[int, int], int] | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    return cast("Callable[[int, int], int]", libc.mallopt) if hasattr(libc, "mallopt") else None
-
-
-_mallopt = _find_mallopt()
+_madvise = _of_linux("madvise", (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int))
+_mallopt = _of_linux("mallopt", (ctypes.c_int, ctypes.c_int))
+_sbrk = _of_linux("sbrk", (ctypes.c_ssize_t,), ctypes.c_size_t)
 
 
 def reset_peak() -> None:

@@ -57,30 +57,26 @@ class BlockCall:
         return min(gap.end for gap in self.gaps)
 
 
-def block_names(step: Step, lives: Sequence[Life] | None = None) -> list[str]:
+def block_names(step: Step) -> list[str]:
     """Names of the modules that are blocks, in order of their first op; none where ops have no modules.
 
     From the root downwards, a name with names below it that is no container is a block if another one is alike, or if
     it was called more often than the model; unless alike siblings inside it hold `DESCEND_SHARE` of its bytes: those
     of what its ops read or make and the backward wants.
     """
-    modules = _Modules(step, lives_of(step) if lives is None else lives)
-    return list(modules.blocks(""))
+    return list(_Modules(step, lives_of(step)).blocks(""))
 
 
-def block_calls(
-    step: Step, lives: Sequence[Life] | None = None, names: Sequence[str] | None = None
-) -> tuple[BlockCall, ...]:
+def block_calls(step: Step, lives: Sequence[Life] | None = None) -> tuple[BlockCall, ...]:
     """The calls of blocks, in order of the forward, and what recomputing each frees; those that free nothing left out.
 
     Args:
         step: A recorded step.
         lives: Of its values, where they are known already.
-        names: The modules that are blocks; found by `block_names` if not given.
     """
     lives = lives_of(step) if lives is None else lives
     modules = _Modules(step, lives)
-    called = _calls(step, modules, list(modules.blocks("")) if names is None else names)
+    called = _calls(step, modules, list(modules.blocks("")))
     dropped = _dropped(step, lives, called)
     everything = {value for kept in dropped.values() for value in kept}
     found = []

@@ -72,7 +72,8 @@ def write_plan(path: str | PathLike[str], plan: Plan, facts: Mapping[str, Any]) 
     header = {"format": FORMAT, "version": VERSION, "step": plan.step, "allowed": plan.allowed,
               "projected": plan.projected, "gaps": len(plan.gaps), "facts": dict(facts)}  # fmt: skip
     lines, checksum = [], 0
-    for record in (header, *map(_gap_record, plan.gaps)):
+    gaps = ({"value": gap.value, "gone": [gap.start, gap.end], **_home_record(gap.home)} for gap in plan.gaps)
+    for record in (header, *gaps):
         line, checksum = seal(encoded(record), checksum)
         lines.append(line)
     path = Path(path)
@@ -117,10 +118,6 @@ def _plan_file(header: dict[str, Any], gaps: tuple[Gap, ...]) -> PlanFile:
         raise ValueError(f"{len(gaps)} gaps follow of the {first.gaps} that the first line announces")
     plan = Plan(step=first.step, allowed=first.allowed, projected=first.projected, gaps=gaps)
     return PlanFile(plan=plan, facts=first.facts)
-
-
-def _gap_record(gap: Gap) -> dict[str, Any]:
-    return {"value": gap.value, "gone": [gap.start, gap.end], **_home_record(gap.home)}
 
 
 def _home_record(home: Home) -> dict[str, Any]:

@@ -111,11 +111,11 @@ class Chronicle:
             for one in counters.stalls
         )
         for one in log.transfers:
-            storage = one.place.storage if one.place.storage >= 0 else None
+            storage = one.copied.storage if one.copied.storage >= 0 else None
             for lane, end in ((one.lane, one.ended), (Lane.DISK, one.on_disk)):
                 waited = overlap((one.began, end), stalled)
                 if end > one.began:
                     spans.append(
-                        span(lane, Work.COPY, one.began, end, storage=storage, nbytes=one.place.nbytes, waited=waited)
+                        span(lane, Work.COPY, one.began, end, storage=storage, nbytes=one.copied.nbytes, waited=waited)
                     )
         return tuple(sorted(spans, key=lambda made: made.began))

@@ -316,7 +316,7 @@ class Controller(AbstractLedger):
         found = ancestry(value, self.chain_cap if ops is None else UNCAPPED, ops)
         if found is None:
             return "no recipe within the cap"
-        if any(leaf.storage.written or self.unsafe.lent(leaf.storage) for leaf in found.leaves):
+        if any(leaf.storage.written or self.unsafe.holds(leaf.storage) for leaf in found.leaves):
             return "would depend on what is being written"
         for leaf in found.leaves:  # whoever holds its address may write it at any moment
             if leaf.storage.escaped or (not leaf.absent and self.machine.escaped(leaf.storage)):

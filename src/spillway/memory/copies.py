@@ -286,7 +286,7 @@ class Flights:
         for storage in reads:
             storage.locks += 1
         for storage in writes:
-            self._unsafe.lend(storage)
+            self._unsafe.enter(storage)
         needed = self._ledger.adopt(TEMPORARY, beside, None, temporary=True) if beside else None
         if needed is not None:
             needed.locks += 1
@@ -300,7 +300,7 @@ class Flights:
             for storage in flight.reads:
                 storage.locks -= 1
             for storage in flight.writes:
-                self._unsafe.take_back(storage)
+                self._unsafe.leave(storage)
             if flight.beside is not None:
                 self._ledger.forget(flight.beside)
         return bool(landed)

@@ -18,12 +18,12 @@ from spillway.ir.spans import Interval, Lane, Transfers, merged, overlap, total
 from spillway.units import Bytes, Seconds
 
 
-class Place(Protocol):
-    """Where a tier put a value's bytes."""
+class CopiedBytes(Protocol):
+    """What a copy is of."""
 
     @property
     def nbytes(self) -> Bytes:
-        """How many they are."""
+        """How many bytes."""
 
     @property
     def storage(self) -> int:
@@ -35,7 +35,7 @@ class CopySpan(NamedTuple):
 
     lane: Lane
     """`COPY_OUT` or `COPY_IN`."""
-    place: Place
+    copied: CopiedBytes
     began: Seconds
     on_disk: Seconds
     """Until when the file was written or read, from `began`; `began` itself if no file was."""

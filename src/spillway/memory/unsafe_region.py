@@ -21,7 +21,7 @@ from spillway.memory.records import HERE, Recipe, Storage
 
 @final
 class UnsafeRegion:
-    """What is lent, and since when. Callers hold the controller's lock."""
+    """What is in it, and since when. Callers hold the controller's lock."""
 
     __slots__ = ("_first_op", "_first_recipe", "_ledger", "_running", "_storages")
 
@@ -36,7 +36,7 @@ class UnsafeRegion:
         return self._running > 0
 
     def begin(self) -> None:
-        """It is about to run; calls may nest."""
+        """Such code is about to run; calls may nest."""
         if not self._running:
             self._first_op, self._first_recipe = self._ledger.clock, len(self._ledger.recipes)
         self._running += 1
@@ -51,18 +51,18 @@ class UnsafeRegion:
         """Whether the op ran while such code did that has not returned yet."""
         return self._running > 0 and recipe is not None and recipe.number > self._first_op
 
-    def lend(self, storage: Storage) -> None:
-        """It is given this, which stays from here on; bringing the bytes back is the caller's."""
+    def enter(self, storage: Storage) -> None:
+        """Such code is given this, which stays from here on; bringing the bytes back is the caller's."""
         storage.locks += 1
         self._storages[storage] = self._storages.get(storage, 0) + 1
         self._ledger.restore_dependents(storage)
 
-    def lent(self, storage: Storage) -> bool:
-        """Whether it is in such hands."""
+    def holds(self, storage: Storage) -> bool:
+        """Whether such code has it."""
         return storage in self._storages
 
-    def take_back(self, storage: Storage) -> None:
-        """What `lend` gave is done with: it may have been written."""
+    def leave(self, storage: Storage) -> None:
+        """Such code is done with it, and may have written it."""
         storage.locks -= 1
         times = self._storages.pop(storage) - 1
         if times:

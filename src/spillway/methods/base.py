@@ -13,7 +13,10 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from spillway.costs.device import Device
-from spillway.ir import Plan, Step
+from spillway.errors import BudgetInfeasible
+from spillway.ir import Gap, Plan, Step
+from spillway.ir.account import account
+from spillway.ir.lives import Life
 from spillway.units import Bytes, Seconds
 
 
@@ -210,6 +213,16 @@ class Problem:
     """The budget in bytes."""
     device: Device
     """How fast copies are. The ops of `step` have seconds."""
+
+    def plan_with(self, gaps: Sequence[Gap], lives: Sequence[Life]) -> Plan:
+        """The plan that these gaps are. Raises BudgetInfeasible if the step needs more than is allowed under it."""
+        counted = account(self.step, gaps, lives)
+        if counted.peak > self.allowed:
+            raise BudgetInfeasible(
+                needed=counted.peak, allowed=self.allowed, op=self.step.ops[counted.fullest].name,
+                op_index=counted.fullest % len(self.step.ops), smallest_budget=counted.peak, exact=True,
+            )  # fmt: skip
+        return Plan(step=self.step.digest(), allowed=self.allowed, projected=counted.peak, gaps=tuple(gaps))
 
 
 class AbstractPlanner(ABC):

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Self, final
 
-from spillway.errors import BudgetInfeasible, UsageError
+from spillway.errors import UsageError
 from spillway.ir import Plan
-from spillway.ir.account import account
 from spillway.ir.block_calls import block_calls
 from spillway.ir.lives import lives_of
 from spillway.methods.actions import USUAL, Action, ActionOptions
@@ -97,11 +96,4 @@ class CheckpointPlanner(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if the step needs more than is allowed all the same."""
         step, lives = problem.step, lives_of(problem.step)
-        gaps = tuple(gap for call in block_calls(step, lives) for gap in call.gaps)
-        counted = account(step, gaps, lives)
-        if counted.peak > problem.allowed:
-            raise BudgetInfeasible(
-                needed=counted.peak, allowed=problem.allowed, op=step.ops[counted.fullest].name,
-                op_index=counted.fullest % len(step.ops), smallest_budget=counted.peak, exact=True,
-            )  # fmt: skip
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=counted.peak, gaps=gaps)
+        return problem.plan_with([gap for call in block_calls(step, lives) for gap in call.gaps], lives)

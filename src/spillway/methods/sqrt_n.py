@@ -25,7 +25,7 @@ from itertools import accumulate
 from math import isqrt, sqrt
 from typing import Final, Literal, Self, final
 
-from spillway.errors import BudgetInfeasible, UsageError
+from spillway.errors import UsageError
 from spillway.ir import Gap, Phase, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
@@ -70,21 +70,11 @@ class SqrtN(AbstractPlanner):
         """The plan with these checkpoints. Raises BudgetInfeasible if it needs more than is allowed."""
         step, lives = problem.step, lives_of(problem.step)
         forwards = [_Forward.of(step, lives, ops) for ops in _forwards(step)]
-        choices = [self._by_count(forwards)] if self.choose == "count" else self._by_bytes(forwards, step)
-        best: tuple[Bytes, tuple[Gap, ...], int] | None = None
-        for cuts in choices:
-            gaps = tuple(gap for forward, at in zip(forwards, cuts, strict=True) for gap in forward.gaps(at))
-            counted = account(step, gaps, lives)
-            if best is None or counted.peak < best[0]:
-                best = counted.peak, gaps, counted.fullest
-        assert best is not None
-        peak, gaps, fullest = best
-        if peak > problem.allowed:
-            raise BudgetInfeasible(
-                needed=peak, allowed=problem.allowed, op=step.ops[fullest].name, op_index=fullest % len(step.ops),
-                smallest_budget=peak, exact=True,
-            )  # fmt: skip
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=peak, gaps=gaps)
+        choices = [self._by_count(forwards)] if self.choose == "count" else self._by_bytes(forwards)
+        tried = (
+            [gap for forward, at in zip(forwards, cuts, strict=True) for gap in forward.gaps(at)] for cuts in choices
+        )
+        return problem.plan_with(min(tried, key=lambda gaps: account(step, gaps, lives).peak), lives)
 
     def _by_count(self, forwards: Sequence[_Forward]) -> list[list[int]]:
         cuts = []
@@ -93,7 +83,7 @@ class SqrtN(AbstractPlanner):
             cuts.append(forward.candidates[k - 1 :: k])
         return cuts
 
-    def _by_bytes(self, forwards: Sequence[_Forward], step: Step) -> list[list[list[int]]]:
+    def _by_bytes(self, forwards: Sequence[_Forward]) -> list[list[list[int]]]:
         """One list of cuts for each segment budget that is tried."""
         if self.segment_bytes is not None:
             tried = [self.segment_bytes]

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final, Self, final
 
 from spillway.costs.device import Device
-from spillway.errors import BudgetInfeasible, UsageError
+from spillway.errors import UsageError
 from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
@@ -65,19 +65,12 @@ class Swap(AbstractPlanner):
         kept = kept_for_backward(step, lives, step.saved or None)
         moved = [one for one in kept if step.storages[step.values[one.value].storage].nbytes >= self.smallest]
         widest = {one.value: (one.last + 1, one.needed) for one in moved}
-        most = account(step, _gaps(widest), lives)
-        if most.peak > problem.allowed:
-            raise BudgetInfeasible(
-                needed=most.peak, allowed=problem.allowed, op=step.ops[most.fullest].name,
-                op_index=most.fullest % len(step.ops), smallest_budget=most.peak, exact=True,
-            )  # fmt: skip
-        chosen = widest
-        if self.copies_beside:
-            chosen = _within(problem.allowed, _ahead(step, moved, problem.device), widest, step, lives)
-        gaps = _gaps(chosen)
+        plan = problem.plan_with(_gaps(widest), lives)
+        if not self.copies_beside:
+            return plan
+        chosen = _within(problem.allowed, _ahead(step, moved, problem.device), widest, step, lives)
         # What is left of the budget is room for copies on their way.
-        projected = problem.allowed if self.copies_beside else account(step, gaps, lives).peak
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=projected, gaps=gaps)
+        return replace(plan, projected=problem.allowed, gaps=_gaps(chosen))
 
 
 def _gaps(intervals: dict[int, tuple[int, int]]) -> tuple[Gap, ...]:

@@ -23,9 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, final
 
-from spillway.errors import BudgetInfeasible
 from spillway.ir import Gap, Host, Phase, Plan, Step
-from spillway.ir.account import account
 from spillway.ir.lives import Life, idle_intervals, lives_of
 from spillway.ir.timeline import Kind
 from spillway.methods.base import AbstractPlanner, Problem
@@ -44,14 +42,7 @@ class ZeroOffload(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if the rest needs more than is allowed."""
         step, lives = problem.step, lives_of(problem.step)
-        gaps = tuple(_gaps(step, lives))
-        counted = account(step, gaps, lives)
-        if counted.peak > problem.allowed:
-            raise BudgetInfeasible(
-                needed=counted.peak, allowed=problem.allowed, op=step.ops[counted.fullest].name,
-                op_index=counted.fullest % len(step.ops), smallest_budget=counted.peak, exact=True,
-            )  # fmt: skip
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=counted.peak, gaps=gaps)
+        return problem.plan_with(list(_gaps(step, lives)), lives)
 
 
 def _gaps(step: Step, lives: Sequence[Life]) -> Iterator[Gap]:

@@ -170,27 +170,27 @@ class Trace:
         addresses, sizes = (ctypes.c_size_t * len(known))(*known), (ctypes.c_size_t * len(known))(*known.values())
         self._told = (ctypes.c_int64 * 2)()
         self._library = _opened()
-        self._place: int = self._library.spillway_arena_trace(addresses, sizes, len(known))
-        if self._place < 0:
+        self._trace: int = self._library.spillway_arena_trace(addresses, sizes, len(known))
+        if self._trace < 0:
             raise NativeError("too many steps are traced at a time.")
 
     def forget(self, address: int) -> None:
         """A storage that was known is gone; told twice, it went once."""
-        self._library.spillway_arena_forget(self._place, address)
+        self._library.spillway_arena_forget(self._trace, address)
 
     def since(self) -> tuple[int, int]:
         """Bytes now, and the most since this was asked last, both above the beginning."""
-        self._library.spillway_arena_since(self._place, self._told)
+        self._library.spillway_arena_since(self._trace, self._told)
         return self._told[0], self._told[1]
 
     def end(self) -> None:
         """Nothing is counted any more."""
-        if self._place >= 0:
-            place, self._place = self._place, -1
-            self._library.spillway_arena_end_trace(place)
+        if self._trace >= 0:
+            trace, self._trace = self._trace, -1
+            self._library.spillway_arena_end_trace(trace)
 
     def __del__(self) -> None:
-        if hasattr(self, "_place"):
+        if hasattr(self, "_trace"):
             self.end()
 
 

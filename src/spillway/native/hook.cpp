@@ -388,7 +388,7 @@ class Hook {
 
   // For the garbage collector: whom it knows knows it.
   int visit(visitproc visit, void* arg) {
-    for (const Ref* const known : {&watcher_, &table_, &interrupts_, &ledger_, &budget_, &acquire_, &release_, &buried_,
+    for (const Ref* const known : {&watcher_, &table_, &interrupts_, &ledger_, &budget_, &acquire_, &release_, &died_,
                                    &expect_, &created_, &look_ahead_, &odd_}) {
       Py_VISIT(known->get());
     }
@@ -425,7 +425,7 @@ class Hook {
 
   Ref watcher_, table_, interrupts_, ledger_, budget_, plain_, acquire_, release_;
   Ref storage_type_, value_type_, recipe_type_, watch_type_;
-  Ref buried_, expect_, created_, look_ahead_, odd_;
+  Ref died_, expect_, created_, look_ahead_, odd_;
   Ref zero_, gone_, none_outputs_, empty_, first_;
   struct {
     Slot escaped, exposed, handle, held, key, kind, locks, nbytes, number, touched, value, written;
@@ -472,7 +472,7 @@ Hook::Hook(PyObject* known) {
   watcher_ = get("watcher"), table_ = get("table"), interrupts_ = get("interrupts"), ledger_ = get("ledger");
   budget_ = get("budget"), plain_ = get("plain");
   storage_type_ = get("storage"), value_type_ = get("value"), recipe_type_ = get("recipe"), watch_type_ = get("watch");
-  buried_ = get("buried"), expect_ = get("expect"), created_ = get("created"), look_ahead_ = get("look_ahead");
+  died_ = get("died"), expect_ = get("expect"), created_ = get("created"), look_ahead_ = get("look_ahead");
   odd_ = get("odd");
   const Ref turn(PyObject_GetAttrString(watcher_.get(), "turn"));
   acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
@@ -764,7 +764,7 @@ PyObject* Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   const Ref nbytes = number(size);
   const Ref real(THPStorage_Wrap(storage));
-  const Ref watch(PyObject_CallFunctionObjArgs(watch_type_.get(), real.get(), buried_.get(), nullptr));
+  const Ref watch(PyObject_CallFunctionObjArgs(watch_type_.get(), real.get(), died_.get(), nullptr));
 
   PyObject* const ledger = ledger_.get();
   const Ref next = number(ledger_at_.next_number.number_of(ledger) + 1);

@@ -56,7 +56,7 @@ def compiler() -> str | None:
     return shutil.which(named) if named else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
-def place(part: Part = ARENA) -> Path:
+def library_path(part: Part = ARENA) -> Path:
     """Where the library for this torch, on this processor, from these sources belongs."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(home) if os.path.isabs(home) else Path("~/.cache").expanduser()
@@ -74,7 +74,7 @@ def build(part: Part = ARENA) -> Path:
     Raises:
         NativeError: It cannot be compiled, or its place cannot be written.
     """
-    library = place(part)
+    library = library_path(part)
     try:
         if library.is_file():
             return library

@@ -65,7 +65,7 @@ def render(comparison: Comparison) -> str:
     for row in comparison.rows:
         rows[row.method].append(row)
     return drawing.template("comparison.html.jinja").render(
-        comparison=comparison, subject=comparison.subject, rows=rows, picture=svg(comparison),
+        comparison=comparison, problem=comparison.problem, rows=rows, picture=svg(comparison),
         colours=[(family.colour.variable, *family.colour) for family in FAMILIES],
         bounds=bound_sentence(comparison), missing=missing_sentence(comparison),
     )  # fmt: skip
@@ -78,11 +78,11 @@ def draw(comparison: Comparison) -> Figure:
 
     figure = Figure(figsize=(10, 6.4), facecolor=PAPER)
     axes = figure.add_axes((0.19, 0.11, 0.69, 0.76), facecolor="none")
-    subject = comparison.subject
-    figure.text(0.02, 0.95, f"{subject.workload} on {subject.device.name}", color=INK, fontsize=13, weight="bold")
+    problem = comparison.problem
+    figure.text(0.02, 0.95, f"{problem.workload} on {problem.device.name}", color=INK, fontsize=13, weight="bold")
     figure.text(
-        0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(subject.plain_seconds)} in "
-        f"{format_bytes(subject.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
+        0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(problem.plain_seconds)} in "
+        f"{format_bytes(problem.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
     )  # fmt: skip
     lines = defaultdict[str, list[Row]](list)
     for row in comparison.rows:
@@ -110,7 +110,7 @@ def svg(comparison: Comparison) -> Markup:
 
 def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
     """The plain step's seconds all along; the relaxation where there is one."""
-    plain = comparison.subject.plain_seconds
+    plain = comparison.problem.plain_seconds
     axes.axhline(plain, color=INK, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
     axes.annotate(
         "plain step: nothing takes less", xy=(1, plain), xycoords=("axes fraction", "data"), xytext=(0, -3),
@@ -121,7 +121,7 @@ def _bounds(axes: Axes, comparison: Comparison) -> list[End]:
     coarse = [(bound.budget_bytes, bound.coarse_seconds) for bound in comparison.bounds if bound.coarse_seconds]
     for text, points, wide in (("recompute only: LP bound", full, 1.8), ("LP of intervals", coarse, 1.0)):
         if points:
-            budgets, seconds = zip(*points, (comparison.subject.plain_peak, plain), strict=True)
+            budgets, seconds = zip(*points, (comparison.problem.plain_peak, plain), strict=True)
             axes.plot(budgets, seconds, color=INK, linewidth=wide, linestyle=(0, (5, 2)), zorder=2)
             ends.append((text, INK, float(budgets[0]), seconds[0]))
     return ends
@@ -131,12 +131,12 @@ def _scales(axes: Axes, comparison: Comparison) -> None:
     """Bytes from left to right, seconds upwards, times the plain step where they spread far; ticks at round numbers."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    subject, drawn = comparison.subject, [row for row in comparison.rows if row.seconds is not None]
-    plain = subject.plain_seconds
+    problem, drawn = comparison.problem, [row for row in comparison.rows if row.seconds is not None]
+    plain = problem.plain_seconds
     highest = [bound.coarse_seconds or bound.seconds for bound in comparison.bounds]
     top = max([row.seconds or 0.0 for row in drawn] + highest, default=plain)
     top = max(top, plain * 1.05)
-    right = max([float(row.peak_bytes or 0) for row in drawn] + [float(subject.plain_peak)])
+    right = max([float(row.peak_bytes or 0) for row in drawn] + [float(problem.plain_peak)])
     left = min([float(row.peak_bytes or 0) for row in drawn], default=0.0)
     margin = max((right - left) * 0.03, right * 0.01)
     axes.set_xlim(max(left - margin, 0.0), right + margin)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.environment import Environment
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import is_wrapper
+from spillway.internals.private import bytes_over, is_wrapper
 from spillway.units import Bytes, KiB
 
 SMALL: Final[Bytes] = 64 * KiB
@@ -26,7 +26,7 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-class _Place(NamedTuple):
+class _Location(NamedTuple):
     """Where a buffer lay."""
 
     name: str
@@ -57,7 +57,7 @@ class Before:
         self._constant: dict[int, tuple[torch.UntypedStorage, int, Fingerprint]] = {}
         """Large ones that it does not change, with the version and the content that they are known by."""
         self._held: list[tuple[Any, dict[str, Tensor | None]]] = []
-        self._places: list[_Place] = []
+        self._locations: list[_Location] = []
         self._others: list[tuple[str, Tensor, int]] = []
         """Buffers without a storage of their own, such as sparse ones."""
         self._parameters: list[tuple[Tensor, int]] = []
@@ -79,20 +79,20 @@ class Before:
         """
         self._held = [(module._buffers, dict(module._buffers.items())) for module in self._model.modules()]
         self._parameters = [(one, _version(one)) for one in self._model.parameters()]
-        self._places, self._others = [], []
+        self._locations, self._others = [], []
         for _, buffers in self._held:
             for name, one in buffers.items():
                 if one is not None and not one.is_meta:
                     if torch._C._has_storage(one) and not is_wrapper(one):
                         storage = one.untyped_storage()
-                        self._places.append(_Place(name, one, storage, _geometry(one), _version(one)))
+                        self._locations.append(_Location(name, one, storage, _geometry(one), _version(one)))
                     else:
                         self._others.append((name, one, _version(one)))
         known: dict[int, torch.UntypedStorage] = {}
-        for place in self._places:
-            key = place.storage._cdata
-            known[key] = place.storage
-            if key in self._constant and self._constant[key][1] != place.version:
+        for location in self._locations:
+            key = location.storage._cdata
+            known[key] = location.storage
+            if key in self._constant and self._constant[key][1] != location.version:
                 del self._constant[key]
         self._constant = {key: one for key, one in self._constant.items() if key in known}
         kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
@@ -109,12 +109,12 @@ class Before:
     @_unseen()
     def learn(self) -> None:
         """The step has ended as it should: what of the large buffers it did not change is not copied again."""
-        for place in self._places:
-            key = place.storage._cdata
-            if place.storage.nbytes() > SMALL and key in self._copies and place.version >= 0:
-                content = _bytes(place.storage)
+        for location in self._locations:
+            key = location.storage._cdata
+            if location.storage.nbytes() > SMALL and key in self._copies and location.version >= 0:
+                content = bytes_over(location.storage)
                 if torch.equal(content, self._copies[key][1]):
-                    self._constant[key] = place.storage, _version(place.buffer), fingerprint(content, {})
+                    self._constant[key] = location.storage, _version(location.buffer), fingerprint(content, {})
 
     @_unseen()
     def put_back(self) -> str:
@@ -129,30 +129,30 @@ class Before:
                 for name, buffer in buffers.items():
                     held[name] = buffer
         lost = [name for name, one, version in self._others if _version(one) != version]
-        for place in self._places:
+        for location in self._locations:
             try:
-                restored = self._restore(place)
+                restored = self._restore(location)
             except RuntimeError:
                 restored = False
-            lost += [] if restored else [place.name]
+            lost += [] if restored else [location.name]
         return f"The buffer {lost[0]!r} could not be put back: there is no copy of it." if lost else ""
 
-    def _restore(self, place: _Place) -> bool:
+    def _restore(self, location: _Location) -> bool:
         """Whether the buffer is as it was."""
-        key, buffer, storage = place.storage._cdata, place.buffer, place.storage
+        key, buffer, storage = location.storage._cdata, location.buffer, location.storage
         if key in self._constant:
-            fine = torch.equal(fingerprint(_bytes(storage), {}), self._constant[key][2])
+            fine = torch.equal(fingerprint(bytes_over(storage), {}), self._constant[key][2])
         elif key in self._copies:
             copy = self._copies[key][1]
             if storage.nbytes() != copy.numel():
                 storage.resize_(copy.numel())
-            if not torch.equal(_bytes(storage), copy):
+            if not torch.equal(bytes_over(storage), copy):
                 storage.copy_(copy.untyped_storage())
             fine = True
         else:
-            fine = _version(buffer) == place.version >= 0
-        if buffer.untyped_storage()._cdata != key or _geometry(buffer) != place.geometry:
-            size, stride, offset, dtype = place.geometry
+            fine = _version(buffer) == location.version >= 0
+        if buffer.untyped_storage()._cdata != key or _geometry(buffer) != location.geometry:
+            size, stride, offset, dtype = location.geometry
             empty = torch.empty(0, dtype=dtype, device=storage.device)
             buffer.data = empty.set_(storage, offset, size, stride)
         return fine
@@ -174,7 +174,3 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 def _version(tensor: Tensor) -> int:
     """-1 where nobody counts."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -470,7 +470,7 @@ class _Step(AbstractStep):
         if self._paged:
             session._engine.observer = None
             session._engine.bypassed = session._engine.rehearses = False
-            session._engine.actions = _recompute
+            session._engine.actions = lambda block, call: Action.RECOMPUTE
             return
         self._watch = StepWatch(
             session._engine,
@@ -706,10 +706,6 @@ class _Step(AbstractStep):
                 f"optimizer needs for itself, which could not be told beforehand.",
                 stacklevel=4,
             )
-
-
-def _recompute(block: str, call: int) -> Action:
-    return Action.RECOMPUTE
 
 
 def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:

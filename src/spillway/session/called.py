@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -35,6 +35,14 @@ class Calls:
         """Hear of no more calls. Calling it again does nothing."""
         while self._handles:
             self._handles.pop().remove()
+
+    def abandon(self, close: Callable[[], None], shut: Callable[[], None]) -> None:
+        """The session of the step is gone: `close` closes its engine, and `shut` its interrupts."""
+        try:
+            self.end()
+            close()
+        finally:
+            shut()
 
     @property
     def found(self) -> list[Called]:

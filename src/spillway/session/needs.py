@@ -77,10 +77,10 @@ def _peak(
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     fake.cache_enabled = False  # it would hold on to storages that `Tensor.set_` is given
     try:
-        with quiet(), reach.lent(), untouched(model), around, grad_mode(enabled=trains):
+        with quiet(), reach.substituted(), untouched(model), around, grad_mode(enabled=trains):
             twin = _twin(call, fake)
             tally = Tally()
-            with fake, BlockEngine(twin, call.engine.blocks, actions=_again) as engine:
+            with fake, BlockEngine(twin, call.engine.blocks, actions=lambda block, call: Action.RECOMPUTE) as engine:
                 if taught:
                     engine.learn_from(call.engine)
                 engine.hear_streams(tally.hold)
@@ -100,10 +100,6 @@ def _twin(call: Call, fake: FakeTensorMode) -> torch.nn.Module:
         for name, parameter in twin.named_parameters():
             parameter.grad = torch.empty_like(parameter) if name in call.gradients else None
     return twin
-
-
-def _again(block: str, call: int) -> Action:
-    return Action.RECOMPUTE
 
 
 def _go_back(out: list[Any]) -> None:

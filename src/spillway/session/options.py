@@ -18,7 +18,7 @@ def _check(options: object, **wanted: tuple[bool, str]) -> None:
             raise UsageError(f"{type(options).__name__}({name}=...) takes {what}, got {getattr(options, name)!r}.")
 
 
-def _is_place(given: object) -> bool:
+def _is_path(given: object) -> bool:
     return given is None or isinstance(given, str | os.PathLike)
 
 
@@ -44,7 +44,7 @@ class SpillOptions:
 
     def __post_init__(self) -> None:
         _check(
-            self, directory=(_is_place(self.directory), "the path of a folder"),
+            self, directory=(_is_path(self.directory), "the path of a folder"),
             io=(self.io in get_args(SpillIO), "'buffered' or 'direct'"),
             return_freed=(isinstance(self.return_freed, bool), "True or False"),
         )  # fmt: skip
@@ -101,7 +101,7 @@ class ReportOptions:
 
     def __post_init__(self) -> None:
         _check(
-            self, run_file=(_is_place(self.run_file), "the path of a file"),
+            self, run_file=(_is_path(self.run_file), "the path of a file"),
             timeline=(isinstance(self.timeline, bool), "True or False"),
             live=(isinstance(self.live, bool), "True or False"),
         )  # fmt: skip

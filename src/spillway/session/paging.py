@@ -96,7 +96,7 @@ class Paging:
         """
         engine = self.engine
         self._calls = Calls()
-        abandon = functools.partial(_abandon, engine, self._calls, shut)
+        abandon = functools.partial(self._calls.abandon, engine.close, shut)
         take_turn(engine, step, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         self._running = True
         engine.begin_step(named(), base_rss=self._base_rss, signature=signature)
@@ -138,12 +138,3 @@ class Paging:
             self.end()
         finally:
             self.engine.close()
-
-
-def _abandon(engine: TensorEngine, calls: Calls, shut: Callable[[], None]) -> None:
-    """The step of a session that is gone."""
-    try:
-        calls.end()
-        engine.close()
-    finally:
-        shut()

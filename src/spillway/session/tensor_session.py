@@ -20,7 +20,6 @@ from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.torch_patches import others_open
 from spillway.engines.tensors.turns import end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
-from spillway.internals.interrupts import DeferredInterrupts
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
@@ -182,7 +181,7 @@ class _Step(AbstractStep):
         self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
-        abandon = functools.partial(_abandon, engine, self._calls, self.deferred)
+        abandon = functools.partial(self._calls.abandon, engine.close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
         reset_peak()
         engine.begin_step(
@@ -241,15 +240,6 @@ class _Step(AbstractStep):
             fused = [bool(optimizer.defaults.get("fused")) for optimizer in session._optimizers]
             updated = [any(pair) for pair in zip(updated, fused, strict=True)] if fused else updated
         return all(updated) and self._states == session._state_entries()
-
-
-def _abandon(engine: TensorEngine, calls: Calls, deferred: DeferredInterrupts) -> None:
-    """The step of a session that is gone."""
-    try:
-        calls.end()
-        engine.close()
-    finally:
-        deferred.shut()
 
 
 def tensor_header(allowed: Bytes, engine: TensorEngine, *, return_freed: bool) -> dict[str, Any]:

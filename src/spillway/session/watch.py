@@ -273,7 +273,7 @@ class StepWatch:
         """Make room for what it saves, and works with, kept or not."""
         self._mark("begins", number)
         if not self.passes:
-            return _nothing
+            return lambda: None
         self._make_room(self._needs(self.passes[-1], number), number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
 
@@ -605,10 +605,6 @@ class _Measured:
 
     def _most(self, start: int, end: int) -> Bytes:
         return max((window.peak for window in self._windows[start:end]), default=self._base) - self._base
-
-
-def _nothing() -> None:
-    return None
 
 
 def _in_backward() -> bool:

@@ -115,7 +115,7 @@ class BestFit:
             self._insert(rest)
         return block
 
-    def give(self, block: Block) -> Block:
+    def free(self, block: Block) -> Block:
         """Take a block back; what it is part of now that free neighbours have become one."""
         block.free = True
         if block.before is not None and block.before.free:
@@ -209,7 +209,7 @@ class CachingAllocator(AbstractAllocator):
         """The block stays reserved."""
         if isinstance(token, Block):
             self.allocated -= token.asked
-            token.pool.give(token)
+            token.pool.free(token)
 
     def _new_segment(self, pool: BestFit, rounded: Bytes, asked: Bytes) -> None:
         nbytes = SMALL_SEGMENT if rounded <= SMALL else LARGE_SEGMENT
@@ -277,7 +277,7 @@ class ChunkAllocator(AbstractAllocator):
             self.reserved -= rounded_up(token, CHUNK)
             return
         self.allocated -= token.asked
-        block = self._shared.give(token)
+        block = self._shared.free(token)
         if block.whole:
             self.reserved -= self._shared.remove_whole(block)
 

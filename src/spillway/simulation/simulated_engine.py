@@ -9,7 +9,7 @@ a decision that was simulated is the decision that is made, as far as the same o
     nothing hangs on what will be written, and what will be created fits, the op runs. Otherwise `prepare`, and
     `finish` afterwards.
  3. After an op: what it wrote begins the next version, what it created is taken into account in its order, one recipe
-    for all of it. Then its dead are buried.
+    for all of it. Then the dead are forgotten.
  4. After the step: `end_step`.
 
 What the tensor engine only expects of an op's size is exact here.
@@ -186,17 +186,15 @@ def _calls(step: Step) -> Iterator[_Call]:
             dying[storage.alive_until].append(storage.id)
     for op in step.ops:
         made = [step.values[number] for number in op.creates]
-        creates = tuple(value.storage for value in made if value.version == 0 and not _is_source(step, value.storage))
+        creates = tuple(
+            value.storage for value in made if value.version == 0 and not step.storages[value.storage].present_at_start
+        )
         yield _Call(
             op=op, creates=creates, writes=tuple(value.storage for value in made if value.storage not in creates),
             reads=tuple(step.values[number].storage for number in op.reads),
             needed=sum(step.storages[storage].nbytes for storage in creates), exactness=_exactness(op),
             dies=tuple(dying[op.number + 1]),
         )  # fmt: skip
-
-
-def _is_source(step: Step, storage: StorageId) -> bool:
-    return step.storages[storage].present_at_start
 
 
 def _exactness(op: Op) -> int:

@@ -40,7 +40,7 @@ FEWEST_NODES: Final = 3
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class SweepProblem:
     """A step whose ops have seconds, on a device."""
 
     step: Step
@@ -133,7 +133,7 @@ class Failure:
 class Comparison:
     """Everything that was found out, complete or not."""
 
-    subject: Subject
+    problem: SweepProblem
     """What was compared."""
     methods: Sequence[str]
     """In the order in which they were asked for."""
@@ -153,21 +153,21 @@ class Comparison:
 
     @classmethod
     def of(
-        cls, subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes],
+        cls, problem: SweepProblem, methods: Sequence[str], budgets: Sequence[Bytes],
         found: Sequence[Row | Bound | Failure],
     ) -> Comparison:  # fmt: skip
         """What was found, in whatever order, put into its own."""
         rows = [row for row in found if isinstance(row, Row)]
         bounds = [bound for bound in found if isinstance(bound, Bound)]
         return cls(
-            subject=subject, methods=tuple(methods), budgets=tuple(budgets),
+            problem=problem, methods=tuple(methods), budgets=tuple(budgets),
             rows=sorted(rows, key=lambda row: (methods.index(row.method), row.budget_bytes)),
             bounds=sorted(bounds, key=lambda bound: bound.budget_bytes),
             failures=[failure for failure in found if isinstance(failure, Failure)],
         )  # fmt: skip
 
 
-def subject_of(recorded: Recorded, device: Device) -> Subject:
+def sweep_problem_of(recorded: Recorded, device: Device) -> SweepProblem:
     """Put seconds on the ops of a recorded step.
 
     Measured seconds stay if nobody counted what the ops do, as in a log of DTR, whatever the device; and if the device
@@ -180,7 +180,7 @@ def subject_of(recorded: Recorded, device: Device) -> Subject:
     if measured:
         rest = f"; of {len(step.ops) - measured} ops without, {costs}" if measured < len(step.ops) else ""
         costs = f"those measured when it was recorded{rest}"
-    return Subject(
+    return SweepProblem(
         step=timed(step, device, keep_measured=kept), workload=recorded.workload, device=device,
         costs=f"Seconds of ops are {costs}; copies take what {device.name} takes.",
     )  # fmt: skip
@@ -201,7 +201,7 @@ def parse_methods(text: str) -> list[str]:
 
 
 def compare(
-    subject: Subject, methods: Sequence[str], budgets: Sequence[Bytes], *,
+    problem: SweepProblem, methods: Sequence[str], budgets: Sequence[Bytes], *,
     plan_seconds: Seconds = 30.0, bound_seconds: Seconds = 10.0, processes: int | None = None,
 ) -> Generator[Row | Bound | Failure, None, None]:  # fmt: skip
     """Yield a row for every method under every budget, and a bound for every budget, as they come.
@@ -223,7 +223,7 @@ def compare(
             f"A comparison takes plan_seconds above 0, bound_seconds of 0 or more and processes of 1 or more; got "
             f"{plan_seconds}, {bound_seconds} and {processes}."
         )
-    ask = partial(work_out, subject, plan_seconds, bound_seconds)
+    ask = partial(work_out, problem, plan_seconds, bound_seconds)
     cells = cells_of(methods, budgets, bounds=bound_seconds > 0)
     for found in answers(ask, cells, cores() if processes is None else processes):
         if isinstance(found, Unanswered):
@@ -251,13 +251,13 @@ class Cell:
     """The budget."""
 
 
-def work_out(subject: Subject, plan_seconds: Seconds, bound_seconds: Seconds, cell: Cell) -> Row | Bound:
+def work_out(problem: SweepProblem, plan_seconds: Seconds, bound_seconds: Seconds, cell: Cell) -> Row | Bound:
     """Simulate the method, or find the bound. Raises what the method does, but not that a budget is too small."""
     method, budget = cell.method, cell.budget_bytes
     if method is None:
-        return _bound(subject, budget, bound_seconds)
+        return _bound(problem, budget, bound_seconds)
     try:
-        done = simulate(subject.step, allowed=budget, device=subject.device, method=made(method, plan_seconds))
+        done = simulate(problem.step, allowed=budget, device=problem.device, method=made(method, plan_seconds))
     except (BudgetInfeasible, NoPlanFound) as error:
         return Row(method=method, budget_bytes=budget, status="oom", why=str(error))
     if done.status != "ok":
@@ -280,21 +280,21 @@ def made(method: str, plan_seconds: Seconds) -> AbstractPolicy | AbstractPlanner
     return factory(**{LIMITED: plan_seconds}) if searches(method) else factory()
 
 
-def _bound(subject: Subject, budget: Bytes, limit: Seconds) -> Bound:
+def _bound(problem: SweepProblem, budget: Bytes, limit: Seconds) -> Bound:
     """The relaxation over all ops, if it is found in time and says more than the plain step's seconds."""
-    step, plain = subject.step, subject.plain_seconds
+    step, plain = problem.step, problem.plain_seconds
     if budget >= step.plain_peak():
         return Bound(budget_bytes=budget, seconds=plain, kind="plain")
-    problem = Problem(step=step, allowed=budget, device=subject.device)
+    planned = Problem(step=step, allowed=budget, device=problem.device)
     try:
         if len(step.ops) <= MOST_OPS:
-            found = lower_bound(problem, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
+            found = lower_bound(planned, limit, most_nodes=max(len(step.ops), FEWEST_NODES))
             if found > plain * MORE:
                 return Bound(budget_bytes=budget, seconds=found, kind="relaxation")
             why = f"The relaxation says no more in {format_seconds(limit)}."
         else:
             why = f"The relaxation over {len(step.ops)} ops is too large to solve; over {MOST_OPS} it is tried."
-        coarse = lower_bound(problem, limit)
+        coarse = lower_bound(planned, limit)
     except SpillwayError as error:
         return Bound(budget_bytes=budget, seconds=plain, kind="plain", why=str(error))
     more = coarse if coarse > plain * MORE else None
@@ -308,7 +308,7 @@ def bound_sentence(comparison: Comparison) -> str:
     coarse = [bound for bound in bounds if bound.coarse_seconds is not None]
     missing = [bound for bound in bounds if bound.why]
     sentences = [
-        f"Lower bound: the plain step's {format_seconds(comparison.subject.plain_seconds)}"
+        f"Lower bound: the plain step's {format_seconds(comparison.problem.plain_seconds)}"
         + (f"; for what only recomputes, Checkmate's LP relaxation under {len(relaxed)} of {len(bounds)} budgets." if
            relaxed else ".")
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol, cast, final
 import torch
 
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import fresh_storage, raw_stream
+from spillway.internals.private import bytes_over, fresh_storage, raw_stream
 from spillway.tiers.host import Block, Pinned
 from spillway.units import Bytes, Seconds, format_bytes
 
@@ -140,11 +140,6 @@ def unseen() -> Iterator[None]:
     """Ops of our own: no mode sees them, autograd and autocast neither."""
     with unwatched(), torch._C._AutoDispatchBelowADInplaceOrView():
         yield
-
-
-def bytes_over(storage: torch.UntypedStorage) -> torch.Tensor:
-    """The bytes of a storage as a tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def bytes_at(address: int, nbytes: Bytes) -> torch.Tensor:

@@ -100,7 +100,7 @@ class Extents:
         self._holes[place : place + 1] = [rest] if rest.nbytes else []
         return hole.offset
 
-    def give(self, offset: Bytes, nbytes: Bytes) -> None:
+    def free(self, offset: Bytes, nbytes: Bytes) -> None:
         """Free what was taken; it joins the holes on both sides."""
         place = bisect.bisect_left(self._holes, offset, key=lambda other: other.offset)
         end, after = offset + nbytes, place
@@ -223,7 +223,7 @@ class HostPool:
 
     def free(self, block: Block) -> None:
         """Give a block back; nothing reads or writes it any more."""
-        block.slab.extents.give(block.offset, block.capacity)
+        block.slab.extents.free(block.offset, block.capacity)
         self._used -= block.capacity
         if self.closed and block.slab.extents.empty:
             self._release(block.slab)

@@ -51,7 +51,9 @@ class SpillFile:
         if io not in ("buffered", "direct"):
             raise UsageError(f'spill_io is "buffered" or "direct", not {io!r}.')
         self.descriptor, self._direct = _open_unlinked(directory, direct=io == "direct")
-        self._closing = [weakref.finalize(self, os.close, number) for number in self._descriptors()]
+        self._closing = [
+            weakref.finalize(self, os.close, number) for number in (self.descriptor, self._direct) if number >= 0
+        ]
         for closing in self._closing:
             closing.atexit = False  # a worker may still be busy then
         self._own = threading.local()
@@ -115,9 +117,6 @@ class SpillFile:
         for closing in self._closing:
             closing()
         self.descriptor = self._direct = -1
-
-    def _descriptors(self) -> list[int]:
-        return [number for number in (self.descriptor, self._direct) if number >= 0]
 
     def _try_direct(self) -> str:
         """Why direct I/O does not work here, with a whole page; empty if it does."""

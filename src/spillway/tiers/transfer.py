@@ -7,7 +7,7 @@ its bytes right and lose none of its resources:
  1. The source lives until its copy out is done, and counts as resident as long. Who wants the bytes before that gets
     the source itself. If the copy fails, the source stays, and the next block that sends anything raises the error.
  2. The target of a copy in lives until that copy is done, whoever still wants it.
- 3. A place is given back when no copy from or to it is under way. A finalizer never waits for one, since it may run
+ 3. A slot is given back when no copy from or to it is under way. A finalizer never waits for one, since it may run
     in the thread that makes the copy, or in one that holds a lock which that thread wants: it leaves the transfer to
     whoever uses the store next.
 
@@ -60,13 +60,13 @@ Freed: TypeAlias = Callable[[int, int, Bytes], None]
 class Transfer:
     """One storage's bytes."""
 
-    __slots__ = ("arrival", "nbytes", "place", "source", "under_way")
+    __slots__ = ("arrival", "nbytes", "slot", "source", "under_way")
 
     def __init__(self, source: Storage) -> None:
         self.nbytes: Bytes = source.nbytes()
         self.source: Storage | None = source
         """The storage, until its bytes are out."""
-        self.place: Any = None
+        self.slot: Any = None
         """Where the bytes are or will be: whatever the lanes put here."""
         self.arrival: Any = None
         """A copy in that was begun before anybody asked for it, and not taken yet."""
@@ -108,10 +108,10 @@ class Lanes(Protocol):
         """Free the source if its copy is done."""
 
     def free(self, transfer: Transfer) -> bool:
-        """Give the place back; False if a copy is under way, which is then not wanted any more."""
+        """Give the slot back; False if a copy is under way, which is then not wanted any more."""
 
     def settle(self, transfer: Transfer) -> None:
-        """Wait until no copy from or to the place is under way."""
+        """Wait until no copy from or to the slot is under way."""
 
     def abandon(self, arrival: Any) -> None:
         """A copy in is not wanted any more; called by any thread."""
@@ -342,14 +342,14 @@ class DiskLanes:
         """By a worker, or at once where the workers have enough to do."""
         address = cast(Storage, transfer.source).data_ptr()  # nobody here may hold the source when the worker lets go
         try:
-            transfer.place = self.tier.start_write(address, transfer.nbytes)
+            transfer.slot = self.tier.start_write(address, transfer.nbytes)
         except SpillFullError:
             raise
         except SpillError:
-            transfer.place = self.tier.write(address, transfer.nbytes)
+            transfer.slot = self.tier.write(address, transfer.nbytes)
             transfer.source = None
             return
-        writing = cast("Future[None]", transfer.place.writing)
+        writing = cast("Future[None]", transfer.slot.writing)
         writing.add_done_callback(partial(self._written, transfer))
 
     def _written(self, transfer: Transfer, writing: Future[None]) -> None:
@@ -367,7 +367,7 @@ class DiskLanes:
                     self._tell(at, address, transfer.nbytes)
                 else:  # whoever sends it may have it still
                     self._held.append((there, address, transfer.nbytes))
-        transfer.place.writing = None  # it refers to the transfer
+        transfer.slot.writing = None  # it refers to the transfer
 
     def sender_let_go(self) -> None:
         """Tell of what the sender was the last to hold. Whoever holds the rest frees it by himself."""
@@ -383,7 +383,7 @@ class DiskLanes:
 
     def finish_out(self, transfer: Transfer) -> None:
         """The host waits."""
-        writing = transfer.place.writing
+        writing = transfer.slot.writing
         if writing is not None and not writing.cancelled():
             self.tier.log.wait([writing])
             writing.result()
@@ -392,7 +392,7 @@ class DiskLanes:
     def start_in(self, transfer: Transfer) -> tuple[Storage, Future[bool]]:
         """By a worker."""
         target = fresh_storage(transfer.nbytes)
-        reading = self.tier.start_read(transfer.place, target.data_ptr())
+        reading = self.tier.start_read(transfer.slot, target.data_ptr())
         reading.add_done_callback(partial(_kept_until_now, target))  # rule 2
         transfer.under_way = reading
         return target, reading
@@ -401,7 +401,7 @@ class DiskLanes:
         """Wait for the worker, or read."""
         if arrival is None:
             target = fresh_storage(transfer.nbytes)
-            self.tier.read(transfer.place, target.data_ptr())
+            self.tier.read(transfer.slot, target.data_ptr())
             return target
         target, reading = arrival
         self.tier.log.wait([reading])
@@ -415,7 +415,7 @@ class DiskLanes:
         """If no worker is at it."""
         if not all(copy.done() or copy.cancel() for copy in _copies(transfer)):
             return False
-        self.tier.free(transfer.place)
+        self.tier.free(transfer.slot)
         return True
 
     def settle(self, transfer: Transfer) -> None:
@@ -435,7 +435,7 @@ class DiskLanes:
 
 
 def _copies(transfer: Transfer) -> list[Future[Any]]:
-    slot: Slot = transfer.place
+    slot: Slot = transfer.slot
     return [copy for copy in (slot.writing, transfer.under_way) if copy is not None]
 
 
@@ -516,18 +516,18 @@ class HostLanes:
     def start_out(self, transfer: Transfer) -> None:
         """Enqueue the copy (rule 1)."""
         assert transfer.source is not None
-        transfer.place = self.tier.start_out(transfer.source)
+        transfer.slot = self.tier.start_out(transfer.source)
 
     def finish_out(self, transfer: Transfer) -> None:
         """The device waits, not the host (rule 2)."""
-        if transfer.source is not None and not transfer.place.done.query():
-            self.streams.compute_waits(transfer.place.done)
+        if transfer.source is not None and not transfer.slot.done.query():
+            self.streams.compute_waits(transfer.slot.done)
         transfer.source = None
 
     def start_in(self, transfer: Transfer) -> _Arrival:
         """Enqueue the copy (rule 3). Raises `torch.OutOfMemoryError`."""
         target = self.streams.fresh(transfer.nbytes)
-        transfer.under_way = self.tier.start_in(transfer.place, target)
+        transfer.under_way = self.tier.start_in(transfer.slot, target)
         return _Arrival(target, transfer.under_way)
 
     def finish_in(self, transfer: Transfer, arrival: Any) -> Storage:
@@ -546,7 +546,7 @@ class HostLanes:
 
     def reap(self, transfer: Transfer) -> None:
         """By looking at the event of the copy out."""
-        if transfer.source is not None and transfer.place.done.query():
+        if transfer.source is not None and transfer.slot.done.query():
             transfer.source = None
 
     def free(self, transfer: Transfer) -> bool:
@@ -554,7 +554,7 @@ class HostLanes:
         self._unwanted = [arrival for arrival in self._unwanted if not arrival.done.query()]
         if not all(event.query() for event in _events(transfer)):
             return False
-        self.pool.free(transfer.place.block)
+        self.pool.free(transfer.slot.block)
         return True
 
     def settle(self, transfer: Transfer) -> None:
@@ -575,5 +575,5 @@ class HostLanes:
 
 
 def _events(transfer: Transfer) -> list[Event]:
-    place: HostCopy = transfer.place
-    return [place.done] if transfer.under_way is None else [place.done, transfer.under_way]
+    copy: HostCopy = transfer.slot
+    return [copy.done] if transfer.under_way is None else [copy.done, transfer.under_way]

@@ -34,7 +34,8 @@ _OWN: Final = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes of every module that are torch's own business, and ours."""
 _MISSING: Final = object()
 _CONTAINERS: Final = (list, dict, set, deque)
-_Place: TypeAlias = tuple[nn.Module, str]
+Attribute: TypeAlias = tuple[nn.Module, str]
+"""A module, and the name of one of its attributes."""
 
 
 class _Stable(NamedTuple):
@@ -69,13 +70,13 @@ class _Stable(NamedTuple):
 class _Mode:
     """What is known where the modules have one set of training flags."""
 
-    watched: set[_Place] = field(default_factory=set)
-    copied: set[_Place] = field(default_factory=set)
+    watched: set[Attribute] = field(default_factory=set)
+    copied: set[Attribute] = field(default_factory=set)
     """Those of them whose tensors are written to."""
     stable: tuple[_Stable, ...] = ()
-    tensors: tuple[tuple[Tensor, _Place], ...] = ()
+    tensors: tuple[tuple[Tensor, Attribute], ...] = ()
     """Stable tensors."""
-    sizes: tuple[tuple[Any, int, _Place], ...] = ()
+    sizes: tuple[tuple[Any, int, Attribute], ...] = ()
     """Stable containers, and how many items they have."""
 
 
@@ -83,14 +84,14 @@ class _Mode:
 class Seen:
     """Attributes when a call began."""
 
-    frozen: dict[_Place, Any]
+    frozen: dict[Attribute, Any]
     """What the watched ones were."""
     stable: tuple[_Stable, ...]
     versions: list[tuple[Tensor, int, str]]
     """Tensors that are not to be written to until the block has run again."""
     everything: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
     """In the first call, all of them; containers copied."""
-    whole: dict[_Place, Any] = field(default_factory=dict)
+    whole: dict[Attribute, Any] = field(default_factory=dict)
     """In the first call, containers and all that is in them."""
     uncopied: str = ""
     """The name of one that should be among the frozen and cannot be copied."""
@@ -113,12 +114,12 @@ class Attributes:
         if moved:
             mode.watched.update(moved)
             self._settle(mode)
-        seen = Seen({}, mode.stable, [(tensor, tensor._version, place[1]) for tensor, place in mode.tensors])
-        for place in mode.watched:
+        seen = Seen({}, mode.stable, [(tensor, tensor._version, where[1]) for tensor, where in mode.tensors])
+        for where in mode.watched:
             try:
-                seen.frozen[place] = _frozen(_value(place), copied=place in mode.copied)
+                seen.frozen[where] = _frozen(_value(where), copied=where in mode.copied)
             except CannotCopyError:
-                seen.uncopied = place[1]
+                seen.uncopied = where[1]
         return seen
 
     def learn(self, training: tuple[bool, ...], seen: Seen) -> str:
@@ -127,9 +128,9 @@ class Attributes:
         if mode is None:
             return self._learn_first(training, seen)
         later = {id(tensor) for tensor, version, _ in seen.versions if tensor._version != version}
-        written = [place for tensor, place in mode.tensors if id(tensor) in later]
-        written += [place for place, frozen in seen.frozen.items() if _is_written(frozen)]
-        grown = [place for container, size, place in mode.sizes if len(container) != size]
+        written = [where for tensor, where in mode.tensors if id(tensor) in later]
+        written += [where for where, frozen in seen.frozen.items() if _is_written(frozen)]
+        grown = [where for container, size, where in mode.sizes if len(container) != size]
         if written or grown:
             mode.watched.update(written, grown)
             mode.copied.update(written)
@@ -140,11 +141,11 @@ class Attributes:
     def as_of(self, seen: Seen) -> Iterator[None]:
         """The attributes as they were; afterwards they are again as before."""
         wanted = {(one.module, name): value for one in seen.stable for name, value in one.changed()}
-        wanted |= {place: thaw(value) for place, value in seen.frozen.items()}
+        wanted |= {where: thaw(value) for where, value in seen.frozen.items()}
         for module, held in seen.everything.items():  # nothing is known yet
             wanted |= {(module, name): _shallow(held[name]) for name in held.keys() - _OWN}
             wanted |= {(module, name): _MISSING for name in vars(module).keys() - held.keys() - _OWN}
-        before = {place: _value(place) for place in wanted}
+        before = {where: _value(where) for where in wanted}
         try:
             _assign(wanted)
             yield
@@ -175,15 +176,15 @@ class Attributes:
         for module, before in seen.everything.items():
             now = vars(module)
             for name in (before.keys() | now.keys()) - _OWN:
-                place, old, new = (module, name), before.get(name, _MISSING), now.get(name, _MISSING)
+                where, old, new = (module, name), before.get(name, _MISSING), now.get(name, _MISSING)
                 if isinstance(old, Tensor) and old._version != versions[id(old)]:
-                    mode.copied.add(place)
-                if not (_same_items(old, new) if isinstance(old, _CONTAINERS) else old is new) or place in mode.copied:
+                    mode.copied.add(where)
+                if not (_same_items(old, new) if isinstance(old, _CONTAINERS) else old is new) or where in mode.copied:
                     try:
-                        seen.frozen.setdefault(place, seen.whole[place] if place in seen.whole else _frozen(old))
+                        seen.frozen.setdefault(where, seen.whole[where] if where in seen.whole else _frozen(old))
                     except CannotCopyError:
                         seen.uncopied = name
-                        mode.watched.add(place)
+                        mode.watched.add(where)
         mode.watched.update(seen.frozen)
         self._settle(mode)
         fixed = {id(tensor) for tensor, _ in mode.tensors}
@@ -202,8 +203,8 @@ class Attributes:
             stable.append(_Stable(module, held, frozenset(held), names, _reader(names), tuple(held[n] for n in names)))
         mode.stable = tuple(stable)
         values = [(value, (one.module, n)) for one in stable for n, value in zip(one.names, one.values, strict=True)]
-        mode.tensors = tuple((value, place) for value, place in values if isinstance(value, Tensor))
-        mode.sizes = tuple((value, len(value), place) for value, place in values if isinstance(value, _CONTAINERS))
+        mode.tensors = tuple((value, where) for value, where in values if isinstance(value, Tensor))
+        mode.sizes = tuple((value, len(value), where) for value, where in values if isinstance(value, _CONTAINERS))
 
 
 def _reader(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -212,15 +213,15 @@ def _reader(names: tuple[str, ...]) -> Callable[[dict[str, Any]], tuple[Any, ...
     return lambda held: tuple(held[name] for name in names)
 
 
-def _value(place: _Place) -> Any:
-    return vars(place[0]).get(place[1], _MISSING)
+def _value(where: Attribute) -> Any:
+    return vars(where[0]).get(where[1], _MISSING)
 
 
 def _shallow(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, _CONTAINERS) else value
 
 
-def _assign(values: dict[_Place, Any]) -> None:
+def _assign(values: dict[Attribute, Any]) -> None:
     for (module, name), value in values.items():
         if value is _MISSING:
             vars(module).pop(name, None)

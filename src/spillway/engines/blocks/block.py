@@ -31,7 +31,7 @@ class Block:
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
         communicates: Whether a call of it began a collective; None before the first. Other processes would have to run
             it again as well, and theirs may have other plans.
-        rewritten: Pairs of a call and the number of a selected op whose result is written to.
+        overwritten: Pairs of a call and the number of a selected op whose result is written to.
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -44,14 +44,14 @@ class Block:
         self.calls = 0
         self.judged: set[int] = set()
         self.written: set[tuple[int, int]] = set()
-        self.rewritten: set[tuple[int, int]] = set()
+        self.overwritten: set[tuple[int, int]] = set()
         self.communicates: bool | None = None
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
     def learn_from(self, other: Block) -> None:
         """Take over what calls have taught about the same module of another model."""
         self.judged, self.written = set(other.judged), set(other.written)
-        self.rewritten, self.communicates = set(other.rewritten), other.communicates
+        self.overwritten, self.communicates = set(other.overwritten), other.communicates
         self.state.learn_from(other.state)
 
     def checkpoints_itself(self) -> bool:

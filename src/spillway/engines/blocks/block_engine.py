@@ -30,7 +30,7 @@ from spillway.engines.blocks.compiled_blocks import (
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import discover, named
-from spillway.engines.blocks.extra_forward import aside, without_locals
+from spillway.engines.blocks.extra_forward import undone, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
@@ -357,7 +357,7 @@ class BlockEngine:
     def _call(self, block: Block, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
         replay = runtime.replay
-        # Put to sleep in the middle of a block around this one, it sleeps from the next block on.
+        # Bypassed in the middle of a block around this one, it is so from the next block on.
         off = replay is None and (self.closed or (self.bypassed and runtime.call is None))
         if off or not torch.is_grad_enabled() or hooks_are_off() or isinstance(replay, Passing):
             return block.forward(*args, **kwargs)
@@ -397,7 +397,7 @@ class BlockEngine:
 
         Returns what is no failure and is to be raised at the latest when the other one has ended.
         """
-        around = aside(self._runtime.environment, (block.module,), args, kwargs)
+        around = undone(self._runtime.environment, (block.module,), args, kwargs)
         try:
             with around as (given, named):
                 heard(block.forward, *given, **named)

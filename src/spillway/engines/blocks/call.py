@@ -325,7 +325,7 @@ class BlockCall:
             self.figures.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
         began = time.perf_counter()
         if self.action.selects and not self.block.compiled and not self._above_recomputes():
-            self.selection = Selection(self.number, self.block.rewritten, by_module=self.runtime.by_module)
+            self.selection = Selection(self.number, self.block.overwritten, by_module=self.runtime.by_module)
         mode = Keeping(self.selection) if self.selection is not None else None
         begun = collectives_begun()
         with Packing(self._pack, _unpack), self.runtime.inside(self), self.runtime.selecting(mode):

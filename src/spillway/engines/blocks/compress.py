@@ -27,6 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.arithmetic import EAGER, compiled
 from spillway.engines.blocks.quantize import AbstractPacking, pack
+from spillway.internals.private import bytes_over
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
@@ -89,8 +90,7 @@ class CompressedStorage:
     def _compressed(self) -> Tensor:
         if self._away is None:
             return cast(Tensor, self._data)
-        storage = self._away.load()
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(cast(Any, storage))
+        return bytes_over(self._away.load())
 
 
 class _Known(NamedTuple):

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spillway.engines.blocks.compiled_blocks import uncompiled
-from spillway.engines.blocks.extra_forward import aside
+from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.functorch_hooks import Packing
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.environment import Environment
@@ -222,7 +222,7 @@ def find_blocks(
     """Names of the blocks that this call of the model's forward has.
 
     The forward runs under gradients, and what autograd saves in it is let go at once, so that it needs little memory.
-    Afterwards all is as it was before (`aside`).
+    Afterwards all is as it was before (`undone`).
 
     Raises:
         NoBlocksError: The model has no blocks, or its arguments cannot be copied.
@@ -230,7 +230,7 @@ def find_blocks(
 
     def watched(*, keeps: bool) -> Watch:
         watch = Watch(model, keeps=keeps)
-        with aside(environment, (model,), args, kwargs) as (given, named), watch.watching():
+        with undone(environment, (model,), args, kwargs) as (given, named), watch.watching():
             heard(forward, *given, **named)
         return watch
 

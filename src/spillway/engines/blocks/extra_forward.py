@@ -1,6 +1,6 @@
 """Runs beside the training: an extra forward, of which nothing is left when it has ended.
 
-NOTE [Aside]. What a forward changes is put back: random streams and flags (`Environment`), what Python code can reach
+NOTE [Undone]. What a forward changes is put back: random streams and flags (`Environment`), what Python code can reach
 (`Reach`), and the bytes of every tensor that was there before. Of these nobody knows beforehand which will be written
 to, and copies of all would not fit. So the ops of the extra forward are watched, and the bytes of a storage are copied
 before the first op that writes to it, unless it was made since the run began. Under the mode that watches them some
@@ -48,7 +48,7 @@ def is_the_models(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def aside(
+def undone(
     environment: Environment, modules: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Around an extra forward of modules; gives what it is to be called with: the same bytes, and no graph behind.
@@ -64,7 +64,7 @@ def aside(
     writes = _Writes()
     with contextlib.ExitStack() as stack:
         stack.enter_context(quiet())
-        stack.enter_context(reach.lent())
+        stack.enter_context(reach.substituted())
         stack.callback(writes.undo)
         stack.enter_context(environment(environment.capture()))
         if "torch._dynamo" in sys.modules:  # what is compiled would be given up by its compiler under a mode

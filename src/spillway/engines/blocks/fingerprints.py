@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from spillway.engines.blocks.saved import SavedRef, SavedTensor
-from spillway.internals.private import grad_mode
+from spillway.internals.private import bytes_over, grad_mode
 
 COLUMNS: Final = 127
 ROWS: Final = 1001
@@ -74,7 +74,7 @@ def _sums(dense: Tensor) -> Fingerprint:
     count, left = divmod(nbytes, _WORD)
     storage = dense.untyped_storage()
     if offset % _WORD:
-        storage, offset = _bytes(storage, offset, nbytes).clone().untyped_storage(), 0
+        storage, offset = bytes_over(storage, offset, nbytes).clone().untyped_storage(), 0
     words = torch.empty(0, dtype=torch.int64, device=dense.device).set_(storage, offset // _WORD, (count,), (1,))
     parts = []
     if count >= _GROUP:
@@ -87,34 +87,30 @@ def _sums(dense: Tensor) -> Fingerprint:
         words = words[rows * COLUMNS :]
     parts.append(words)
     if left:
-        parts.append(_bytes(storage, offset + nbytes - left, left).to(torch.int64))
+        parts.append(bytes_over(storage, offset + nbytes - left, left).to(torch.int64))
     return torch.cat(parts)
 
 
-def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, offset, (nbytes,), (1,))
-
-
-def remember(holders: Iterable[SavedTensor]) -> None:
-    """Fingerprints of what holders are about to give up, unless somebody has written to it since it was saved."""
+def remember(tensors: Iterable[SavedTensor]) -> None:
+    """Fingerprints of what saved tensors are about to give up, unless somebody has written to it since it was saved."""
     seen: Seen = {}
-    for holder in holders:
-        if holder.unwritten and type(holder.value) is Tensor and holder.address() is not None:
-            holder.fingerprint = fingerprint(holder.value, seen)
+    for saved in tensors:
+        if saved.unwritten and type(saved.value) is Tensor and saved.address() is not None:
+            saved.fingerprint = fingerprint(saved.value, seen)
 
 
-def remember_some(holders: Sequence[SavedTensor], given: Set[int | None]) -> None:
+def remember_some(tensors: Sequence[SavedTensor], given: Set[int | None]) -> None:
     """The same for some elements of the last few that have a gradient; what the block was given (by the addresses of
     storages) tells nothing."""
     left = SAMPLES
-    for holder in reversed(holders):
-        value = holder.value
-        told = holder.unwritten and holder.differentiable  # no masks, and nothing that an op leaves unwritten
+    for saved in reversed(tensors):
+        value = saved.value
+        told = saved.unwritten and saved.differentiable  # no masks, and nothing that an op leaves unwritten
         if told and type(value) is Tensor and value.dtype in _TELLING and value.numel():
-            key = holder.address()
+            key = saved.address()
             odd = value.is_nested or value.is_neg() or value.device.type != "cpu"
             if key is not None and key not in given and not odd:
-                holder.fingerprint = _some(value)
+                saved.fingerprint = _some(value)
                 left -= 1
                 if not left:
                     return
@@ -133,18 +129,18 @@ def _some(tensor: Tensor) -> list[int]:
         return _to_list(some.view(_INTEGERS[tensor.element_size()]))
 
 
-def first_changed(holders: Iterable[SavedRef], *, whole: bool) -> int | None:
+def first_changed(tensors: Iterable[SavedRef], *, whole: bool) -> int | None:
     """Number of the first that was brought back with other values than it gave up, as far as they were remembered: the
     whole of it, or some."""
     seen: Seen = {}
-    for number, reference in enumerate(holders):
-        holder = reference()
-        if holder is None or holder.fingerprint is None or holder.value is None or not holder.recomputed:
+    for number, reference in enumerate(tensors):
+        saved = reference()
+        if saved is None or saved.fingerprint is None or saved.value is None or not saved.recomputed:
             continue
         if whole:
-            same = torch.equal(holder.fingerprint, fingerprint(holder.value, seen))
+            same = torch.equal(saved.fingerprint, fingerprint(saved.value, seen))
         else:
-            same = holder.fingerprint == _some(holder.value)
+            same = saved.fingerprint == _some(saved.value)
         if not same:
             return number
     return None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from spillway.engines.blocks.attributes import Attributes
+from spillway.engines.blocks.attributes import Attribute, Attributes
 from spillway.engines.blocks.attributes import Seen as SeenAttributes
 from spillway.engines.blocks.fingerprints import Fingerprint, Seen, fingerprint
 from spillway.engines.blocks.reach import Reach, reach_of
@@ -18,7 +18,6 @@ from spillway.internals.private import storage_address as address
 
 LOOKS: Final = 3
 """Calls of a block in which all that can be reached from it is looked at."""
-_Place: TypeAlias = tuple[nn.Module, str]
 _PLAIN: Final = (Tensor, nn.Parameter)
 
 
@@ -42,7 +41,7 @@ class Snapshot:
         self,
         training: tuple[bool, ...],
         classes: list[tuple[nn.Module, type]],
-        buffers: dict[_Place, Tensor | None],
+        buffers: dict[Attribute, Tensor | None],
         parameters: list[tuple[Tensor, int, str, nn.Module]],
         versions: list[tuple[Tensor, int, str]],
         seen: SeenAttributes,
@@ -85,7 +84,7 @@ class ModuleState:
     def __init__(self, block: nn.Module) -> None:
         self._modules = tuple(block.modules())
         self._attributes = Attributes(self._modules)
-        self._watched: dict[tuple[bool, ...], set[_Place]] = {}
+        self._watched: dict[tuple[bool, ...], set[Attribute]] = {}
         """Buffers that change, by the training flags of the modules."""
         self._looks = 0
         self._deep = False
@@ -107,7 +106,7 @@ class ModuleState:
         """The block now."""
         training = tuple([module.training for module in self._modules])
         watched = self._watched.get(training)
-        buffers: dict[_Place, Tensor | None] = {}
+        buffers: dict[Attribute, Tensor | None] = {}
         parameters: list[tuple[Tensor, int, str, nn.Module]] = []
         versions: list[tuple[Tensor, int, str]] = []
         for module in self._modules:
@@ -173,13 +172,13 @@ class ModuleState:
         return _uncopied(beyond or written) if beyond or written else self._kept or lost
 
     def _learn_buffers(self, snapshot: Snapshot) -> None:
-        changed = {place for place, before in snapshot.buffers.items() if _differs(place, before)}
+        changed = {attribute for attribute, before in snapshot.buffers.items() if _differs(attribute, before)}
         self._watched[snapshot.training] = changed
-        for place in snapshot.buffers.keys() - changed:
-            del snapshot.buffers[place]
-            buffer = _held(place[0]._buffers, place[1])
+        for attribute in snapshot.buffers.keys() - changed:
+            del snapshot.buffers[attribute]
+            buffer = _held(attribute[0]._buffers, attribute[1])
             if buffer is not None:
-                snapshot.versions.append((buffer, buffer._version, place[1]))
+                snapshot.versions.append((buffer, buffer._version, attribute[1]))
 
     def fixed(self) -> set[int]:
         """Addresses of the storages of parameters and buffers: dropping a reference to one frees nothing."""
@@ -212,7 +211,7 @@ class ModuleState:
                 module._parameters[name] = _leaf(parameter)
             with self._attributes.as_of(snapshot.seen):
                 if snapshot.reach is not None:
-                    snapshot.reach.restore(lend=True)
+                    snapshot.reach.restore(substitute=True)
                 yield
         finally:
             if now is not None:
@@ -273,8 +272,8 @@ def _leaf(tensor: Tensor) -> Any:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
 
-def _differs(place: _Place, before: Tensor | None) -> bool:
-    module, name = place
+def _differs(attribute: Attribute, before: Tensor | None) -> bool:
+    module, name = attribute
     now = _held(module._buffers, name)
     if now is None or before is None:
         return now is not before

@@ -194,7 +194,7 @@ class Quantized(AbstractPacking):
             rounding = noise[: len(groups)].uniform_(generator=generator)
             ranges[here], elements, beyond = arithmetic.encode(groups.to(ranges.dtype), 2**bits - 1, rounding)
             join(elements, bits, codes[here])
-            odd += [(start + number, groups[number]) for number in _true(beyond)]
+            odd += [(start + number, groups[number]) for number in beyond.nonzero().view(-1).tolist()]
             if 2 * len(odd) > self._groups:
                 return None
         self._odd = len(odd)
@@ -248,8 +248,3 @@ def _groups(flat: Tensor) -> Tensor:
 
 def _chunk(flat: Tensor) -> int:
     return _CACHE if flat.device.type == "cpu" else _LAUNCH
-
-
-def _true(flags: Tensor) -> list[int]:
-    """Where a bool tensor of one dimension is true."""
-    return list(flags.nonzero().view(-1).tolist())

@@ -28,9 +28,9 @@ from torch.nn.modules import module as torch_module
 from spillway.engines.blocks.code import FOREIGN, LIBRARIES, is_installed, modules_named, names_of, package
 from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
-from spillway.engines.blocks.saved import PLAIN, raw
+from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.private import grad_mode
+from spillway.internals.private import bytes_over, grad_mode
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -127,7 +127,7 @@ class Reach:
 
     def written(self) -> bool:
         """Whether bytes of a tensor are not what they were."""
-        return any(not torch.equal(raw(tensor), was) for tensor, was in self._bytes)
+        return any(not torch.equal(bytes_over(tensor.untyped_storage()), was) for tensor, was in self._bytes)
 
     def drop_bytes(self) -> None:
         """Forget the bytes of tensors, which have not changed."""
@@ -142,26 +142,26 @@ class Reach:
         changed = any(not torch.equal(was, fingerprint(one, {})) for one, was in self._prints or ())
         return f"it writes to a tensor or an array of more than {MOST_BYTES >> 20} MiB" if changed else ""
 
-    def restore(self, *, lend: bool = False) -> None:
+    def restore(self, *, substitute: bool = False) -> None:
         """Put everything back in place that has changed.
 
         Args:
-            lend: Put others in the place of all iterators and caches, also where these have not moved: they are about
-                to be used by a run that is to leave them alone. A generator is replaced by what refuses.
+            substitute: Put others in the place of all iterators and caches, also where these have not moved: they are
+                about to be used by a run that is to leave them alone. A generator is replaced by what refuses.
         """
         made: dict[Mark, Any] = {}
         for entry in self._entries:
-            if (lend and entry.marked) or not entry.same(entry.was, entry.read()):
-                entry.write(_resolved(entry.was, made, lend=lend) if entry.marked else entry.was)
+            if (substitute and entry.marked) or not entry.same(entry.was, entry.read()):
+                entry.write(_resolved(entry.was, made, substitute=substitute) if entry.marked else entry.was)
         for tensor, was in self._bytes:
             with grad_mode(enabled=False), cast(Any, torch.autograd)._unsafe_preserve_version_counter(tensor):
-                raw(tensor).copy_(was)
+                bytes_over(tensor.untyped_storage()).copy_(was)
 
     @contextlib.contextmanager
-    def lent(self) -> Iterator[None]:
+    def substituted(self) -> Iterator[None]:
         """Around a run of which nothing is to be left. Arrays of more than `MOST_BYTES` can only be read in it."""
         try:
-            self.restore(lend=True)
+            self.restore(substitute=True)
             for one in self._large:
                 one.flags.writeable = False
             yield
@@ -198,7 +198,9 @@ class Reach:
         elif isinstance(thing, np.ndarray):
             self._visit_array(thing)
         elif isinstance(thing, bytearray | array):
-            self._entries.append(_Entry(lambda: thing, thing[:], functools.partial(_put_items, thing), operator.eq))
+            self._entries.append(
+                _Entry(lambda: thing, thing[:], functools.partial(operator.setitem, thing, slice(None)), operator.eq)
+            )
         elif isinstance(thing, weakref.ReferenceType):
             self._next.append(thing())
         elif isinstance(thing, _WEAK):
@@ -270,7 +272,9 @@ class Reach:
             names = vars(base).get("__slots__", ())
             for name in (names,) if isinstance(names, str) else names:
                 if name not in ("__dict__", "__weakref__"):
-                    self._note(functools.partial(_slot, thing, name), functools.partial(_put_slot, thing, name))
+                    self._note(
+                        functools.partial(getattr, thing, name, _MISSING), functools.partial(_put_slot, thing, name)
+                    )
             self._next.append(base)
 
     def _visit_class(self, kind: type) -> None:
@@ -345,7 +349,7 @@ class Reach:
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes <= self._room:
             self._room -= nbytes
-            self._bytes.append((tensor.detach(), raw(tensor).clone()))
+            self._bytes.append((tensor.detach(), bytes_over(tensor.untyped_storage()).clone()))
         elif self._prints is not None and type(tensor) in (Tensor, nn.Parameter):
             self._prints.append((tensor.detach(), fingerprint(tensor, {})))
 
@@ -386,13 +390,13 @@ def _is(was: Any, now: Any) -> bool:
     return was is now or (isinstance(was, Mark) and was.original is now and was.stands(now))
 
 
-def _resolved(was: Any, made: dict[Mark, Any], *, lend: bool) -> Any:
+def _resolved(was: Any, made: dict[Mark, Any], *, substitute: bool) -> Any:
     """What is to be put in place."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, Mark):
             return value
-        return value.original if not lend and value.stands(value.original) else value.again(made)
+        return value.original if not substitute and value.stands(value.original) else value.again(made)
 
     if isinstance(was, _Values):
         return _Values((name, one(value)) for name, value in was.items())
@@ -422,10 +426,6 @@ def _cell(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # empty as yet
         return _MISSING
-
-
-def _slot(thing: Any, name: str) -> Any:
-    return getattr(thing, name, _MISSING)
 
 
 def _put_slot(thing: Any, name: str, value: Any) -> None:
@@ -458,10 +458,6 @@ def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
             held.pop(name, None)
         elif held.get(name, _MISSING) is not value:
             held[name] = value
-
-
-def _put_items(held: Any, items: Any) -> None:
-    held[:] = items
 
 
 def _of_leaf(tensor: Tensor) -> _Values:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
-from spillway.internals.private import grad_mode
+from spillway.internals.private import bytes_over, grad_mode
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
@@ -135,15 +135,10 @@ def _same_layout(tensor: Tensor, copies: dict[int, torch.UntypedStorage]) -> Ten
         return tensor.clone()
     key = address(tensor)
     if key not in copies:
-        copies[key] = raw(tensor).clone().untyped_storage()
+        copies[key] = bytes_over(tensor.untyped_storage()).clone().untyped_storage()
     copy = over(copies[key], tensor)
     copy = torch.conj(copy) if tensor.is_conj() else copy
     return torch._neg_view(copy) if tensor.is_neg() else copy
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of its whole storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(cast(Any, tensor.untyped_storage()))
 
 
 def over(storage: torch.UntypedStorage, like: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class Result:
         if not self.copied and any(one.moved_on for one in (*self.kept, *self.twins)):
             return None
         with _versions_shared():
-            return _replaced(self.made, _Place, lambda place: self.kept[place.number].thaw())
+            return _replaced(self.made, _Placeholder, lambda one: self.kept[one.number].thaw())
 
 
 @final
@@ -105,14 +105,14 @@ class Selection:
     """What the selected ops of one call of a block returned, by their numbers.
 
     Args:
-        rewritten: Calls and numbers of results that are known to be written to; added to.
+        overwritten: Calls and numbers of results that are known to be written to; added to.
         by_module: Ops are selected in named modules, whichever they are.
     """
 
-    def __init__(self, call: int, rewritten: set[tuple[int, int]], *, by_module: bool) -> None:
+    def __init__(self, call: int, overwritten: set[tuple[int, int]], *, by_module: bool) -> None:
         self.by_module = by_module
         self.results: list[Result | None] = []
-        self._call, self._rewritten = call, rewritten
+        self._call, self._overwritten = call, overwritten
         self._numbers: dict[int, int] = {}
         """Results by the storages that they hold."""
 
@@ -131,20 +131,20 @@ class Selection:
         addresses = {address(tensor) for tensor in found}
         if addresses & {address(tensor) for tensor in given if torch._C._has_storage(tensor)}:
             return  # rule 3: some do so without saying it
-        copied = (self._call, number) in self._rewritten
+        copied = (self._call, number) in self._overwritten
         with _versions_shared():
             kept = [FrozenTensor(tensor, {} if copied else None) for tensor in found]
         for one in kept:
             one.written = copied
-        places = iter(range(len(found)))
-        self.results[number] = Result(op, looks, _replaced(made, Tensor, lambda _: _Place(next(places))), kept)
+        numbers = iter(range(len(found)))
+        self.results[number] = Result(op, looks, _replaced(made, Tensor, lambda _: _Placeholder(next(numbers))), kept)
         self._numbers.update(dict.fromkeys(addresses, number))
 
     def wrote(self, tensor: Tensor) -> None:
         """The block writes to a tensor (rule 4)."""
         number, result = self._of(tensor)
         if result is not None and not result.copied:
-            self._rewritten.add((self._call, number))
+            self._overwritten.add((self._call, number))
             self.results[number] = None
 
     def shares(self, tensor: Tensor, twins: list[Tensor]) -> None:
@@ -285,7 +285,7 @@ class Supplying(AbstractSelecting):  # type: ignore[no-untyped-call]
 
 
 @final
-class _Place:
+class _Placeholder:
     """Stands for a tensor in what an op returned."""
 
     __slots__ = ("number",)

@@ -228,7 +228,7 @@ class AbstractTensorEngine(ABC):
     """What is to be done before the next op."""
     register: Callable[[torch.Tensor, int], Storage]
     """Begins to account for the storage of a tensor, at a key."""
-    buried: Callable[[Any], None]
+    died: Callable[[Any], None]
     """Hears of the death of a storage, from its handle."""
     in_step: bool
     """Whether ops are watched."""

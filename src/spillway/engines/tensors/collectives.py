@@ -8,7 +8,7 @@ collective keeps its `Work` to itself; what it made is in flight until `wait_ten
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, final
 
@@ -141,7 +141,7 @@ class Collectives(AbstractCollectives):
 
     def begin_elsewhere(self, given: object) -> None:
         """Outside of a step a collective is about to begin: what it is given comes back."""
-        for tensor in _tensors(given):
+        for tensor in tensors_of(given):
             self._engine.ensure_resident(tensor)
 
     def begun_elsewhere(self, work: Any, given: object) -> None:
@@ -149,7 +149,7 @@ class Collectives(AbstractCollectives):
         if work is None:
             return
         with self._engine.controller.lock:
-            operands = [self._engine.lookup(tensor) for tensor in _tensors(given)]
+            operands = [self._engine.lookup(tensor) for tensor in tensors_of(given)]
             writes = dict.fromkeys(storage for storage in operands if storage is not None)
             self._engine.controller.flights.begin(BegunWork(work), (), tuple(writes))
             self._engine.controller.flights.land()
@@ -168,7 +168,7 @@ class Collectives(AbstractCollectives):
                 written = READ_ONLY.get(info.name) != place
             else:
                 written = name in info.schema_writes or info.name in WRITING
-            for tensor in _tensors(given):
+            for tensor in tensors_of(given):
                 storage = self._engine.lookup(tensor)
                 if storage is None:
                     self._engine.reveal_inside(tensor)
@@ -206,23 +206,15 @@ class Collectives(AbstractCollectives):
             engine.poll_flights()
 
 
-def _tensors(given: object) -> Iterator[torch.Tensor]:
-    if isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, list | tuple):
-        for element in given:
-            yield from _tensors(element)
-
-
 def _is_compressed(given: object) -> bool:
     """DDP's compression in C++ reduces a copy of a bucket in float16. Whoever carries that out then writes the bucket;
     this thread does, if it is done before DDP asks.
     """
-    return all(tensor.dtype == torch.float16 for tensor in _tensors(given))
+    return all(tensor.dtype == torch.float16 for tensor in tensors_of(given))
 
 
 def _bytes_of(given: object) -> Bytes:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(given))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(given))
 
 
 def _made(info: OpInfo, args: Sequence[Any]) -> Bytes:

@@ -12,7 +12,7 @@ from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEng
 from spillway.engines.tensors.bindings import Binding, quickest_call
 from spillway.engines.tensors.cuda_machine import CudaMachine, Exchanged, Resized
 from spillway.engines.tensors.cuda_ops import HUNGRY, fit_for_cuda
-from spillway.engines.tensors.custom_functions import GRAPHS_REFUSED, CustomFunctions
+from spillway.engines.tensors.custom_functions import CUSTOM_FUNCTIONS, GRAPHS_REFUSED
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Meter, Reserve, Workspaces
 from spillway.engines.tensors.retry import Retry
@@ -105,7 +105,6 @@ class CudaBackend(AbstractBackend):
         self.moment, self.when = streams.moment, streams.when
         self._machine.cost_of = self.clock.seconds_of
         self._engine: AbstractTensorEngine | None = None
-        self._custom_functions: CustomFunctions | None = None
         self._limited = False
         self._lanes: OnDevice | None = None
         self._synchronised = False
@@ -119,7 +118,7 @@ class CudaBackend(AbstractBackend):
         self.retry.attach(engine)
         self._machine.allocate = lambda run, nbytes: self.retry.run(run, "bringing a storage back", nbytes)
         self._machine.again = self.retry.run
-        self._custom_functions = CustomFunctions(engine)
+        CUSTOM_FUNCTIONS.add(engine)
         self._machine.spare = self.reserve.unused
 
     def learn_op(self, info: OpInfo) -> None:
@@ -197,8 +196,8 @@ class CudaBackend(AbstractBackend):
 
     def close(self) -> None:
         """Give the pinned memory back."""
-        if self._custom_functions is not None:
-            self._custom_functions.remove()
+        if self._engine is not None:
+            CUSTOM_FUNCTIONS.remove(self._engine)
         self._machine.close()
 
     def _attached(self) -> AbstractTensorEngine:

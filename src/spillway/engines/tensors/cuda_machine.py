@@ -42,11 +42,11 @@ import torch
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.cpu_machine import UNREADABLE_RANGE, Watch, real_storage, tensors_of, unreadable_range
 from spillway.errors import EngineError, SpillError
-from spillway.internals.private import owners, resize_storage, storage_at, swap_bytes
+from spillway.internals.private import bytes_over, owners, resize_storage, storage_at, swap_bytes
 from spillway.ir.spans import Lane
 from spillway.memory.lanes import Again, CopySpan, OnDevice, Stall
 from spillway.memory.records import Recipe, Storage
-from spillway.tiers.cuda_streams import Event, Streams, bytes_over, unseen
+from spillway.tiers.cuda_streams import Event, Streams, unseen
 from spillway.tiers.host import ALIGNMENT, Block, HostPool
 from spillway.tiers.transfer import HostCopy, HostTier
 from spillway.units import Bytes, Seconds
@@ -106,7 +106,7 @@ class AbstractAbsence(ABC):
         """The target is not wanted; the storage stays absent."""
 
     @abstractmethod
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """An absent storage gets the bytes of another one, which dies. Raises `torch.OutOfMemoryError`; then nothing
         has changed."""
 
@@ -140,7 +140,7 @@ class Exchanged(AbstractAbsence):
     def give_up(self, target: torch.UntypedStorage) -> None:
         """The fresh memory dies with its last owner."""
 
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """It points at the other one's bytes."""
         swap_bytes(real, source)
 
@@ -167,7 +167,7 @@ class Resized(AbstractAbsence):
         """Empty again."""
         resize_storage(target, 0)
 
-    def give(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
+    def transfer(self, real: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
         """For a moment both are there."""
         resize_storage(real, source.nbytes())
         with unseen():
@@ -336,7 +336,7 @@ class CudaMachine:
     def transfer(self, source: Storage, target: Storage) -> None:
         """The target's storage takes the temporary's bytes; where they cannot be exchanged, into memory of its own."""
         one, other = real_storage(target), real_storage(source)
-        self.allocate(lambda: self.absence.give(one, other), target.nbytes)
+        self.allocate(lambda: self.absence.transfer(one, other), target.nbytes)
 
     def hold(self, storage: Storage) -> None:
         """Own the storage, so that it outlives its last tensor."""
@@ -437,8 +437,8 @@ class CudaMachine:
         ]
         stalls = []
         for wait in times.stall:
-            place = copied.get(wait.event, _NOBODYS)
-            stalls.append(Stall(wait.began, wait.ended, place.storage if place.storage >= 0 else None, place.nbytes))
+            one = copied.get(wait.event, _NOBODYS)
+            stalls.append(Stall(wait.began, wait.ended, one.storage if one.storage >= 0 else None, one.nbytes))
         again, self._replayed = self._replayed, []
         replays = [Again(when(began), when(ended), recipe.name, recipe.nbytes) for recipe, began, ended in again]
         return OnDevice(transfers, stalls, replays, synchronised)

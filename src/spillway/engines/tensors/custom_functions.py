@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, final
 
@@ -27,9 +25,9 @@ import torch
 from torch.autograd.function import BackwardCFunction, Function
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine
+from spillway.engines.tensors.torch_patches import WhileOpen
 from spillway.errors import SessionError
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.locks import renew_in_children
 from spillway.memory.records import Storage
 
 GRAPHS_REFUSED: Final = (
@@ -42,47 +40,14 @@ REPLAYS_REFUSED: Final = (
     "tensors: replay no graph within a step, and capture those of the model again when the session is closed."
 )
 
-_open: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
-_lock = threading.RLock()
-renew_in_children(sys.modules[__name__], "_lock")
 _running = threading.local()
 _originals: dict[tuple[Any, str], Any] = {}
 """What was replaced, and nothing while torch is as it was."""
 
 
 @final
-class CustomFunctions:
-    """One engine's place among those whose tensors are lent to custom functions."""
-
-    def __init__(self, engine: AbstractTensorEngine) -> None:
-        self._engine = engine
-        with _lock:
-            _open.add(engine)  # first, as in `torch_patches`
-            if not _originals:
-                try:
-                    _install()
-                except BaseException:  # Ctrl-C
-                    _open.discard(engine)
-                    _uninstall()
-                    raise
-        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
-
-    def remove(self) -> None:
-        """The engine is closed."""
-        with _lock:
-            _open.discard(self._engine)
-            _uninstall_after_the_last()
-
-
-def _uninstall_after_the_last() -> None:
-    with _lock:
-        if _originals and not tuple(_open):  # its length may count an engine that has just been collected
-            _uninstall()
-
-
-@final
-class _Loans:
-    """What one call of a custom function was lent; it stays until the call returns, and counts as written then."""
+class _Given:
+    """What one call of a custom function was given; it stays until the call returns, and counts as written then."""
 
     def __init__(self) -> None:
         self._engines = tuple(_open)
@@ -92,23 +57,23 @@ class _Loans:
                 engine.backend.follow()
                 engine.controller.unsafe.begin()
 
-    def lend(self, values: Iterable[Any]) -> None:
+    def add(self, values: Iterable[Any]) -> None:
         """Make the tensors among these resident, and keep them so."""
         for value in values:
             if isinstance(value, torch.Tensor):
                 for engine in self._engines:
-                    self._lend_one(engine, value)
+                    self._add_one(engine, value)
             elif isinstance(value, list | tuple):
-                self.lend(value)
+                self.add(value)
             elif isinstance(value, dict):
-                self.lend(value.values())
+                self.add(value.values())
 
-    def _lend_one(self, engine: AbstractTensorEngine, tensor: torch.Tensor) -> None:
+    def _add_one(self, engine: AbstractTensorEngine, tensor: torch.Tensor) -> None:
         storage = engine.find(tensor)
         if storage is None or storage.value is None:
             return
         with engine.controller.lock, unwatched():
-            engine.controller.unsafe.lend(storage)
+            engine.controller.unsafe.enter(storage)
             self._storages.append((engine, storage))
             if storage.value.absent:
                 engine.fetch(storage)
@@ -118,7 +83,7 @@ class _Loans:
         try:
             for engine, storage in self._storages:
                 with engine.controller.lock:
-                    engine.controller.unsafe.take_back(storage)
+                    engine.controller.unsafe.leave(storage)
         finally:
             self._storages.clear()
             for engine in self._engines:
@@ -127,15 +92,15 @@ class _Loans:
 
 
 @contextlib.contextmanager
-def _loans() -> Iterator[_Loans]:
-    loans = _Loans()
-    stack: list[_Loans] = _running.__dict__.setdefault("stack", [])
-    stack.append(loans)
+def _unsafe_call() -> Iterator[_Given]:
+    given = _Given()
+    stack: list[_Given] = _running.__dict__.setdefault("stack", [])
+    stack.append(given)
     try:
-        yield loans
+        yield given
     finally:
         stack.pop()
-        loans.end()
+        given.end()
 
 
 def _install() -> None:
@@ -143,34 +108,34 @@ def _install() -> None:
 
     @functools.wraps(original.__func__)
     def forward(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        with _loans() as loans:
-            loans.lend((args, kwargs))
+        with _unsafe_call() as given:
+            given.add((args, kwargs))
             return original.__get__(None, cls)(*args, **kwargs)
 
     _replace(Function, "apply", classmethod(forward))
     for name in ("apply", "apply_boxed"):
         if name in BackwardCFunction.__dict__:
-            _replace(BackwardCFunction, name, _lending_to_backward(BackwardCFunction.__dict__[name]))
+            _replace(BackwardCFunction, name, _backward_of(BackwardCFunction.__dict__[name]))
     saved = vars(torch._C._FunctionBase)["saved_tensors"]
-    _replace(BackwardCFunction, "saved_tensors", property(lambda context: _lent(saved.__get__(context))))
+    _replace(BackwardCFunction, "saved_tensors", property(lambda context: _noted(saved.__get__(context))))
     _refuse("capture_begin", GRAPHS_REFUSED, lambda engine: True)
     _refuse("replay", REPLAYS_REFUSED, lambda engine: engine.in_step)
 
 
-def _lending_to_backward(original: Callable[..., Any]) -> Callable[..., Any]:
+def _backward_of(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def backward(context: Any, *gradients: Any) -> Any:
-        with _loans() as loans:
-            loans.lend((gradients, vars(context)))
+        with _unsafe_call() as given:
+            given.add((gradients, vars(context)))
             return original(context, *gradients)
 
     return backward
 
 
-def _lent(saved: Any) -> Any:
-    stack: list[_Loans] = _running.__dict__.get("stack", [])
+def _noted(saved: Any) -> Any:
+    stack: list[_Given] = _running.__dict__.get("stack", [])
     if stack:
-        stack[-1].lend(saved)
+        stack[-1].add(saved)
     return saved
 
 
@@ -198,3 +163,7 @@ def _uninstall() -> None:
         elif name in owner.__dict__:
             delattr(owner, name)
     _originals.clear()
+
+
+CUSTOM_FUNCTIONS: Final = WhileOpen(_install, _uninstall)
+_open: Final = CUSTOM_FUNCTIONS.engines

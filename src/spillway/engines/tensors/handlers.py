@@ -167,7 +167,7 @@ def _creating(info: OpInfo, engine: AbstractTensorEngine, usual: Usual) -> Handl
             engine.pass_by(out)
             return out
         if key not in table:
-            if kwargs and info.places and out.device not in here:
+            if kwargs and info.takes_device and out.device not in here:
                 engine.unmanaged += 1
                 return out
             register(out, key)
@@ -227,7 +227,7 @@ def _creating_with_recipe(info: OpInfo, engine: AbstractTensorEngine, usual: Usu
             engine.pass_by(out)
             return out
         if key not in table:
-            if kwargs and info.places and out.device not in engine.backend.devices:
+            if kwargs and info.takes_device and out.device not in engine.backend.devices:
                 engine.unmanaged += 1
                 return out
             storage = register(out, key)

@@ -51,7 +51,7 @@ class NativeHook:
         self._native = native.Hook(
             watcher=watcher, table=engine.table, interrupts=engine.interrupts, ledger=engine.controller,
             budget=engine.budget, plain=tuple(PLAIN_TENSORS), storage=Storage, value=Value, recipe=Recipe, watch=Watch,
-            buried=engine.buried, expect=engine.creations.expect, created=engine.creations.created,
+            died=engine.died, expect=engine.creations.expect, created=engine.creations.created,
             look_ahead=engine.look_ahead if engine.foresees else None, odd=engine.pass_by,
             limited=engine.budget.limited, cells=hooked.cells,
         )  # fmt: skip

@@ -154,7 +154,6 @@ class OpInfo:
         "inside",
         "name",
         "per_element",
-        "places",
         "resized",
         "resizes",
         "safety",
@@ -163,6 +162,7 @@ class OpInfo:
         "seeded",
         "sets_storage",
         "single",
+        "takes_device",
         "tensors",
         "training",
         "uncounted",
@@ -204,7 +204,7 @@ class OpInfo:
             kind is not None and result.alias_info is None for kind, result in zip(returns, schema.returns, strict=True)
         )
         """Whether it may create storages, going by the schema."""
-        self.places = any(argument.name == "device" for argument in schema.arguments)
+        self.takes_device = any(argument.name == "device" for argument in schema.arguments)
         """Whether a call may say on which device its result is to be."""
         positional = not any(
             argument.kwarg_only and kind is not None for argument, kind in zip(schema.arguments, kinds, strict=True)

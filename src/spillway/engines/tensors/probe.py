@@ -172,11 +172,8 @@ def _ways_to_call(model: torch.nn.Module, batch: Any) -> Iterator[_Way]:
         known = {name: value for name, value in batch.items() if name in accepted}
         for named in (batch, known):
             yield functools.partial(lambda fake, named: ((), tree_map_only(torch.Tensor, fake, named)), named=named)
-    items = list(batch.values()) if isinstance(batch, dict) else list(batch) if _many(batch) else [batch]
+    several = batch.values() if isinstance(batch, dict) else batch
+    items = list(several) if isinstance(batch, dict | list | tuple) else [batch]
     for count in range(len(items), 0, -1):
         taken = tuple(items[:count])
         yield functools.partial(lambda fake, taken: (tree_map_only(torch.Tensor, fake, taken), {}), taken=taken)
-
-
-def _many(batch: Any) -> bool:
-    return isinstance(batch, list | tuple)

@@ -27,7 +27,7 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.torch_patches import TorchPatches, held_elsewhere
+from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere
 from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
@@ -91,7 +91,7 @@ class TensorEngine(AbstractTensorEngine):
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
-        self.register, self.buried = build_register(self)
+        self.register, self.died = build_register(self)
         self.fused_updates = 0
         """Fused optimizer ops in this step; torch counts no version for what they write."""
         self.ran_eagerly = False
@@ -114,7 +114,7 @@ class TensorEngine(AbstractTensorEngine):
         self.history: StepHistory | None = None
         self.following = Followed(self) if policy.follows and self.budget.limited else None
         self._first_op = 0
-        self._patches = TorchPatches(self)
+        PATCHES.add(self)
         self._closed = False
         self.collectives: Collectives = Collectives(self)
         self._dispatch = Dispatch(self)
@@ -638,7 +638,7 @@ class TensorEngine(AbstractTensorEngine):
                     self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
             finally:
-                self._patches.remove()
+                PATCHES.remove(self)
                 self.controller.flights.forget()
                 self.table.clear()
                 self.backend.close()
@@ -669,21 +669,21 @@ def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], 
     """The function that begins to account for the storage of a tensor, at a key, and the one that hears of its death:
     they are called by nearly every op."""
     controller, table = engine.controller, engine.table
-    adopt, bury, created = controller.adopt, controller.forget, engine.creations.created
+    adopt, forget, created = controller.adopt, controller.forget, engine.creations.created
 
-    def buried(watch: Any) -> None:
+    def died(watch: Any) -> None:
         try:
             storage: Storage = watch.record
         except AttributeError:  # Ctrl-C came before it had one
             return
         table.pop(storage.key, None)
         storage.handle = None
-        bury(storage)
+        forget(storage)
 
     def register(tensor: torch.Tensor, key: int) -> Storage:
         real = _storage_of(tensor)
         nbytes = real.nbytes()
-        watch = Watch(real, buried)
+        watch = Watch(real, died)
         storage = watch.record = table[key] = adopt(key, nbytes, watch)
         if nbytes >= LARGE:
             created(nbytes)
@@ -692,7 +692,7 @@ def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], 
             engine.history.note_kind(storage)
         return storage
 
-    return register, buried
+    return register, died
 
 
 def _range_of(storage: Storage) -> tuple[int, int] | None:

@@ -14,10 +14,9 @@ import contextlib
 import functools
 import gc
 import os
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, cast, final
 
 import torch
@@ -61,34 +60,53 @@ and many others ask for it to tell storages apart."""
 MODULES: Final[tuple[Any, ...]] = (torch, torch.utils.dlpack)
 """Where `to_dlpack` stands as a function; it hands out the address."""
 
-_open: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
-_installed = False
-_lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while the lock is held
-renew_in_children(sys.modules[__name__], "_lock")
-
 
 @final
-class TorchPatches:
-    """One engine's place among those that are told."""
+class WhileOpen:
+    """What is installed for as long as an engine is open; with the last one torch is as it was.
 
-    def __init__(self, engine: AbstractTensorEngine) -> None:
-        self._engine = engine
-        with _lock:
-            _open.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
-            if not _installed:
+    Arguments:
+        install: May be interrupted.
+        uninstall: Takes away what is there, and may be called again.
+    """
+
+    def __init__(self, install: Callable[[], None], uninstall: Callable[[], None]) -> None:
+        self.engines: weakref.WeakSet[AbstractTensorEngine] = weakref.WeakSet()
+        """Those that are open."""
+        self._install, self._uninstall = install, uninstall
+        self._installed = False
+        self._lock = threading.RLock()  # a collection of garbage may find an engine that nobody closed while it is held
+        renew_in_children(self, "_lock")
+
+    def add(self, engine: AbstractTensorEngine) -> None:
+        """It is open, until it is removed or collected."""
+        with self._lock:
+            self.engines.add(engine)  # first: an engine that is collected meanwhile must not find the list empty
+            if not self._installed:
                 try:
-                    _install()
+                    self._installed = True
+                    self._install()
                 except BaseException:  # Ctrl-C
-                    _open.discard(engine)
-                    _uninstall()
+                    self.engines.discard(engine)
+                    self.uninstall()
                     raise
-        weakref.finalize(engine, _uninstall_after_the_last).atexit = False
+        weakref.finalize(engine, self._uninstall_after_the_last).atexit = False
 
-    def remove(self) -> None:
-        """The engine is closed and needs no telling."""
-        with _lock:
-            _open.discard(self._engine)
-            _uninstall_after_the_last()
+    def remove(self, engine: AbstractTensorEngine) -> None:
+        """It is closed."""
+        with self._lock:
+            self.engines.discard(engine)
+            self._uninstall_after_the_last()
+
+    def uninstall(self) -> None:
+        """Nothing is installed any more."""
+        self._uninstall()
+        self._installed = False  # at the end: what was interrupted is done again
+
+    def _uninstall_after_the_last(self) -> None:
+        with self._lock:
+            if self._installed and not tuple(self.engines):  # its length may count one that has just been collected
+                self.uninstall()
 
 
 def others_open(engine: AbstractTensorEngine) -> bool:
@@ -96,12 +114,6 @@ def others_open(engine: AbstractTensorEngine) -> bool:
     if len(_open) == 1 and engine in _open:  # the usual case, without a walk through the set
         return False
     return any(other is not engine for other in tuple(_open))
-
-
-def _uninstall_after_the_last() -> None:
-    with _lock:
-        if _installed and not tuple(_open):  # its length may count an engine that has just been collected
-            _uninstall()
 
 
 def _await_copies() -> None:
@@ -123,8 +135,6 @@ if hasattr(os, "register_at_fork"):
 
 
 def _install() -> None:
-    global _installed
-    _installed = True
     make_them_ask(_steady)
     for name in (*BY_ADDRESS, *READING, *RESIZING):
         _replace(torch.Tensor, name)
@@ -162,7 +172,6 @@ def _replace(owner: Any, name: str) -> None:
 
 
 def _uninstall() -> None:
-    global _installed
     for module in MODULES:
         module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
     if torch.distributed.is_available():
@@ -183,7 +192,10 @@ def _uninstall() -> None:
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
-    _installed = False  # at the end: what was interrupted is done again
+
+
+PATCHES: Final = WhileOpen(_install, _uninstall)
+_open: Final = PATCHES.engines
 
 
 def _telling(original: Any, *, by_address: bool, resizing: bool) -> Any:

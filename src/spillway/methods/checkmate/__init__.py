@@ -17,7 +17,7 @@ Differs from the paper in:
 - Nodes of the backward run once unless `backward_again` asks for more: half of the variables, for schedules that are
   hardly ever better. `lower_bound` leaves them free to run again, so that its bound is one for the paper's program.
 - When time is up the best plan so far is taken, rounding included, and `Solution.gap` says how far it may be off. Plain
-  schedules of checkpoints (`checkpoints.py`) compete: HiGHS takes no schedule to begin with, as Gurobi does.
+  schedules of checkpoints (`Program.checkpoints`) compete: HiGHS takes no schedule to begin with, as Gurobi does.
 
 Not implemented: the paper's cost model of a TPU and its TensorFlow graphs.
 """
@@ -25,7 +25,6 @@ Not implemented: the paper's cost model of a TPU and its TensorFlow graphs.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -35,7 +34,6 @@ from spillway.ir.account import account, comes_back
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
 from spillway.methods.base import AbstractPlanner, Problem
-from spillway.methods.checkmate.checkpoints import checkpoint_schedules
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import Graph, graph_of
 from spillway.methods.checkmate.milp import INFEASIBLE, OPTIMAL, Answer, Program, load_solver
@@ -180,7 +178,7 @@ class _Search:
     def _keep_checkpoints(self) -> None:
         """Whatever the solver finds, it is no worse than checkpoints."""
         program = Program(self.graph, self.allowed)
-        for keep in checkpoint_schedules(self.graph, program.keep):
+        for keep in program.checkpoints():
             if self._left() <= 0:
                 return
             answer = program.rounded(keep, 0.5)
@@ -235,17 +233,13 @@ class _Search:
         for _ in range(TIGHTENED):
             program = Program(self.graph, budget)
             relaxed = program.solve(max(self._left(), 1.0), relaxed=True)
-            for answer in self._roundings(program, relaxed):
-                self._consider(answer, budget)
+            for threshold in THRESHOLDS:
+                answer = program.rounded(relaxed.keep, threshold)
+                if answer is not None:
+                    self._consider(answer, budget)
             if self.best is not None or not relaxed.keep or self._left() <= 0:
                 return
             budget = int(budget * 0.93)
-
-    def _roundings(self, program: Program, relaxed: Answer) -> Iterator[Answer]:
-        for threshold in THRESHOLDS:
-            answer = program.rounded(relaxed.keep, threshold)
-            if answer is not None:
-                yield answer
 
     def failure(self, time_limit: Seconds) -> BudgetInfeasible | NoPlanFound:
         if self.infeasible:

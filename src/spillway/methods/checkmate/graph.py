@@ -281,9 +281,8 @@ class _Builder:
             if self._is_given(self.step.values[read].storage) and self.lives[read].created not in needed
         }
         last = number
-        while last + 1 < len(self.bounds) and self._readable(outside, self.bounds[last + 1][0]):
+        for first, _ in self.bounds[last + 1 :]:
+            if not all(self.lives[value].readable(first) for value in outside):
+                break
             last += 1
         return last
-
-    def _readable(self, values: set[ValueId], moment: int) -> bool:
-        return all(self.lives[value].readable(moment) for value in values)

@@ -20,6 +20,7 @@ from typing import Any, Final, final
 import numpy as np
 
 from spillway.errors import UsageError
+from spillway.ir import Phase
 from spillway.methods.checkmate.graph import Graph
 from spillway.units import Bytes, Seconds
 
@@ -200,6 +201,24 @@ class Program:
                 return None
         return Answer(status=LIMIT, run=frozenset(again), keep=dict.fromkeys(kept, 1.0), bound=0.0)
 
+    def checkpoints(self) -> Iterator[dict[tuple[int, int], float]]:
+        """Schedules that need no solver, and compete with what it finds in time: Chen et al., arXiv:1604.06174.
+
+        For every length from 2 nodes to the whole forward, what is kept if the last node of each segment of the forward
+        is, and the others run again segment by segment.
+        """
+        graph = self.graph
+        forward = sum(graph.step.ops[node.first].phase is Phase.FORWARD for node in graph.nodes)
+        for length in range(2, forward + 1):
+            comes_back = _first_wanted(graph, forward, length)
+            kept: dict[tuple[int, int], float] = {}
+            for stage, index in self.keep:
+                datum = graph.data[index]
+                stays = datum.maker >= forward or datum.maker % length == length - 1
+                used = max((reader for reader in datum.readers if reader < forward), default=0)
+                kept[stage, index] = float(stays or stage <= used or stage > comes_back[datum.maker // length])
+            yield kept
+
     def _wanted(self, stage: int, kept: set[tuple[int, int]]) -> Iterator[int]:
         yield from self.graph.nodes[stage].reads
         yield from (
@@ -231,3 +250,14 @@ def _useful_until(graph: Graph) -> list[int]:
             again = graph.nodes[reader].last_again
             until[index] = max(until[index], *(min(until[d], again) for d in graph.nodes[reader].makes), 0)
     return until
+
+
+def _first_wanted(graph: Graph, forward: int, length: int) -> dict[int, int]:
+    """By segment, the first stage behind the forward that reads anything of it that is not kept."""
+    found: dict[int, int] = {}
+    for datum in graph.data:
+        if datum.maker < forward and datum.maker % length != length - 1:
+            wanted = min((reader for reader in datum.readers if reader >= forward), default=len(graph.nodes))
+            segment = datum.maker // length
+            found[segment] = min(found.get(segment, wanted), wanted)
+    return {segment: found.get(segment, len(graph.nodes)) for segment in range(forward // length + 1)}

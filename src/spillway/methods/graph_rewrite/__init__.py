@@ -41,7 +41,7 @@ from spillway.units import Bytes
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewritten:
+class GraphRewrite:
     """A step with a method in it."""
 
     step: Step
@@ -60,7 +60,7 @@ class Rewritten:
         return self.packed > 0
 
 
-def compressed(step: Step, *, bits: int = 4) -> Rewritten:
+def compressed(step: Step, *, bits: int = 4) -> GraphRewrite:
     """What autograd saves in blocks is packed between the forward of the block and its backward.
 
     Where no blocks are found the whole forward is one.
@@ -78,7 +78,7 @@ def compressed(step: Step, *, bits: int = 4) -> Rewritten:
     return _done(packer, [found.form for found in packer.packs.values()])
 
 
-def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool] | None = None) -> Rewritten:
+def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool] | None = None) -> GraphRewrite:
     """Blocks run a second time, for what autograd saves in them, when the backward reaches them.
 
     Where no blocks are found nothing changes.
@@ -108,12 +108,12 @@ def run_twice(step: Step, *, bits: int | None = None, keeps: Callable[[Op], bool
     return _done(packer, list(waiting))
 
 
-def _done(packer: Packer, waiting: list[ValueId]) -> Rewritten:
+def _done(packer: Packer, waiting: list[ValueId]) -> GraphRewrite:
     saved = dict.fromkeys([*packer.blocks.saved_in_full(), *waiting])
-    return Rewritten(
+    return GraphRewrite(
         step=packer.draft.build(list(saved)), waiting=tuple(waiting), full=packer.full,
         packed=sum(found.nbytes for found in packer.packs.values()),
     )  # fmt: skip
 
 
-__all__ = ["PACK", "UNPACK", "Rewritten", "compressed", "run_twice"]
+__all__ = ["PACK", "UNPACK", "GraphRewrite", "compressed", "run_twice"]

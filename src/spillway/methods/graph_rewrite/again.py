@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from spillway.ir.step import Op, Phase, StorageId, ValueId
-from spillway.ir.step_draft import place_of
+from spillway.ir.step_draft import position_of
 from spillway.ir.timeline import Kind
 from spillway.methods.graph_rewrite.packs import Packer
 from spillway.methods.graph_rewrite.saved_values import Call, SavedInBlocks
@@ -82,27 +82,24 @@ def run_again(run: SecondRun, packer: Packer) -> None:
             unpacked = packer.unpack(packed, run.call, run.before)
             if unpacked is not None:
                 now[number] = unpacked
-    places: dict[StorageId, StorageId] = {}
+    copies: dict[StorageId, StorageId] = {}
     for op in (step.ops[number] for number in run.ops):
         made = []
         for value in op.creates:
             storage = step.values[value].storage
-            if storage not in places:  # or it is a copy of what stands before the block, such as statistics
-                places[storage] = draft.storage(step.storages[storage].nbytes, _kind_again(step.storages[storage].kind))
-            now[value] = draft.value(places[storage])
+            if storage not in copies:  # or it is a copy of what stands before the block, such as statistics
+                info = step.storages[storage]
+                copies[storage] = draft.storage(info.nbytes, info.kind if info.kind in _OURS else Kind.TEMPORARY)
+            now[value] = draft.value(copies[storage])
             made.append(now[value])
         draft.add(
             run.before, op.name, Phase.BACKWARD, [now.get(value, value) for value in op.reads], made, module=op.module,
             flops=op.flops, traffic=op.traffic, seconds=op.seconds, seeded=op.seeded, replayable=op.replayable,
         )  # fmt: skip
     for value in run.wanted:
-        packer.stand_in(places[step.values[value].storage], now[value], value, blocks.reads(value, run.call))
+        packer.stand_in(copies[step.values[value].storage], now[value], value, blocks.reads(value, run.call))
     last = max(op for value in blocks.saved_by(run.call) for op in blocks.reads(value, run.call))
     for number in run.inputs:
         packed = packer.packs.get(step.values[number].storage)
         if packed is not None:  # what the block was called with is held for as long as anything that it saved
-            draft.outlive(packed.place, place_of(last))
-
-
-def _kind_again(kind: Kind) -> Kind:
-    return kind if kind in _OURS else Kind.TEMPORARY
+            draft.outlive(packed.form_storage, position_of(last))

@@ -7,7 +7,7 @@ from typing import Final, final
 
 from spillway.costs.packed_bytes import pack_traffic, packed_bytes, unpack_traffic
 from spillway.ir.step import Phase, StorageId, ValueId
-from spillway.ir.step_draft import Draft, Place, place_of
+from spillway.ir.step_draft import Draft, Position, position_of
 from spillway.ir.timeline import Kind
 from spillway.methods.graph_rewrite.saved_values import Call, SavedInBlocks
 from spillway.units import Bytes
@@ -25,7 +25,7 @@ class PackedStorage:
     """Of the step."""
     value: ValueId
     """What of it is packed."""
-    place: StorageId
+    form_storage: StorageId
     """Of the draft: where the packed form is."""
     form: ValueId
     """The packed form."""
@@ -43,7 +43,7 @@ class Packer:
         """By the storage, in the order of packing."""
         self.full: Bytes = 0
         self._bits = bits
-        self._last: dict[int, Place] = {}
+        self._last: dict[int, Position] = {}
         """Of calls: where they pack what they pack last."""
 
     def pack(self, storage: StorageId, call: Call | None = None) -> PackedStorage | None:
@@ -63,15 +63,17 @@ class Packer:
         packed = packed_bytes(nbytes, dtype, bits, two_values=blocks.is_drawn(storage))
         if packed is None:
             return None
-        place = self.draft.storage(packed, Kind.ACTIVATION)
-        form = self.draft.value(place)
+        form_storage = self.draft.storage(packed, Kind.ACTIVATION)
+        form = self.draft.value(form_storage)
         # A second time it would be rounded another way, by no stream of the model's.
         self._last[call.number] = self.draft.add(
             call.end, PACK, Phase.FORWARD, [value], [form], module=call.name, traffic=pack_traffic(nbytes, packed),
             replayable=False,
         )  # fmt: skip
         self.full += nbytes
-        self.packs[storage] = PackedStorage(storage=storage, value=value, place=place, form=form, nbytes=packed)
+        self.packs[storage] = PackedStorage(
+            storage=storage, value=value, form_storage=form_storage, form=form, nbytes=packed
+        )
         return self.packs[storage]
 
     def unpack(self, found: PackedStorage, call: Call, before: int | None = None) -> ValueId | None:
@@ -84,29 +86,29 @@ class Packer:
             return None
         first = min(reads) if before is None else before
         nbytes = self.blocks.step.storages[found.storage].nbytes
-        place = self.draft.storage(nbytes, Kind.ACTIVATION)
-        value = self.draft.value(place)
+        unpacked = self.draft.storage(nbytes, Kind.ACTIVATION)
+        value = self.draft.value(unpacked)
         self.draft.add(
             first, UNPACK, Phase.BACKWARD, [found.form], [value], module=call.name,
             traffic=unpack_traffic(nbytes, found.nbytes),
         )  # fmt: skip
-        self.stand_in(place, value, found.value, reads)
+        self.stand_in(unpacked, value, found.value, reads)
         return value
 
-    def stand_in(self, place: StorageId, value: ValueId, original: ValueId, reads: list[int]) -> None:
+    def stand_in(self, new: StorageId, value: ValueId, original: ValueId, reads: list[int]) -> None:
         """Let ops of the backward read a new value for one of the step, and it die with the node of the last."""
         for op in reads:
             self.draft.read_instead(op, original, value)
         if reads and max(reads) == max(self.blocks.late_reads(original)):
             storage = self.blocks.step.values[original].storage
-            self.draft.outlive(place, place_of(max(self.blocks.dies_after(storage), *reads)))
+            self.draft.outlive(new, position_of(max(self.blocks.dies_after(storage), *reads)))
 
     def unpack_all(self) -> None:
         """For every call that saved something that is packed. What is packed dies with the last node that has it."""
         for found in self.packs.values():
             for call in self.blocks.owners(found.storage):
                 self.unpack(found, call)
-            self.draft.outlive(found.place, place_of(self.blocks.dies_after(found.storage)))
+            self.draft.outlive(found.form_storage, position_of(self.blocks.dies_after(found.storage)))
 
     def let_go(self) -> None:
         """Let what blocks saved die as soon as neither the forward nor a node or second run wants it in full."""
@@ -116,9 +118,9 @@ class Packer:
             if not wanted and not self.blocks.is_saved_outside(storage):
                 self.draft.end(storage, self._done_with(storage))
 
-    def _done_with(self, storage: StorageId) -> Place:
+    def _done_with(self, storage: StorageId) -> Position:
         """When the forward has named it last, and the block that did has packed all that it packs (rule 2)."""
         named = self.blocks.named_in_forward(storage)
         users = [call for call in self.blocks.calls if any(map(call.covers, named))] + self.blocks.owners(storage)
         packs = (self._last[call.number] for call in users if call.number in self._last)
-        return max([place_of(max(named)), *packs])
+        return max([position_of(max(named)), *packs])

@@ -135,13 +135,12 @@ class SavedInBlocks:
         """Whether chance decided between two values for its elements, and only numbers were applied since."""
         makers = [self.step.ops[self.lives[value].created] for value in self._values[storage]]
         draws = [place for place, op in enumerate(makers) if _base(op) in _DRAWS]
-        if not draws or (_base(makers[draws[-1]]) not in _DRAWS[:1] and self._place(storage, makers[-1]) != 1):
+        if not draws:
+            return False
+        results = [self.step.values[value].storage for value in makers[-1].creates]
+        if _base(makers[draws[-1]]) not in _DRAWS[:1] and results.index(storage) != 1:
             return False
         return all(op.name.endswith(".Scalar") for op in makers[draws[-1] + 1 :])
-
-    def _place(self, storage: StorageId, op: Op) -> int:
-        """Which of its results it is."""
-        return [self.step.values[value].storage for value in op.creates].index(storage)
 
     def values_of(self, storage: StorageId) -> list[ValueId]:
         """All versions of a storage."""

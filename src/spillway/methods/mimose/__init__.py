@@ -1,9 +1,10 @@
 """Mimose: which blocks are recomputed, decided for every input size.
 
-Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU", arXiv:2209.02478. The phases
-(section 4.1) and the data filter (Fig. 12) stand in `phases.py`, the estimator (4.3) in `estimator.py` and `exact.py`,
-Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured, and so the shuttling collector
-(4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes what it measured.
+Liao et al., "Mimose: An Input-Aware Checkpointing Planner for Efficient Training on GPU", arXiv:2209.02478. The two
+phases (section 4.1, "sheltered" and "responsive execution") are `Mimose.phase`; the estimator (4.3) stands in
+`estimator.py` and `exact.py`, Algorithm 1 (4.4) in `scheduler.py`, the plan cache (5) in `cache.py`. What is measured,
+and so the shuttling collector (4.2), is the engine's: `Decision` says what it has to do in a step, `Mimose.end` takes
+what it measured. It measures no block that runs under a checkpoint, and so takes no data filter (Fig. 12).
 
 Differs from the paper in: every field of `Options`, which gives the paper's choice, Spillway's, and the reason.
 `Mimose.as_published` has the paper's. In both:
@@ -36,7 +37,6 @@ from spillway.methods.mimose.cache import PlanCache
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import FitCheck, Quadratic, fit_quadratic
 from spillway.methods.mimose.peaks import Peak, simulate
-from spillway.methods.mimose.phases import Collection, ModuleCall, valid_calls
 from spillway.methods.mimose.planning import PublishedPlanning, SimulatedPlanning
 from spillway.methods.mimose.scheduler import Reading, Selection, select
 from spillway.units import Bytes
@@ -61,7 +61,12 @@ class Mimose(AbstractBlockMethod):
         self.cache = PlanCache(
             self.options.interval, batched=self.options.batched, trusting=not self.options.checks_peak
         )  # fmt: skip
-        self._collection = Collection(self.options.iterations, collects_known_sizes=self.options.collects_known_sizes)
+        self._steps = 0
+        """Of the collecting phase, that have ended."""
+        self._collected: set[InputSize] = set()
+        """Sizes at which blocks were measured in it."""
+        self._settled = False
+        """Whether it ended early, with nothing left to measure."""
         kind = SimulatedPlanning if self.options.checks_peak else PublishedPlanning
         self._planning: SimulatedPlanning | PublishedPlanning = kind(self.options)
 
@@ -86,7 +91,8 @@ class Mimose(AbstractBlockMethod):
     @property
     def phase(self) -> Phase:
         """Of the step that comes next."""
-        return self._collection.phase
+        over = self._settled or self._steps >= self.options.iterations
+        return Phase.PLANNED if over else Phase.COLLECTING
 
     @property
     def collecting(self) -> bool:
@@ -103,8 +109,9 @@ class Mimose(AbstractBlockMethod):
         In the collecting phase, and until every block and the whole model were measured, every block is recomputed.
         """
         if self.collecting:
-            unplanned = BlockPlan.nothing_kept(size, available)
-            return Decision(Phase.COLLECTING, unplanned, not self._planning.ready or self._collection.collects(size))
+            wanted = self.options.collects_known_sizes or size not in self._collected
+            measures = not self._planning.ready or (self.phase is Phase.COLLECTING and wanted)
+            return Decision(Phase.COLLECTING, BlockPlan.nothing_kept(size, available), measures)
         return Decision(Phase.PLANNED, self.plan(size, available), False)
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
@@ -131,13 +138,14 @@ class Mimose(AbstractBlockMethod):
         """
         collecting = self.collecting
         if collecting or self.options.corrects:
-            whole = self.options.first_counts or self._collection.counts_for_whole_model
+            whole = self.options.first_counts or self._steps > 0
             if self._planning.observe(step, blocks, whole=whole):
                 self.cache.forget()
         if collecting:
-            self._collection.end_step(step.size, measured=bool(blocks))
-            if self.options.ends_early and self._collection.steps >= FEWEST and self._planning.settled:
-                self._collection.end()
+            self._steps += 1
+            if blocks:
+                self._collected.add(step.size)
+            self._settled |= self.options.ends_early and self._steps >= FEWEST and self._planning.settled
 
     def nbytes(self, block: int, size: InputSize) -> Bytes:
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""
@@ -163,7 +171,6 @@ __all__ = [
     "Forecast",
     "InputSize",
     "Mimose",
-    "ModuleCall",
     "Options",
     "Peak",
     "Phase",
@@ -175,5 +182,4 @@ __all__ = [
     "fit_quadratic",
     "select",
     "simulate",
-    "valid_calls",
 ]

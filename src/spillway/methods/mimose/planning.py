@@ -13,6 +13,7 @@ from spillway.methods.by_block import BlockPlan, BlockSample, Forecast, InputSiz
 from spillway.methods.mimose.choices import Options
 from spillway.methods.mimose.estimator import (
     Estimate,
+    Estimates,
     FitCheck,
     Laws,
     Quadratic,
@@ -23,7 +24,6 @@ from spillway.methods.mimose.estimator import (
 from spillway.methods.mimose.exact import BytesAt
 from spillway.methods.mimose.peaks import alike, highest, holding, limits, outside, seconds_of, simulate
 from spillway.methods.mimose.scheduler import select
-from spillway.methods.mimose.together import Together
 from spillway.units import Bytes, Seconds
 
 NOTHING: Final = frozenset[int]()
@@ -181,7 +181,7 @@ class SimulatedPlanning(AbstractPlanning):
         self._rest = self._estimate(windows=False)
         self._margin: Bytes = 0
         self._corrected: set[InputSize] = set()
-        self._blocks: tuple[Together, Quadratics] | None = None
+        self._blocks: tuple[Estimates, Quadratics] | None = None
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
         lawless = not self.options.exact_bytes
@@ -306,7 +306,7 @@ class SimulatedPlanning(AbstractPlanning):
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            self._blocks = Together([*self._saved, *self._working]), Quadratics(fits)
+            self._blocks = Estimates([*self._saved, *self._working]), Quadratics(fits)
         estimates, times = self._blocks
         nbytes, blocks = estimates.at(size), len(self._saved)
         return Forecast(

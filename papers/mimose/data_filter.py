@@ -1,56 +1,14 @@
-"""The two phases (section 4.1, "sheltered" and "responsive execution"), and which measurements count (Fig. 12)."""
+"""The data filter of Fig. 12: which measurements of nested modules say what the module saves.
+
+Spillway's engine measures blocks alone, and none that runs under a checkpoint, so that it has nothing to filter. Here
+the filter is held to the three cases of the figure, and to the counters of the public code, by `tests/pure`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
-
-from spillway.methods.by_block import InputSize, Phase
-
-
-@final
-class Collection:
-    """The collecting phase: how long it lasts, and what it measures.
-
-    Arguments:
-        iterations: Its steps.
-        collects_known_sizes: Whether a size is measured more than once.
-    """
-
-    def __init__(self, iterations: int, *, collects_known_sizes: bool) -> None:
-        self.iterations = iterations
-        self.collects_known_sizes = collects_known_sizes
-        self.steps = 0
-        """Steps that have ended."""
-        self.sizes: set[InputSize] = set()
-        """What was measured."""
-        self._over = False
-
-    @property
-    def phase(self) -> Phase:
-        """Of the step that comes next."""
-        return Phase.PLANNED if self._over or self.steps >= self.iterations else Phase.COLLECTING
-
-    def collects(self, size: InputSize) -> bool:
-        """Whether blocks are measured in the coming step, if that has this size."""
-        return self.phase is Phase.COLLECTING and (self.collects_known_sizes or size not in self.sizes)
-
-    @property
-    def counts_for_whole_model(self) -> bool:
-        """Whether the step that runs is a sample of the whole model: the first is not, because optimizer state and
-        libraries come into being in it."""
-        return self.steps > 0
-
-    def end_step(self, size: InputSize, *, measured: bool) -> None:
-        """A step of this size is over."""
-        self.steps += 1
-        if measured:
-            self.sizes.add(size)
-
-    def end(self) -> None:
-        """There is nothing left to measure."""
-        self._over = True
 
 
 @final

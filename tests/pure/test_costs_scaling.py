@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.costs import Law, alike, fit_growth
+from spillway.costs import Law, alike, fit_scaling
 from spillway.costs.scaling import exact_law, exact_laws, law_of
 from spillway.ir import Step
 from tests.pure.small_steps import Line, row
@@ -103,7 +103,7 @@ def test_sizes_that_show_no_padding_leave_several_laws() -> None:
     assert {law.at(81) for law in laws} >= {324, 320, 328, 384}
 
 
-# Growth
+# Scaling
 
 NUMBERS = Callable[[int], int]
 
@@ -122,42 +122,42 @@ BERT = (lambda x: 3072 * x, lambda x: 48 * x**2, lambda x: 3072)
 
 @pytest.mark.parametrize("size", [1, 17, 64, 512, 5000])
 def test_a_step_at_a_size_never_seen_is_the_step_that_would_have_been_recorded(size: int) -> None:
-    growth = fit_growth(steps(SIZES, *BERT))
-    assert growth.step_at(size) == step(size, BERT)
-    assert (growth.inexact, growth.unchecked, growth.doubtful(size)) == ((), (), ())
+    scaling = fit_scaling(steps(SIZES, *BERT))
+    assert scaling.step_at(size) == step(size, BERT)
+    assert (scaling.inexact, scaling.unchecked, scaling.doubtful(size)) == ((), (), ())
 
 
 def test_the_recorded_steps_come_back_as_they_were() -> None:
     recorded = steps(SIZES, lambda x: 7 * up(x, 32), *BERT)
-    growth = fit_growth(recorded)
-    assert {size: growth.step_at(size) for size in SIZES} == recorded
-    assert growth.sizes == SIZES
+    scaling = fit_scaling(recorded)
+    assert {size: scaling.step_at(size) for size in SIZES} == recorded
+    assert scaling.sizes == SIZES
 
 
 def test_a_storage_without_a_law_is_named_and_stays_near() -> None:
     crooked = dict(zip(SIZES, (3001, 4803, 6999, 10104, 14702, 20001), strict=True))
-    growth = fit_growth(steps(SIZES, BERT[0], lambda x: crooked.get(x, 0)))
-    assert growth.inexact == growth.unchecked == (2,)
-    assert growth.doubtful(64) == (2,)
-    assert growth.step_at(120).storages[2].nbytes == pytest.approx(12_000, rel=0.01)
+    scaling = fit_scaling(steps(SIZES, BERT[0], lambda x: crooked.get(x, 0)))
+    assert scaling.inexact == scaling.unchecked == (2,)
+    assert scaling.doubtful(64) == (2,)
+    assert scaling.step_at(120).storages[2].nbytes == pytest.approx(12_000, rel=0.01)
 
 
 def test_sizes_between_which_padding_may_hide_are_doubtful() -> None:
-    growth = fit_growth(steps((32, 64, 96, 128, 160), lambda x: 4 * x))
-    assert growth.doubtful(192) == ()
-    assert growth.doubtful(100) == (0, 1)
-    assert fit_growth(steps((31, 64, 97, 128, 165), lambda x: 4 * x)).doubtful(100) == ()
+    scaling = fit_scaling(steps((32, 64, 96, 128, 160), lambda x: 4 * x))
+    assert scaling.doubtful(192) == ()
+    assert scaling.doubtful(100) == (0, 1)
+    assert fit_scaling(steps((31, 64, 97, 128, 165), lambda x: 4 * x)).doubtful(100) == ()
 
 
 def test_rounding_up_and_down_are_told_apart_by_a_size_without_remainder() -> None:
     odd, even = (31, 45, 69, 101, 147, 199), (31, 48, 69, 101, 147, 199)
-    assert fit_growth(steps(odd, lambda x: 64 * up(x, 2))).doubtful(100) == (0, 1)
-    assert fit_growth(steps(even, lambda x: 64 * up(x, 2))).doubtful(100) == ()
+    assert fit_scaling(steps(odd, lambda x: 64 * up(x, 2))).doubtful(100) == (0, 1)
+    assert fit_scaling(steps(even, lambda x: 64 * up(x, 2))).doubtful(100) == ()
 
 
 @given(st.permutations(SIZES))
 def test_the_order_of_recording_does_not_matter(order: list[int]) -> None:
-    assert fit_growth(steps(order, *BERT)) == fit_growth(steps(SIZES, *BERT))
+    assert fit_scaling(steps(order, *BERT)) == fit_scaling(steps(SIZES, *BERT))
 
 
 def test_seconds_grow_by_the_degree_that_foretells_them_best() -> None:
@@ -167,18 +167,18 @@ def test_seconds_grow_by_the_degree_that_foretells_them_best() -> None:
         return row(*(Line(seconds=seconds * noise) for seconds in times))
 
     noise = (1.01, 0.99, 1.0, 1.01, 0.99, 1.0)
-    growth = fit_growth({size: at(size, n) for size, n in zip(SIZES, noise, strict=True)})
-    curves = [curve for curve in growth.seconds if curve is not None]
+    scaling = fit_scaling({size: at(size, n) for size, n in zip(SIZES, noise, strict=True)})
+    curves = [curve for curve in scaling.seconds if curve is not None]
     assert [len(curve) - 1 for curve in curves] == [0, 1, 2]
-    for found, true in zip(growth.step_at(128).ops, at(128, 1.0).ops, strict=True):
+    for found, true in zip(scaling.step_at(128).ops, at(128, 1.0).ops, strict=True):
         assert found.seconds == pytest.approx(true.seconds, rel=0.03)
 
 
 def test_seconds_never_fall_below_nothing_and_are_left_out_where_a_size_has_none() -> None:
     timed = {size: row(Line(seconds=1e-6 * (size - 30)), Line(seconds=1.0)) for size in SIZES}
-    assert fit_growth(timed).step_at(1).ops[0].seconds == 0
+    assert fit_scaling(timed).step_at(1).ops[0].seconds == 0
     untimed = timed | {SIZES[0]: row(Line(seconds=1.0), Line())}
-    assert [op.seconds is None for op in fit_growth(untimed).step_at(64).ops] == [False, True]
+    assert [op.seconds is None for op in fit_scaling(untimed).step_at(64).ops] == [False, True]
 
 
 # Steps that are not alike
@@ -190,13 +190,13 @@ def test_steps_of_different_ops_are_refused_with_the_op_at_fault() -> None:
     recorded[101] = replace(recorded[101], ops=(recorded[101].ops[0], tanh, *recorded[101].ops[2:]))
     said = "sizes 31 and 101 are not the same ops: op 1 is aten.relu.default in one and aten.tanh.default in the other"
     with pytest.raises(ValueError, match=said):
-        fit_growth(recorded)
+        fit_scaling(recorded)
 
 
 def test_a_loop_that_runs_once_more_is_refused() -> None:
     recorded = steps(SIZES, *BERT) | {200: step(200, (*BERT, *BERT))}
     with pytest.raises(ValueError, match="one has 3 ops and the other 6"):
-        fit_growth(recorded)
+        fit_scaling(recorded)
 
 
 def test_an_op_that_reads_something_else_is_refused() -> None:
@@ -204,7 +204,7 @@ def test_an_op_that_reads_something_else_is_refused() -> None:
     ops = recorded[70].ops
     recorded[70] = replace(recorded[70], ops=(ops[0], replace(ops[1], reads=(0,)), *ops[2:]))
     with pytest.raises(ValueError, match=r"op 1 \(aten.relu.default\) reads, creates or does something else"):
-        fit_growth(recorded)
+        fit_scaling(recorded)
 
 
 def test_a_storage_that_dies_elsewhere_is_refused() -> None:
@@ -212,28 +212,28 @@ def test_a_storage_that_dies_elsewhere_is_refused() -> None:
     dying = replace(recorded[48].storages[3], present_at_end=False)
     recorded[48] = replace(recorded[48], storages=(*recorded[48].storages[:3], dying))
     with pytest.raises(ValueError, match="storage 3 is another"):
-        fit_growth(recorded)
+        fit_scaling(recorded)
 
 
 def test_autograd_that_saves_something_else_is_refused() -> None:
     recorded = steps(SIZES, *BERT)
     recorded[48] = replace(recorded[48], saved=(1,))
     with pytest.raises(ValueError, match="autograd saves others"):
-        fit_growth(recorded)
+        fit_scaling(recorded)
 
 
 @pytest.mark.parametrize("sizes", [(31, 48), (), (0, 1, 2)])
 def test_too_few_sizes_are_refused(sizes: Sequence[int]) -> None:
     with pytest.raises(ValueError, match="3 sizes above 0 or more"):
-        fit_growth({size: step(size, BERT) for size in sizes} if sizes else {})
+        fit_scaling({size: step(size, BERT) for size in sizes} if sizes else {})
 
 
 def test_an_input_without_a_size_is_refused() -> None:
     with pytest.raises(ValueError, match="a size above 0, not 0"):
-        fit_growth(steps(SIZES, *BERT)).step_at(0)
+        fit_scaling(steps(SIZES, *BERT)).step_at(0)
 
 
 def test_sizes_of_the_same_ops_stand_together() -> None:
     recorded = steps((56, 60, 64, 112, 120), *BERT) | {84: step(84, BERT[:2]), 28: step(28, BERT[:2])}
     assert alike(recorded) == ((56, 60, 64, 112, 120), (28, 84))
-    assert fit_growth({size: recorded[size] for size in alike(recorded)[0]}).step_at(70) == step(70, BERT)
+    assert fit_scaling({size: recorded[size] for size in alike(recorded)[0]}).step_at(70) == step(70, BERT)

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import Estimate, Laws
+from spillway.methods.mimose.estimator import MANY, SEVERAL, Estimate, Estimates, Laws
 from spillway.methods.mimose.exact import LARGEST, Parabola, Parabolas
-from spillway.methods.mimose.together import MANY, SEVERAL, Together
 from spillway.units import Bytes
 
 SIZES = (31, 47, 60, 88, 101, 150)
@@ -27,7 +26,7 @@ def estimates(samples: list[dict[InputSize, Bytes]], *, batched: bool = False) -
 
 
 def assert_as_alone(asked: list[Estimate], sizes: list[InputSize]) -> None:
-    together = Together(asked)
+    together = Estimates(asked)
     for size in sizes:
         assert together.at(size) == [one.at(size) for one in asked]
 
