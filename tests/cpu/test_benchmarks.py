@@ -26,7 +26,6 @@ from benchmarks import (
     overlap,
     race,
     random_programs,
-    recording,
     show,
     training,
 )
@@ -55,7 +54,6 @@ from papers.dtr import reference
 from papers.dtr.runtime import Outcome
 from spillway.costs import DEVICES
 from spillway.errors import WorkloadError
-from spillway.units import MiB
 from spillway.workloads import WORKLOADS, Workload, get
 from tests.cpu.benchmarks_quick import named, quick, rows_by
 from tests.shared import shared
@@ -232,16 +230,6 @@ def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
     assert not by_step["linear 4"]["checkmate"]["coarsened"]
     assert by_step["resnet"]["checkmate"]["coarsened"]
     assert [check.met for check in result.checks] == [True] * 4
-
-
-def test_recording_is_measured_as_a_user_does_it() -> None:
-    result = quick("recording")
-    (row,) = result.rows
-    assert row["ops"] > 100
-    assert row["peak_rss_bytes"] > 100 * MiB
-    assert 0 < row["file_bytes"] < row["plain_peak_bytes"]
-    with pytest.raises(RuntimeError, match=r"record nothing.* ended with 1: .*nothing"):
-        recording._recorded(recording.Recording(workload="nothing", options=()), Path("nowhere"))
 
 
 def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
