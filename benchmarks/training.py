@@ -20,20 +20,14 @@ from benchmarks import models
 from benchmarks.record import frozen
 from benchmarks.timing import Clock
 from spillway.internals.process_memory import PeakMemory
-from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
+from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
 from spillway.native.arena import Arena
 from spillway.native.arena import counts as counts_of_arena
-from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
 from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
-
-
-def everything(storage: Candidate) -> bool:
-    """Pins all there is."""
-    return True
 
 
 def published_with(filter: str) -> Delta:
@@ -50,12 +44,6 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
         "delta": Delta,
         "delta-published": Delta.as_published,
         **{f"delta-published, {filter}": partial(published_with, filter) for filter in ("base", "lru", "greedy")},
-        "delta that moves only": lambda: Delta(  # copies are all that such a step waits for: it looks after every op
-            evict_pinned=everything, recomputes="never", looks_after=1
-        ),
-        "delta that moves only, no overlap": lambda: Delta(
-            evict_pinned=everything, recomputes="never", most_copies_out=0, most_copies_in=0
-        ),
         "keep-all": KeepAll,
     }
 )
@@ -129,7 +117,7 @@ def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> 
     return float(loss).hex()
 
 
-COUNTED: Final = ("reloads", "recomputes", "recalls", "early_out", "early_in")
+COUNTED: Final = ("reloads", "recomputes", "recalls")
 
 
 @final
@@ -175,7 +163,7 @@ class Trainer:
 def trainer(
     *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
     checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
-    spill_io: SpillIO = "buffered", arena: bool = False, native: bool = True,
+    arena: bool = False, native: bool = True,
 ) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
@@ -185,7 +173,7 @@ def trainer(
         method: A name in `METHODS`; None for no session.
         budget: Of the session; None only keeps account.
         checkpoints: Whether every block is checkpointed.
-        return_freed: As of `spillway.manage`, like `spill_io`.
+        return_freed: As of `spillway.manage`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
         arena: Whether tensors are born in the arena without a session, as they are with one.
         native: Whether sessions may use the native part.
@@ -206,7 +194,7 @@ def trainer(
     if method is not None:
         session = spillway.manage(
             built.model, built.optimizers, budget=budget, method=METHODS[method](),
-            spill=spillway.SpillOptions(return_freed=return_freed, io=spill_io),
+            spill=spillway.SpillOptions(return_freed=return_freed),
         )  # fmt: skip
     return Trainer(built, inputs, session, memory, served)
 

@@ -23,7 +23,6 @@ from benchmarks import (
     machine,
     modelled,
     models,
-    overlap,
     race,
     random_programs,
     show,
@@ -118,14 +117,6 @@ def test_race_goes_on_without_a_competitor_that_is_refused() -> None:
     refused = [row for row in result.rows if str(row["losses"]).startswith("refused, needs ")]
     assert [row["competitor"] for row in refused] == ["lru, 5 %", "delta-published, 5 %", "delta, 5 %"]
     assert rows_by(result, "competitor")["checkpoint"]["losses"] == "as plain"
-
-
-def test_overlap_moves_the_same_with_and_without_and_begins_early_with_it_alone() -> None:
-    plain, without, beside = quick("overlap").rows
-    assert {row["losses"] for row in (plain, without, beside)} == {"as plain"}
-    assert without["bytes_out"] > 0
-    assert (without["early_share"], beside["early_share"] > 0.2) == (0, True)
-    assert without["ratio"] == 1
 
 
 def test_heuristics_counts_what_each_filter_does_within_the_budget() -> None:
@@ -484,8 +475,7 @@ def test_a_run_that_fails_on_a_gpu_is_a_row_and_leaves_the_others(monkeypatch: p
 
 
 def test_what_the_full_benchmarks_are_run_with_exists() -> None:
-    asked = [(name, options) for name, options, _ in overlap.BENCHMARK.full.models]
-    asked += filters.BENCHMARK.full.models
+    asked = [*filters.BENCHMARK.full.models]
     asked += [(one.model, {**one.options, **one.without_dropout}) for one in race.BENCHMARK.full.contests]
     for name, options in asked:
         inspect.signature(models.MODELS.get(name) or WORKLOADS[name]).bind(**options)
