@@ -42,7 +42,6 @@ from benchmarks.half_memory import (
     WITHOUT,
 )
 from benchmarks.host_cost import KNOWN, NOTHING, RECIPES, TRACKING
-from benchmarks.optimal import OTHERS
 from benchmarks.reach import LargestOp
 from benchmarks.record import Benchmark, Check, Column, Result
 from benchmarks.training import checkpoint_every_block, long_batches, longest_batch, size_of
@@ -203,24 +202,6 @@ def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.Mon
     assert [counted[key] for key in ("runs", "identical", "refused", "wrong", "moves")] == [3, 1, 1, 1, 3]
     assert [check.measured for check in result.checks] == [1]
     assert f"Program 7, {first}: a bit is wrong" in result.notes
-
-
-def test_optimal_sets_every_method_beside_checkmate_and_its_bound() -> None:
-    result = quick("optimal")
-    assert {row["method"] for row in result.rows} == {"checkmate", *OTHERS}
-    by_step: dict[str, dict[str, Any]] = {}
-    for row in result.rows:
-        by_step.setdefault(row["step"], {})[row["method"]] = row
-    assert list(by_step) == ["linear 4", "resnet"]
-    for rows in by_step.values():
-        assert {"checkmate", "sqrt-n", "dtr", "lru", "swap"} <= set(rows)
-        assert rows["checkmate"]["status"] == "ok"
-        assert rows["checkmate"]["x_bound"] >= 1 - 1e-6
-        assert rows["checkmate"]["peak_bytes"] <= rows["checkmate"]["budget_bytes"]
-    assert by_step["linear 4"]["checkmate"]["proof"] == "optimal"
-    assert not by_step["linear 4"]["checkmate"]["coarsened"]
-    assert by_step["resnet"]["checkmate"]["coarsened"]
-    assert [check.met for check in result.checks] == [True] * 4
 
 
 def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
