@@ -236,16 +236,6 @@ def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.Monkey
     assert ratio == pytest.approx(1)
 
 
-def test_compare_counts_the_rows_of_the_whole_command() -> None:
-    result = quick("compare")
-    assert [row["method"] for row in result.rows] == ["keep-all", "lru"]
-    budgets = [column.key for column in result.columns[1:]]
-    assert len(budgets) == 2
-    assert [row[budgets[-1]] for row in result.rows] == ["1.000", "1.000"]
-    assert [(check.measured, check.at_most) for check in result.checks[1:]] == [(0, 0)]
-    assert ": 4 ok, 0 oom, 0 thrash." in result.notes[0]
-
-
 # What the benchmarks stand on
 
 
