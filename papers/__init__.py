@@ -37,9 +37,7 @@ PAPERS: Final = Collection(
         "papaya_here": "papers.papaya.here",
         "papaya_simulated": "papers.papaya.simulated",
         "papaya_implications": "papers.papaya.implications",
-        "gpu_costs": "papers.delta.gpu_costs",
     },
-    on_a_gpu=("gpu_costs",),
 )
 
 

@@ -388,7 +388,7 @@ def test_a_benchmark_without_its_data_is_skipped_with_the_reason_and_writes_noth
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.parametrize("name", [*BENCHMARKS.on_a_gpu, *PAPERS.on_a_gpu])
+@pytest.mark.parametrize("name", BENCHMARKS.on_a_gpu)
 def test_a_benchmark_for_a_gpu_says_that_it_needs_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     benchmark = named(name)
