@@ -154,8 +154,8 @@ CASES = ((109.0, ""), (89.0, ""), (1.0, "b"))
 
 def test_convergence_compares_every_loss() -> None:
     result = quick("convergence")
-    assert [row["step"] for row in result.rows] == [3, 6]
-    assert all(row["equal"] for row in result.rows)
+    assert [row["method"] for row in result.rows] == ["plain", "delta", "delta-published"]
+    assert all(row["moves"] + row["drops"] > 0 for row in result.rows[1:])
     assert [check.measured for check in result.checks] == [0] * 8
 
 

@@ -106,11 +106,10 @@ def test_mimose_budget_measures_the_peak_of_every_step() -> None:
 
 def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> None:
     result = quick("mimose_convergence")
-    (row,) = result.rows
+    _, row = result.rows
     assert row["differing"] == 0
-    assert 0 < row["recomputed_share"] < 1
-    assert all(check.met for check in result.checks)
-    assert result.pictures["mimose_convergence.png"].startswith(b"\x89PNG")
+    assert row["recomputed_blocks"] > 0
+    assert [check.measured for check in result.checks] == [0] * 4
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
