@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from benchmarks import columns
-from benchmarks.drawing import Line, Panel, can_draw, png
+from benchmarks.drawing import Line, Panel, drawn
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.mimose.lab import MARK, Subject, Taken, Trace, blocks_at, build, tracing
 from spillway.engines.blocks.block_engine import BlockEngine, CallReport
@@ -58,14 +58,11 @@ def run(size: Size, tell: Tell) -> Result:
     foretold = {length: _foretold(forecasts[length]) for length in measured}
     rows = [row for figure, blocks in taken.items() for row in _block_rows(figure, size.pictures[figure], blocks)]
     rows += _peak_rows(measured, foretold)
-    pictures = {}
-    if can_draw():
-        pictures["mimose_blocks_10.png"] = png([_drawn(size.pictures[figure], taken[figure]) for figure in taken])
-        pictures["mimose_blocks_11.png"] = png([_drawn_peaks(measured, foretold)])
+    pictures = drawn("mimose_blocks_10.png", [_drawn(size.pictures[figure], taken[figure]) for figure in taken])
+    pictures |= drawn("mimose_blocks_11.png", [_drawn_peaks(measured, foretold)])
     return Result(
         title=TITLE, columns=COLUMNS, rows=rows, checks=_checks(size, taken, measured, foretold),
-        notes=(*NOTES, *([] if pictures else ["Not drawn: matplotlib, the extra `pictures`, is not installed."])),
-        pictures=pictures,
+        notes=NOTES, pictures=pictures,
     )  # fmt: skip
 
 

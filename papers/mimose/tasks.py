@@ -7,12 +7,11 @@ paper's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.drawing import can_draw
+from benchmarks.drawing import Line, Panel, drawn
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab, Paper
 from spillway.costs import device_named
@@ -22,10 +21,6 @@ from spillway.methods import DTR as DTRPolicy
 from spillway.methods.mimose import InputSize, Options
 from spillway.methods.mimose.choices import HALF_GB
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 DEVICE: Final = device_named("v100-pcie")
 GB: Final = 10**9
@@ -110,7 +105,9 @@ def run(size: Size, tell: Tell) -> Result:
         rows=rows,
         checks=[Check(what=what, measured=measured, at_most=most) for what, (measured, most) in checks.items()],
         notes=(*_against_paper(gaps, paper), *notes, *NOTES),
-        pictures={"mimose_tasks.png": png(rows)} if can_draw() else {},
+        pictures=drawn(
+            "mimose_tasks.png", [_panel(name, [row for row in rows if row["task"] == name]) for name in size.tasks]
+        ),
     )
 
 
@@ -272,51 +269,28 @@ def _against_paper(gaps: Mapping[str, Sequence[float]], paper: Paper) -> list[st
 # ---------------------------------------------------------------------- the picture
 
 
-STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "mimose-published": ("#1f5fa8", "o-", "Mimose as published"),
-    "mimose": ("#1f5fa8", "o--", "Mimose"),
-    "static": ("#b0413e", "s-", "static, for the longest batch"),
-    "dtr": ("#5b8c3e", "^--", "DTR, ideal memory"),
-    "dtr as run": ("#5b8c3e", "^-", "DTR as run"),
+DRAWN: Final[Mapping[str, tuple[int, str, str]]] = {
+    PUBLISHED: (0, "o-", "Mimose as published"),
+    DEFAULT: (0, "o--", "Mimose"),
+    STATIC: (1, "s-", "static, for the longest batch"),
+    DTR: (2, "^--", "DTR, ideal memory"),
+    DTR_AS_RUN: (2, "^-", "DTR as run"),
 }
 """Of each way: colour, marker and line, name."""
 
 
-def png(rows: Sequence[Row]) -> bytes:
-    """A panel for each task, as in the paper."""
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(3.1 * len(tasks), 3.2), layout="constrained")
-    for place, task in enumerate(tasks):
-        axes = figure.add_subplot(1, len(tasks), place + 1)
-        _panel(axes, [row for row in rows if row["task"] == task])
-        axes.set_title(task, fontsize=10)
-        axes.set_xlabel("budget, GB", fontsize=8)
-        if not place:
-            axes.set_ylabel("seconds of an epoch, plain = 1", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    written = BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
-
-
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
-    for way, (colour, style, label) in STYLES.items():
+def _panel(task: str, rows: Sequence[Row]) -> Panel:
+    """A task, as in the paper."""
+    lines = []
+    for way, (colour, style, label) in DRAWN.items():
         there = [row for row in rows if row[way] is not None]
-        axes.plot(
-            [row["budget_bytes"] / 1e9 for row in there], [row[way] for row in there], style, color=colour, label=label,
-            markersize=4, linewidth=1.2,
-        )  # fmt: skip
-    first = rows[0]
-    stars = [(first["checkpoint, peak"], first["checkpoint"]), (first["plain_bytes"], 1.0)]
-    axes.plot(
-        [nbytes / 1e9 for nbytes, _ in stars], [seconds for _, seconds in stars], "k*", markersize=9,
-        label="every block recomputed; none",
+        budgets, multiples = [row["budget_bytes"] / GB for row in there], [row[way] for row in there]
+        lines.append(Line(label=label, x=budgets, y=multiples, colour=colour, style=style))
+    stars = [rows[0]["checkpoint, peak"] / GB, rows[0]["plain_bytes"] / GB], [rows[0]["checkpoint"], 1.0]
+    lines.append(Line(label="every block recomputed; none", x=stars[0], y=stars[1], colour=3, style="*"))
+    return Panel(
+        title=task, x=(), across="budget, GB", up="seconds of an epoch, plain = 1", lines=lines, from_zero=False
     )  # fmt: skip
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 BENCHMARK: Final = Benchmark(
