@@ -82,9 +82,8 @@ class Neighbourhood(AbstractCost):
         self._absent = bytearray(storages)
         self._parents: list[list[int]] = [[] for _ in range(storages)]
         self._children: list[list[int]] = [[] for _ in range(storages)]
-        ways = [_Way(storages, self._parents, self._children), _Way(storages, self._children, self._parents)]
+        ways = [(self._parents, self._children), (self._children, self._parents)]
         self._ways = ways if descendants else ways[:1]
-        self._circular = False
 
     def appeared(self, storage: int) -> None:
         self._absent[storage] = 1
@@ -96,104 +95,40 @@ class Neighbourhood(AbstractCost):
     def joined(self, parent: int, child: int) -> None:
         self._parents[child].append(parent)
         self._children[parent].append(child)
-        self._circular |= parent > child  # a view made of more than its base: only these can close a circle
 
     def evicted(self, storage: int) -> None:
         self._absent[storage] = 1
-        cost = self.own[storage]
-        for way in self._ways:
-            around = self._border(storage, way)
-            way.cost[around] += cost
-            way.unsure[around] = True
-            self.least[around] += cost
+        for _, back in self._ways:
+            _, around = self._reached(storage, back)
+            self.least[around] += self.own[storage]
             self.unsure[around] = True
 
     def came(self, storages: Iterable[int]) -> None:
         for storage in storages:
             self._absent[storage] = 0
         for storage in storages:
-            for way in self._ways:
-                self._forget(way, [*self._border(storage, way), storage])
-
-    def _forget(self, way: _Way, storages: list[int]) -> None:
-        """The neighbourhoods of these have become smaller, by an unknown part."""
-        self.least[storages] -= way.cost[storages]
-        way.cost[storages] = 0
-        way.unsure[storages] = True
-        self.unsure[storages] = True
+            for _, back in self._ways:
+                smaller = [storage, *self._reached(storage, back)[1]]
+                self.least[smaller] = self.own[smaller]
+                self.unsure[smaller] = True
 
     def find_out(self, storages: NDArray[np.intp]) -> None:
         for storage in storages.tolist():
-            for way in self._ways:
-                if way.unsure[storage]:
-                    way.unsure[storage] = False
-                    cost = self._sum(storage, way)
-                    self.least[storage] += cost - way.cost[storage]
-                    way.cost[storage] = cost
+            around = [near for towards, _ in self._ways for near in self._reached(storage, towards)[0]]
+            self.least[storage] = self.own[storage] + self.own[around].sum()
         self.unsure[storages] = False
 
-    def _sum(self, storage: int, way: _Way) -> int:
-        """Cost of what is absent and reached from `storage` through nothing but what is absent."""
-        if self._circular:
-            return sum(map(self.own.item, self._walk(storage, way)))
-        within = 0
-        for near in way.towards[storage]:
-            if self._absent[near]:
-                within |= way.within.get(near) or self._reach(near, way)
-        bits = np.frombuffer(within.to_bytes(within.bit_length() // 8 + 1, "little"), np.uint8)
-        return int(self.own[np.flatnonzero(np.unpackbits(bits, bitorder="little"))].sum())
-
-    def _reach(self, storage: int, way: _Way) -> int:
-        """The set, as the bits of a number, of the absent `storage` and what is absent and reached from it."""
-        stack = [storage]
+    def _reached(self, storage: int, edges: list[list[int]]) -> tuple[list[int], list[int]]:
+        """What is absent and reached from `storage` through nothing but what is absent, and what is present behind."""
+        known, absent, present, stack = {storage}, list[int](), list[int](), [storage]
         while stack:
-            reached, ready = 1 << stack[-1], True
-            for near in way.towards[stack[-1]]:
-                if self._absent[near]:
-                    known = way.within.get(near)
-                    if known is None:
+            for near in edges[stack.pop()]:
+                if near not in known:
+                    known.add(near)
+                    (absent if self._absent[near] else present).append(near)
+                    if self._absent[near]:
                         stack.append(near)
-                        ready = False
-                        break
-                    reached |= known
-            if ready:
-                way.within[stack.pop()] = reached
-        return way.within[storage]
-
-    def _walk(self, storage: int, way: _Way) -> set[int]:
-        """The same where storages may need each other in a circle."""
-        found, stack = {storage}, [storage]
-        while stack:
-            for near in way.towards[stack.pop()]:
-                if self._absent[near] and near not in found:
-                    found.add(near)
-                    stack.append(near)
-        return found - {storage}
-
-    def _border(self, storage: int, way: _Way) -> list[int]:
-        """What is present and reaches `storage` through nothing but what is absent; those in between change too."""
-        absent, found, stack = self._absent, {storage}, [storage]
-        border = list[int]()
-        while stack:
-            way.within.pop(stack[-1], None)
-            for near in way.back[stack.pop()]:
-                if near not in found:
-                    found.add(near)
-                    (stack if absent[near] else border).append(near)
-        return border
-
-
-@final
-class _Way:
-    """One of the two directions of a neighbourhood."""
-
-    def __init__(self, storages: int, towards: list[list[int]], back: list[list[int]]) -> None:
-        self.towards = towards
-        self.back = back
-        self.cost: Costs = np.zeros(storages, np.int64)
-        self.unsure = np.zeros(storages, np.bool_)
-        self.within: dict[int, int] = {}
-        """What is absent and reached from an absent storage, where that is known."""
+        return absent, present
 
 
 @final
