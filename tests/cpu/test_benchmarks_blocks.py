@@ -30,14 +30,11 @@ def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() 
 
 def test_compression_measures_bytes_bias_and_training() -> None:
     result = quick("compression")
-    shares = {row["what"]: row["ratio"] for row in result.rows if row["bits"] == 4 and "ratio" in row}
-    assert {what: round(share, 4) for what, share in shares.items() if what != "held"} == {
-        "values": 0.1328, "values, zeros exact": 0.1328, "masks": 0.0312,
-    }  # fmt: skip
-    assert shares["held"] < 0.3
-    assert [row["bits"] for row in result.rows if row["what"] == "training"] == ["plain", 4]
-    assert all(row["bias"] > 0 for row in result.rows if row["what"] in ("unpacked", "gradient"))
-    assert [check.at_most for check in result.checks] == [0.135, 0.165, *[1.2] * 5, 0.02]
+    assert [row["what"] for row in result.rows] == ["held"] * 3 + ["gradient"] * 2 + ["training"] * 2
+    assert [row["bits"] for row in result.rows] == [2, 4, 8, 4, 4, "plain", 4]
+    assert 0.1 < result.rows[1]["ratio"] < 0.3
+    assert all(row["bias"] > 0 for row in result.rows if row["what"] == "gradient")
+    assert [check.at_most for check in result.checks] == [0.25, 1.2, 1.2, 0.02]
 
 
 def test_packing_times_both_directions() -> None:
@@ -52,7 +49,7 @@ def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pyte
 
     unpack = Quantized.unpack
     monkeypatch.setattr(Quantized, "unpack", lambda self, data: unpack(self, data) + 0.01)
-    wrong = compression._values("normal values", 400)
+    wrong = compression._gradients("linear layers, ReLU", 100)
     assert wrong["bias"] > compression.BIAS
 
 
