@@ -19,7 +19,6 @@ from typing import Any, Final, TypeAlias, final
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
-from benchmarks.growth import bert
 from benchmarks.host_cost import CountsOps
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
@@ -254,7 +253,7 @@ def _recompute_checks(rows: Sequence[Row]) -> Iterator[Check]:
 
 
 def _bert(*, layers: int, width: int, batch: int, length: int, judged: bool = True) -> Model:
-    build = partial(bert, length, layers=layers, width=width, batch=batch)
+    build = partial(get, "bert-small", layers=layers, width=width, batch=batch, length=length)
     return Model(name=f"BERT, {layers} x {width}, {batch} x {length}", build=build, judged=judged)
 
 

@@ -19,7 +19,7 @@ from benchmarks.record import Benchmark, Collection, Skipped
 NAMES: Final = (
     "host_cost", "block_cost", "arena", "half_memory", "race", "mimose_speed", "budget", "mimose_budget",
     "reach", "exactness", "block_exactness", "block_programs", "block_refusals", "random_programs", "list_optimizers",
-    "data_dependent", "refusals", "collectives", "op_audit", "modelled", "growth", "simulated",
+    "data_dependent", "refusals", "collectives", "op_audit", "modelled", "simulated",
     "compression", "packing", "files", "compare_models", "gpu", "device_arena",
 )  # fmt: skip
 BENCHMARKS: Final = Collection(

@@ -19,7 +19,6 @@ from benchmarks import (
     columns,
     command,
     exactness,
-    growth,
     machine,
     modelled,
     models,
@@ -52,7 +51,7 @@ from papers.dtr import reference
 from papers.dtr.runtime import Outcome
 from spillway.costs import DEVICES
 from spillway.errors import WorkloadError
-from spillway.workloads import WORKLOADS, Workload, get
+from spillway.workloads import WORKLOADS, get
 from tests.cpu.benchmarks_quick import named, quick, rows_by
 from tests.shared import shared
 
@@ -202,28 +201,6 @@ def test_random_programs_counts_what_became_of_every_run(monkeypatch: pytest.Mon
     assert [counted[key] for key in ("runs", "identical", "refused", "wrong", "moves")] == [3, 1, 1, 1, 3]
     assert [check.measured for check in result.checks] == [1]
     assert f"Program 7, {first}: a bit is wrong" in result.notes
-
-
-def test_growth_foretells_steps_that_were_not_recorded_to_the_byte() -> None:
-    rows = rows_by(quick("growth"), "model")
-    assert list(rows) == ["BERT", "ResNet"]
-    for row in rows.values():
-        assert row["exact"] == row["storages"] > 100
-        assert (row["peak_bytes"], row["wrong_share"], row["doubtful"]) == (row["foretold_bytes"], 0, 0)
-
-
-def test_growth_says_which_sizes_run_other_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(size: int, **_: Any) -> Workload:
-        workload = get("deep-narrow", layers=1 + size % 2, width=4, batch=size)
-        return dataclasses.replace(workload, name="odd or even")
-
-    monkeypatch.setattr(growth, "BUILDS", {"odd or even": build})
-    model = growth.Model(name="odd or even", options={}, recorded=(4, 6, 8, 11), unseen=(10, 13), at_most=0)
-    result = growth.run([model], lambda text: None)
-    even, odd = result.rows
-    assert (even["recorded"], even["exact"]) == ("4, 6, 8", even["storages"])
-    assert (odd["recorded"], "exact" in odd) == ("of the same ops: 11", False)
-    assert [check.met for check in result.checks] == [True, False]
 
 
 def test_modelled_seconds_add_up_to_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
