@@ -52,12 +52,12 @@ def run(size: Size, tell: Tell) -> Result:
         ),
         rows=[_summary(engine, network, rows) for engine, network in dict.fromkeys(_kind(row) for row in rows)],
         checks=[
-            Check(what="named budgets that do not work", measured=sum(not row["works"] for row in exact), at_most=0),
+            Check(what="named budgets that do not work", measured=sum(not row["works"] for row in exact)),
             Check(
                 what="named budgets more than a tenth too much",
-                measured=sum(row["ratio"] > TOO_MUCH for row in rows), at_most=0,
+                measured=sum(row["ratio"] > TOO_MUCH for row in rows)
             ),
-            Check(what="refusals that name a bound from below", measured=len(rows) - len(exact), at_most=0),
+            Check(what="refusals that name a bound from below", measured=len(rows) - len(exact)),
         ],
         notes=(*NOTES, *_wrong(rows)),
     )  # fmt: skip

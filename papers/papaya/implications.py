@@ -148,12 +148,8 @@ def _checks(sweeps: Sequence[Sweep], found: Sequence[Any]) -> Iterator[Check]:
     for sweep, one in zip(sweeps, found, strict=True):
         gains = [gain for point in sweep.points if (gain := point.predicted("checkpoint")) is not None]
         falls = sum(second < first for first, second in pairwise(gains))
-        yield Check(
-            what=f"{sweep.over}: steps of the sweep at which the gain of checkpoints falls", measured=falls, at_most=0
-        )
-        yield Check(
-            what=f"{sweep.over}: without a value from which on checkpoints pay", measured=one is None, at_most=0
-        )
+        yield Check(what=f"{sweep.over}: steps of the sweep at which the gain of checkpoints falls", measured=falls)
+        yield Check(what=f"{sweep.over}: without a value from which on checkpoints pay", measured=one is None)
 
 
 def _notes(depth: Sweep, width: Sweep, devices: Sweep, rows: Sequence[Row], times: float | None) -> Iterator[str]:
