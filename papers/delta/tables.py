@@ -30,6 +30,7 @@ from papers.delta.lab import (
     unexplained,
 )
 from papers.delta.soft_budget import Ran, run_softly
+from papers.networks import differing
 from papers.search import search_largest
 from spillway.costs import Device
 from spillway.ir import Phase, Step
@@ -497,7 +498,7 @@ def _ratios(largest: Mapping[tuple[str, str], Sequence[Found]]) -> list[str]:
 def run(size: Size, tell: Tell) -> Result:
     """Every table, then what can be checked of it."""
     lab = Lab(size, Paper.read(), tell)
-    derived = _derived_wrong(lab)
+    derived = differing(lab.growth("ResNet-50").step_at(size.checked), lab.recorded("ResNet-50", size.checked))
     memory = table_2(lab) + figure_3(lab)
     batches, largest = tables_3_and_4(lab)
     filters, cells = figure_7(lab)
@@ -554,15 +555,6 @@ NOTES: Final = (
     "Memory is what is in use at once (max_memory_allocated), without workspaces of convolutions. Largest batches are "
     "those for which PyTorch's caching allocator, as modelled, has room in 80 GiB, none of them taken by CUDA itself.",
 )
-
-
-def _derived_wrong(lab: Lab) -> int:
-    """Numbers of a step of which a derived one and a recorded one do not agree."""
-    derived = lab.growth("ResNet-50").step_at(lab.size.checked)
-    recorded = lab.recorded("ResNet-50", lab.size.checked)
-    pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
-    pairs += zip(derived.ops, recorded.ops, strict=True)
-    return sum(one != other for one, other in pairs)
 
 
 def _is_baseline(row: Row) -> bool:
