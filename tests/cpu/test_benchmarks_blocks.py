@@ -37,12 +37,6 @@ def test_compression_measures_bytes_bias_and_training() -> None:
     assert [check.at_most for check in result.checks] == [0.25, 1.2, 1.2, 0.02]
 
 
-def test_packing_times_both_directions() -> None:
-    result = quick("packing")
-    assert [row["way"] for row in result.rows] == ["op by op", "without branches"] * 2
-    assert all(row["packing"] > 0 and row["unpacking"] > 0 for row in result.rows)
-
-
 def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import compression
     from spillway.engines.blocks.quantize import Quantized
