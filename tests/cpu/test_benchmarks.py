@@ -173,7 +173,6 @@ def test_reach_finds_a_budget_that_works_and_tries_what_refusals_tell() -> None:
     for row in rows:
         assert row["largest_op_bytes"] <= row["smallest_bytes"] < row["peak_bytes"]
         assert row["refused"] > 0
-        assert row["told_refused"] == 0
         assert row["identical"]
 
 
