@@ -71,7 +71,7 @@ def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
             assert 0 < row["added_per_call"] <= 12 < row["ops"] / row["blocks"]
         elif row["competitor"] == "kept, to be revoked":
             assert row["added_per_call"] > 20
-    assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.01, 1.01, 12, 1.02, 1.02, 1.02, 1.02]
+    assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.02, 1.02] * 2
 
 
 def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget() -> None:
