@@ -54,7 +54,7 @@ def run(size: Size, tell: Tell) -> Result:
         columns=COLUMNS,
         rows=rows,
         checks=[Check(what="modelled step, distance from measured at worst", measured=worst, at_most=size.at_most)],
-        notes=(*NOTES, _of_device(device), *_of_kinds(list(steps.values()), device, everything.shares)),
+        notes=(*NOTES, _of_device(device)),
     )
 
 
@@ -112,17 +112,6 @@ def _of_device(device: Device) -> str:
         f"This machine: {device.flops_per_second / 1e9:.1f} GFLOP/s in a product of matrices, "
         f"{device.bytes_per_second / 1e9:.1f} GB/s of memory, {device.op_seconds * 1e6:.1f} us for the smallest op."
     )
-
-
-def _of_kinds(steps: Sequence[Step], device: Device, shares: Shares) -> list[str]:
-    found = sorted(residuals(steps, device, shares).items(), key=lambda pair: -pair[1].measured)
-    kinds = "; ".join(
-        f"{kind}: {residual.ops} ops, {residual.measured * 1e3:.0f} ms, off by {residual.error:.0%}, shares "
-        f"{shares[kind].compute:.2g} and {shares[kind].memory:.2g}, launch {shares[kind].launch:.2g}"
-        for kind, residual in found
-        if residual.measured
-    )
-    return [f"By kind, with shares of compute and memory: {kinds}."]
 
 
 BENCHMARK: Final = Benchmark(
