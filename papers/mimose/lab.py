@@ -118,21 +118,15 @@ def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
     return counted
 
 
-def blocks_at(subject: Subject, engine: BlockEngine, size: int, *, with_results: bool = False) -> list[Taken]:
+def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
     """A forward with every block kept, which are then given up one by one.
 
-    Args:
-        subject: The model.
-        engine: Its blocks.
-        size: Of the input.
-        with_results: Whether a block's result may go with it if nobody else holds that. Otherwise all results are held:
-            what a block hands on is not its own, and the paper's collector leaves it out as well.
-
-    Raises RuntimeError if a block could not be given up.
+    All results are held: what a block hands on is not its own, and the paper's collector leaves it out as well. Raises
+    RuntimeError if a block could not be given up.
     """
     results: list[Any] = []
     with ExitStack() as hooks:
-        for name in () if with_results else engine.blocks:
+        for name in engine.blocks:
             module = subject.model.get_submodule(name)
             hook = module.register_forward_hook(lambda _module, _args, result: results.append(result))
             hooks.callback(hook.remove)
