@@ -15,8 +15,7 @@ from benchmarks.record import Result, Skipped
 from papers.mimose import detection, estimator, planning
 from papers.mimose.estimator import OURS, PUBLISHED, of_scikit
 from papers.mimose.lab import MARK, Trace, blocks_at, build, tracing
-from papers.mimose.planning import COUNTED, RECOMPUTED, WAYS, nothing_counted
-from spillway.methods.actions import Action
+from papers.mimose.planning import COUNTED, WAYS
 from tests.cpu.benchmarks_quick import named, quick
 from tests.shared import shared
 
@@ -81,17 +80,6 @@ def test_what_a_block_gives_back_is_what_the_engine_counts() -> None:
                 assert min(one.nbytes for one in taken) > 10_000
 
 
-def test_a_result_that_only_its_block_holds_is_found_beside_what_the_block_saves() -> None:
-    pytest.importorskip("transformers")
-    subject = build("ResNet", {"depths": (1, 1), "width": 8, "batch": 2})
-    with subject.engine(33) as engine:
-        subject.loss(33)
-        first, last = blocks_at(subject, engine, 33)
-        assert (first.freed, last.freed) == (first.nbytes, last.nbytes)
-        first, last = blocks_at(subject, engine, 33, with_results=True)
-        assert (first.freed, last.freed) == (first.nbytes, last.nbytes + 2 * 64 * 5 * 5 * 4)
-
-
 # Planning
 
 
@@ -118,24 +106,6 @@ def test_the_full_size_has_a_target_for_24_and_for_96_blocks() -> None:
     assert [(check.measured, check.at_most, check.met) for check in checks] == [
         (200.0, 100.0, False), (200.0, 500.0, True), (1.03, 1.02, False),
     ]  # fmt: skip
-
-
-def test_an_engine_with_what_it_counts_taken_out_trains_the_same() -> None:
-    pytest.importorskip("transformers")
-    gradients: dict[str, list[torch.Tensor]] = {}
-    for way in (RECOMPUTED, COUNTED):
-        subject = build("TC-Bert", TINY)
-        with subject.engine(9, actions=lambda block, call: Action.RECOMPUTE) as engine:
-            torch.manual_seed(0)
-            if way == RECOMPUTED:
-                with nothing_counted():
-                    subject.loss(9).backward()  # type: ignore[no-untyped-call]
-            else:
-                subject.loss(9).backward()  # type: ignore[no-untyped-call]
-            assert [call.recomputes for call in engine.calls] == [1, 1]
-            assert all((call.own_bytes > 0) == (way == COUNTED) for call in engine.calls)
-        gradients[way] = [p.grad for p in subject.model.parameters() if p.grad is not None]
-    assert all(torch.equal(a, b) for a, b in zip(*gradients.values(), strict=True))
 
 
 # Blocks and peaks
