@@ -110,13 +110,14 @@ COLUMNS: Final[Sequence[Column]] = (
     *columns.text(steps="steps", over="over budget", refused="refused", sizes="sizes", plans="learned from"),
     *columns.shares(recomputed_share="recomputed"),
     *columns.text(revoked="revoked"),
-    *columns.ratios(used="peak/budget"),
+    *columns.ratios(used="peak/budget", least_foretold="foretold/peak, least", most_foretold="most"),
     *columns.text(differing_losses="losses that differ"),
 )
 NOTES: Final = (
     "Budget at: 0 is the smallest feasible, 1.01 of the highest peak with every block recomputed over the same steps; "
     "1 is the highest with nothing recomputed. Peaks: of every step, by torch's profiler, which hears of every "
-    "allocation, above what was resident when the step began. Refused: steps that ended in BudgetInfeasible.",
+    "allocation, above what was resident when the step began. Refused: steps that ended in BudgetInfeasible. Foretold: "
+    "what planned steps were expected to take at most, of those in which nothing was revoked.",
     "Losses are those of plain PyTorch with dropout on, bit for bit, where none differ.",
 )
 
@@ -186,6 +187,7 @@ def _row(
     refused = found.count(None)
     highest = max((report.peak_bytes for report in reports), default=0)
     blocks = sum(report.blocks for report in reports)
+    foretold = [r.projected_bytes / r.peak_bytes for r in reports if r.projected_bytes and not r.revoked_blocks]
     return {
         "model": subject.name,
         "share": f"{share:.0%}",
@@ -199,6 +201,8 @@ def _row(
         "recomputed_share": sum(report.recomputed_blocks for report in reports) / max(blocks, 1),
         "revoked": sum(report.revoked_blocks for report in reports),
         "used": highest / budget,
+        "least_foretold": min(foretold, default=None),
+        "most_foretold": max(foretold, default=None),
         "differing_losses": sum(one != other for one, other in zip(losses, found, strict=True)),
     }
 

@@ -6,7 +6,6 @@ the allocator is exact. Nothing is downloaded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -173,15 +172,9 @@ class Trace:
         begin, end = self._marks[mark]
         return [nbytes for at, nbytes in self._events if begin <= at <= end]
 
-    def peak(self, *, since: int | None = None, until: int | None = None) -> Bytes:
-        """Most bytes above those at the start, from the begin of one mark to the begin of another."""
-        held = list(accumulate((nbytes for _, nbytes in self._events), initial=0))
-        begin = 0 if since is None else self._before(since)
-        return max(held[begin:] if until is None else held[begin : self._before(until) + 1])
-
-    def _before(self, mark: int) -> int:
-        """How many changes there were before a mark."""
-        return bisect_left(self._events, (self._marks[mark][0], 0))
+    def peak(self) -> Bytes:
+        """Most bytes above those at the start."""
+        return max(accumulate((nbytes for _, nbytes in self._events), initial=0))
 
 
 def _changes(result: Any) -> list[tuple[int, Bytes]]:
