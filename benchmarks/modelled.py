@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.calibration import calibrate, residuals
+from benchmarks.calibration import apart, calibrate
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
@@ -46,8 +45,8 @@ def run(size: Size, tell: Tell) -> Result:
     everything = calibrate(list(steps.values()), device)
     rows = []
     for name, step in steps.items():
-        others = calibrate([other for called, other in steps.items() if called != name], device).shares
-        rows.append(_row(name, step, device, plain[name], everything.shares, others))
+        others = calibrate([other for called, other in steps.items() if called != name], device)
+        rows.append(_row(name, step, device, plain[name], everything, others))
     worst = max(abs(row["modelled"] / row["measured"] - 1) for row in rows)
     return Result(
         title="Modelled against measured seconds of steps on this CPU",
@@ -85,16 +84,11 @@ def _row(name: str, step: Step, device: Device, plain: float, shares: Shares, ot
         "measured": measured,
         "modelled": modelled,
         "ratio": modelled / measured,
-        "op_error": _op_error(step, device, shares),
+        "op_error": apart(step, device, shares),
         "unseen_ratio": step_seconds(timed(step, device, shares=others)) / measured,
-        "unseen_op_error": _op_error(step, device, others),
+        "unseen_op_error": apart(step, device, others),
         "usual_ratio": step_seconds(timed(step, device)) / measured,
     }
-
-
-def _op_error(step: Step, device: Device, shares: Shares) -> float:
-    found = residuals([step], device, shares).values()
-    return math.fsum(kind.apart for kind in found) / math.fsum(kind.measured for kind in found)
 
 
 def _plain_seconds(workload: Workload, times: int) -> float:
