@@ -548,10 +548,7 @@ NOTES: Final = (
     "Links: " + "; ".join(f"{device.name} {device.out_per_second / 1e9:g} GB/s a direction" for device in LINKS) + ". "
     "The deviation is that of the run with the paper's link. "
     f"Beyond {TOLERANCE:.0%} the letter stands for a paragraph of papers/delta/README.md.",
-    "Assumed, because the paper does not tell: batch 128 in Table II (BERT: 32, told), fp32 without TF32, pictures of "
-    "224 x 224, questions of 384 tokens, GELU as one op, EfficientNet-B0, Adam, units of 2^20 and 2^30 bytes, budgets.",
-    "DELTA and DTR run here as their papers' runs did: under a budget that the policy knows and nobody enforces, DELTA "
-    "without releases in the backward. Under Spillway's controller no step passes its budget.",
+    "What is assumed, and that these runs may pass their budget as the paper's did, stands there as well.",
     "Memory is what is in use at once (max_memory_allocated), without workspaces of convolutions. Largest batches are "
     "those for which PyTorch's caching allocator, as modelled, has room in 80 GiB, none of them taken by CUDA itself.",
 )

@@ -122,11 +122,8 @@ COLUMNS: Final[Sequence[Column]] = (
 )  # fmt: skip
 
 NOTES: Final = (
-    "Lengths: log-normal between the ends of the paper's Fig. 3, which are where one step of an epoch is expected "
-    "beyond; each length of the grid stands for those around it. The data's own lengths are not public. Ten sheltered "
-    "steps, drawn from the same lengths, count into the epochs of Mimose, whose steps are examples over batch size.",
-    "published, static: the paper's planner with its reserve of 0.5 GB; static is its plan for the longest batch, what "
-    "its Fig. 13 calls Sublinear. A share of steps over the budget is one by the account, reserve or not.",
+    "Models, lengths, epochs and budgets: as papers/mimose/README.md assumes. published, static: the paper's planner "
+    "with its reserve of 0.5 GB; static is its plan for the longest batch. Over budget is by the account.",
     f"dtr: {HERITAGE} on the simulated engine, with the whole budget, in no time to choose and in memory without "
     "fragments. dtr as run: fragments and planning take what the paper says of its runs; nothing where it then does "
     "not run at some length, and for QA-XLNet, which theirs could not.",

@@ -195,11 +195,9 @@ COLUMNS: Final = (
 
 NOTES: Final = (
     "BERT in mixed precision on sentences of 128 tokens, 24 layers and hidden size 1024 where that is not swept, "
-    "heads of 64. Steps may take 12.8 GB. x plain: highest throughput by the fits, each method at its largest batch. "
-    "Above a hidden size of 1536 not one sample fits; the published runs of larger ones took more than 12.8 GB.",
-    f"Devices: a ring all-reduce of float32 gradients at {RING / 1e9} GB/s that no compute hides, which is what "
-    "published plain training on 8 comes to; batches are those of one device. Published: a gain of 1.739 on 8 (538.9 "
-    "against 309.9 samples/s), whose measurements are not in the file that is read.",
+    "heads of 64. Steps may take 12.8 GB. x plain: highest throughput by the fits, each method at its largest batch.",
+    f"Devices: a ring all-reduce of float32 gradients at {RING / 1e9} GB/s that no compute hides; batches are those of "
+    "one device. The rest stands in papers/papaya/README.md.",
 )
 
 BENCHMARK: Final = Benchmark(
