@@ -6,10 +6,9 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import accumulate, cycle
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -29,21 +28,12 @@ from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
 
-
-def published_with(filter: str) -> Delta:
-    """The paper's DELTA with one of its three filters."""
-    policy = Delta.as_published()
-    policy.filter = filter
-    return policy
-
-
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {
         "lru": LRU,
         "lru that moves only": lambda: LRU(short_chain=0),
         "delta": Delta,
         "delta-published": Delta.as_published,
-        **{f"delta-published, {filter}": partial(published_with, filter) for filter in ("base", "lru", "greedy")},
         "keep-all": KeepAll,
     }
 )
@@ -117,9 +107,6 @@ def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> 
     return float(loss).hex()
 
 
-COUNTED: Final = ("reloads", "recomputes", "recalls")
-
-
 @final
 class Trainer:
     """One competitor: every call is one step on the next batch."""
@@ -141,9 +128,6 @@ class Trainer:
             loss = float(self.workload.train_step(batch))
         after = resource.getrusage(resource.RUSAGE_SELF)
         report = None if self._session is None else self._session.history[-1].to_json()
-        # What the tensor engine's controller counted and the report does not tell.
-        counters = getattr(getattr(self._session, "_engine", None), "controller", None)
-        counts = {} if counters is None else {name: getattr(counters.counters, name) for name in COUNTED}
         return {
             "wall": clock.wall[0],
             "cpu": clock.cpu[0],
@@ -153,7 +137,6 @@ class Trainer:
             "rss": self._memory.above_start(),
             "report": report,
             "arena": counts_of_arena().peak_resident,
-            "counts": counts,
         }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:

@@ -24,7 +24,6 @@ PAPERS: Final = Collection(
     purpose="Reproduce tables and figures of papers.",
     modules={
         "mimose_planning": "papers.mimose.planning",
-        "heuristics": "papers.delta.filters",
         "convergence": "papers.delta.convergence",
         "mimose_convergence": "papers.mimose.convergence",
         "dtr_reference": "papers.dtr.reference",
