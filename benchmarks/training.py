@@ -6,7 +6,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate, cycle
+from itertools import cycle
 from types import MappingProxyType
 from typing import Any, final
 
@@ -18,6 +18,7 @@ import spillway
 from benchmarks import models
 from benchmarks.record import frozen
 from benchmarks.timing import Clock
+from spillway.engines.blocks.trace import AllocationTrace
 from spillway.internals.process_memory import PeakMemory
 from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
 from spillway.native.arena import Arena
@@ -190,33 +191,25 @@ def warm_up() -> None:
     optimizer.step()
 
 
-@final
-class Profiled:
-    """One competitor without a session: every call is one step, and tells the peak of what was allocated."""
-
-    def __init__(self, step: Trainer, workload: Workload) -> None:
-        self._step = step
-        self._workload = workload
-
-    def __call__(self) -> dict[str, Any]:
-        before = sum(nbytes for nbytes in _held(self._workload).values())
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self._step()
-        events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        return {"peak": before + max(accumulate((nbytes for _, nbytes in changes), initial=0))}
-
-
-def profiled(**options: Any) -> Profiled:
-    """A competitor that tells nothing but its peak, for what no session can watch."""
+def profiled(**options: Any) -> Callable[[], dict[str, Any]]:
+    """A competitor that tells nothing but the peak of each step, for what no session can watch."""
     step = trainer(**options)
-    return Profiled(step, step.workload)
+
+    def measured() -> dict[str, Any]:
+        held = _held(step.workload)
+        trace = AllocationTrace(held)
+        trace.mark()
+        step()
+        (window,) = trace.stop()
+        return {"peak": sum(held.values()) + window.peak}
+
+    return measured
 
 
 def _held(workload: Workload) -> dict[int, Bytes]:
-    """Bytes of parameters, buffers, gradients and optimizer state, by storage."""
+    """Bytes of parameters, buffers, gradients and optimizer state, by their address."""
     tensors = [*workload.model.parameters(), *workload.model.buffers()]
     tensors += [p.grad for p in workload.model.parameters() if p.grad is not None]
     states = [state for optimizer in workload.optimizers for state in optimizer.state.values()]
     tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
