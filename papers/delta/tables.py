@@ -348,15 +348,15 @@ def table_5(lab: Lab) -> list[Row]:
     step = lab.step("ResNet-50", batch)
     links = [device.out_per_second for device in lab.size.devices]
     rows = []
-    for costs in lab.paper.costs:
-        wanted = costs.swap * links[0]
-        output = min(_outputs(step, costs.tensor.partition("(")[0]), key=lambda one: abs(one.nbytes - wanted))
-        rate = output.nbytes / costs.swap / 1e9
+    for tensor, swap, recompute in lab.paper.costs:
+        wanted = swap * links[0]
+        output = min(_outputs(step, tensor.partition("(")[0]), key=lambda one: abs(one.nbytes - wanted))
+        rate = output.nbytes / swap / 1e9
         note = f"{mib(output.nbytes):.0f} MiB at batch {batch}, for which the paper's c_s is {rate:.1f} GB/s"
         swaps = [milliseconds(output.nbytes / link) for link in links]
-        rows.append(figure("V", f"{costs.tensor} c_s", milliseconds(costs.swap), swaps, "ms", why="g", note=note))
-        again, told = milliseconds(output.recompute), milliseconds(costs.recompute)
-        rows.append(figure("V", f"{costs.tensor} c_r", told, (again,), "ms", why="h", note="synchronised, by roofline"))
+        rows.append(figure("V", f"{tensor} c_s", milliseconds(swap), swaps, "ms", why="g", note=note))
+        again, told = milliseconds(output.recompute), milliseconds(recompute)
+        rows.append(figure("V", f"{tensor} c_r", told, (again,), "ms", why="h", note="synchronised, by roofline"))
     largest = max(_outputs(step, "ReLUForward"))
     rows.append(figure("V", "ReLUForward c_s", None, [milliseconds(largest.nbytes / link) for link in links], "ms"))
     rows.append(figure("V", "ReLUForward c_r", None, (milliseconds(largest.recompute),), "ms"))
