@@ -160,10 +160,6 @@ class Measured:
     learned: Samples
     unseen: Mapping[int, Sequence[Taken]]
 
-    def samples(self, count: int) -> Samples:
-        """What is learned from, so many sizes of it."""
-        return dict(list(self.learned.items())[:count])
-
 
 def run(size: Size, tell: Tell) -> Result:
     """Measure the blocks of every model, then let every regressor learn and estimate."""
@@ -201,7 +197,7 @@ def sizes_of(task: Task, size: Size) -> tuple[list[int], list[int]]:
 
 
 def _row(task: Task, name: str, fit: Fit, found: Measured, count: int, times: int) -> Row:
-    samples = found.samples(count)
+    samples = dict(list(found.learned.items())[:count])
     fitted = [_timed(lambda: fit(samples)) for _ in range(times)]
     predict: Predict = fitted[-1][0]
     asked = [(block, size) for size, blocks in found.unseen.items() for block in range(len(blocks))]

@@ -7,10 +7,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
@@ -42,7 +42,7 @@ def stepper(*, way: str, layers: int, width: int, batch: int, length: int) -> Ca
     else:
         layers: Any = subject.model.get_submodule("bert.encoder.layer")
         for layer in layers:
-            _wrap(layer, _shuttled if way == SHUTTLED else _checkpointed)
+            layer.forward = partial(CHECKPOINT if way == CHECKPOINTED else _shuttled, layer.forward)
 
     def step() -> Seconds:
         began = time.process_time()
@@ -64,24 +64,15 @@ def traced() -> Iterator[None]:
     trace.stop()
 
 
-Wrap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+CHECKPOINT: Final = partial(checkpoint, use_reentrant=False)
 
 
-def _wrap(layer: nn.Module, wrap: Wrap) -> None:
-    inner = layer.forward
-    layer.forward = lambda *args, **kwargs: wrap(inner, args, kwargs)  # type: ignore[method-assign]
-
-
-def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _shuttled(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shuttled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Section 4.2: once with everything saved, to be measured and dropped, and once with nothing saved."""
     state = torch.get_rng_state()
     forward(*args, **kwargs)
     torch.set_rng_state(state)
-    return _checkpointed(forward, args, kwargs)
+    return CHECKPOINT(forward, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- planning
