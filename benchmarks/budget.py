@@ -6,7 +6,7 @@ Measured as `spillway demo` measures: every run in a process of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
@@ -86,12 +86,9 @@ def _under(size: Size, peak: Bytes, method: str, percent: int, plain: RunResult,
         found = trained(size.workload, size.steps, method, budget, tell)
     except BudgetInfeasible as refusal:
         return {**cell, "verdict": f"refused: {refusal}"}
-    return {**cell, **_figures(budget, found, plain)}
-
-
-def _figures(budget: Bytes, found: RunResult, plain: RunResult) -> dict[str, Any]:
     reports, difference = found.reports, first_difference(found, plain)
     return {
+        **cell,
         "peak_bytes": highest_peak(reports),
         "steps": len(reports),
         "over": sum(report.peak_bytes > budget for report in reports),
