@@ -23,7 +23,7 @@ from spillway.units import Bytes, GiB, MiB, Seconds
 # ---------------------------------------------------------------------- what the paper says
 
 
-METHODS: Final = ("baseline", "DTR", "DELTA")
+NAMES: Final = ("baseline", "DTR", "DELTA")
 """As the paper's tables name them."""
 
 
@@ -65,7 +65,7 @@ class Paper:
             resnet_gib={
                 (int(row["batch"]), method): float(row[method])
                 for row in figure3
-                for method in METHODS
+                for method in NAMES
                 if row[method] not in ("", "OOM")
             },
             largest={
@@ -229,8 +229,3 @@ def unexplained(rows: Iterable[Row]) -> int:
 def overheads(runs: Iterable[Ran]) -> str:
     """What the runs cost beside a plain step."""
     return "x plain: " + ", ".join(f"{ran.simulation.overhead:.2f}" for ran in runs)
-
-
-def milliseconds(seconds: Seconds) -> float:
-    """For tables."""
-    return seconds * 1e3

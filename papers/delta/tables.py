@@ -16,6 +16,7 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.delta.lab import (
     HERITAGE,
     LINKS,
+    NAMES,
     TOLERANCE,
     WORTH,
     Lab,
@@ -24,7 +25,6 @@ from papers.delta.lab import (
     figure,
     gib,
     mib,
-    milliseconds,
     overheads,
     published,
     unexplained,
@@ -57,7 +57,7 @@ def table_2(lab: Lab) -> list[Row]:
     for model in COMPARED:
         batch = lab.size.batches[model]
         lab.tell(f"Table II: {model}")
-        rows += _methods(lab, "II", model, batch, mib, "MiB", {m: lab.paper.memory_mib[model, m] for m in _NAMES})
+        rows += _methods(lab, "II", model, batch, mib, "MiB", {m: lab.paper.memory_mib[model, m] for m in NAMES})
     batch = lab.size.batches["BERT"]
     composed = lab.step("BERT", batch, activation=COMPOSED).plain_peak()
     note = "the activation of three ops, each of whose results is kept"
@@ -74,12 +74,11 @@ def figure_3(lab: Lab) -> list[Row]:
     rows = []
     for batch in lab.size.curve:
         lab.tell(f"Figure 3: batch {batch}")
-        told = {name: lab.paper.resnet_gib.get((batch, name)) for name in _NAMES}
+        told = {name: lab.paper.resnet_gib.get((batch, name)) for name in NAMES}
         rows += _methods(lab, "Fig. 3", "ResNet-50", batch, gib, "GiB", told)
     return rows
 
 
-_NAMES: Final = ("baseline", "DTR", "DELTA")
 _WHY_MEMORY: Final = {"baseline": "b", "DTR": "d", "DELTA": "c", "DELTA under DTR's": "c"}
 """Explanations in papers/delta/README.md."""
 
@@ -353,13 +352,13 @@ def table_5(lab: Lab) -> list[Row]:
         output = min(_outputs(step, tensor.partition("(")[0]), key=lambda one: abs(one.nbytes - wanted))
         rate = output.nbytes / swap / 1e9
         note = f"{mib(output.nbytes):.0f} MiB at batch {batch}, for which the paper's c_s is {rate:.1f} GB/s"
-        swaps = [milliseconds(output.nbytes / link) for link in links]
-        rows.append(figure("V", f"{tensor} c_s", milliseconds(swap), swaps, "ms", why="g", note=note))
-        again, told = milliseconds(output.recompute), milliseconds(recompute)
+        swaps = [output.nbytes / link * 1e3 for link in links]
+        rows.append(figure("V", f"{tensor} c_s", swap * 1e3, swaps, "ms", why="g", note=note))
+        again, told = output.recompute * 1e3, recompute * 1e3
         rows.append(figure("V", f"{tensor} c_r", told, (again,), "ms", why="h", note="synchronised, by roofline"))
     largest = max(_outputs(step, "ReLUForward"))
-    rows.append(figure("V", "ReLUForward c_s", None, [milliseconds(largest.nbytes / link) for link in links], "ms"))
-    rows.append(figure("V", "ReLUForward c_r", None, (milliseconds(largest.recompute),), "ms"))
+    rows.append(figure("V", "ReLUForward c_s", None, [largest.nbytes / link * 1e3 for link in links], "ms"))
+    rows.append(figure("V", "ReLUForward c_r", None, (largest.recompute * 1e3,), "ms"))
     return rows + _with_launches(lab, step)
 
 
