@@ -21,7 +21,7 @@ from benchmarks.models import bottleneck_resnet, swin_transformer
 from benchmarks.record import frozen
 from papers.mimose.tasks_models import CHOICES, network
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 from spillway.workloads import seed_everything
 
 _VOCABULARY: Final = 1000
@@ -106,7 +106,6 @@ class Taken:
     """Saved inside it, as the engine counts."""
     freed: Bytes
     """What the allocator got back when they were given up."""
-    seconds: Seconds
 
 
 def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
@@ -141,7 +140,7 @@ def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
     if kept:
         raise RuntimeError(f"{kept[0].block} was not given up, because {kept[0].kept_because}.")
     return [
-        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)), seconds=call.seconds)
+        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)))
         for number, call in enumerate(calls)
     ]
 

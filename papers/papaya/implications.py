@@ -68,10 +68,9 @@ def run(size: Size, tell: Tell) -> Result:
         *_rows("hidden size", width, _ratios(SWEEPS[1], published), times),
         *_rows("devices", devices, {("checkpoint", 8): PAPER_GAIN} if published else {}, None),
     ]
-    found = [crossover(one, "checkpoint") for one in (depth, width, devices)]
     return Result(
         title=TITLE, columns=[column for column in COLUMNS if any(column.cell(row) for row in rows)], rows=rows,
-        checks=list(_checks((depth, width, devices), found)),
+        checks=list(_checks((depth, width, devices))),
         notes=(*NOTES, *_notes(depth, width, devices, rows, times)),
     )  # fmt: skip
 
@@ -144,12 +143,13 @@ def _rows(
             }  # fmt: skip
 
 
-def _checks(sweeps: Sequence[Sweep], found: Sequence[Any]) -> Iterator[Check]:
-    for sweep, one in zip(sweeps, found, strict=True):
+def _checks(sweeps: Sequence[Sweep]) -> Iterator[Check]:
+    for sweep in sweeps:
         gains = [gain for point in sweep.points if (gain := point.predicted("checkpoint")) is not None]
         falls = sum(second < first for first, second in pairwise(gains))
+        first = crossover(sweep, "checkpoint")
         yield Check(what=f"{sweep.over}: steps of the sweep at which the gain of checkpoints falls", measured=falls)
-        yield Check(what=f"{sweep.over}: without a value from which on checkpoints pay", measured=one is None)
+        yield Check(what=f"{sweep.over}: without a value from which on checkpoints pay", measured=first is None)
 
 
 def _notes(depth: Sweep, width: Sweep, devices: Sweep, rows: Sequence[Row], times: float | None) -> Iterator[str]:
