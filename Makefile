@@ -44,7 +44,6 @@ test-gpu:
 
 bench-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu device_arena
-	PYTHONPATH=src:. $(GPU_PYTHON) -m papers gpu_costs
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

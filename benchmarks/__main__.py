@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import sys
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+from spillway.processes import ONE_THREAD
 
 
-def main() -> int:
-    """Limit torch to one thread, then run what was asked for."""
+def main(offered: str) -> int:
+    """Limit torch to one thread, then run what was asked for of the benchmarks or the papers."""
     os.environ.update(ONE_THREAD)
     # Only now, because torch reads the limit as it is loaded.
     from benchmarks.command import BENCHMARKS, run
+    from papers import PAPERS
 
-    return run(sys.argv[1:], BENCHMARKS)
+    return run(sys.argv[1:], PAPERS if offered == "papers" else BENCHMARKS)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("benchmarks"))

@@ -19,7 +19,6 @@ from typing import Any, Final, TypeAlias, final
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
-from benchmarks.growth import bert
 from benchmarks.host_cost import CountsOps
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
@@ -161,7 +160,7 @@ def run(size: Size, tell: Tell) -> Result:
         title="what a forward and a backward cost under the block engine",
         columns=COLUMNS,
         rows=rows,
-        checks=[*_idle_checks(judged), *_recompute_checks(judged)],
+        checks=[check for row in judged for check in _checks(row)],
         notes=NOTES,
     )
 
@@ -235,26 +234,21 @@ def _times(clock: Clock, clocks: Mapping[str, Clock], blocks: int) -> dict[str, 
     }
 
 
-def _idle_checks(rows: Sequence[Row]) -> Iterator[Check]:
-    for row in rows:
-        if row["competitor"] == BYPASSED:
-            what = f"idle, times the plain step, {row['model']}"
-            yield Check(what=what, measured=row["ratio"], at_most=IDLE_LIMIT)
-            yield Check(what=f"{what}, CPU", measured=row["cpu_ratio"], at_most=IDLE_LIMIT)
-            what = f"Python calls that idling adds to a call of a block, {row['model']}"
-            yield Check(what=what, measured=row["added_per_call"], at_most=MOST_CALLS)
-
-
-def _recompute_checks(rows: Sequence[Row]) -> Iterator[Check]:
-    for row in rows:
-        if row["competitor"] == RECOMPUTED:
-            what = f"every block recomputed, times torch.utils.checkpoint, {row['model']}"
-            yield Check(what=what, measured=row["ratio_checkpoint"], at_most=RECOMPUTED_LIMIT)
-            yield Check(what=f"{what}, CPU", measured=row["cpu_ratio_checkpoint"], at_most=RECOMPUTED_LIMIT)
+def _checks(row: Row) -> Iterator[Check]:
+    if row["competitor"] == BYPASSED:
+        what = f"idle, times the plain step, {row['model']}"
+        yield Check(what=what, measured=row["ratio"], at_most=IDLE_LIMIT)
+        yield Check(what=f"{what}, CPU", measured=row["cpu_ratio"], at_most=IDLE_LIMIT)
+        what = f"Python calls that idling adds to a call of a block, {row['model']}"
+        yield Check(what=what, measured=row["added_per_call"], at_most=MOST_CALLS)
+    if row["competitor"] == RECOMPUTED:
+        what = f"every block recomputed, times torch.utils.checkpoint, {row['model']}"
+        yield Check(what=what, measured=row["ratio_checkpoint"], at_most=RECOMPUTED_LIMIT)
+        yield Check(what=f"{what}, CPU", measured=row["cpu_ratio_checkpoint"], at_most=RECOMPUTED_LIMIT)
 
 
 def _bert(*, layers: int, width: int, batch: int, length: int, judged: bool = True) -> Model:
-    build = partial(bert, length, layers=layers, width=width, batch=batch)
+    build = partial(get, "bert-small", layers=layers, width=width, batch=batch, length=length)
     return Model(name=f"BERT, {layers} x {width}, {batch} x {length}", build=build, judged=judged)
 
 
@@ -273,11 +267,5 @@ BENCHMARK: Final = Benchmark(
         ),
         rounds=100,
     ),
-    quick=Size(
-        models=(
-            _bert(layers=2, width=64, batch=1, length=8),
-            _resnet(width=2, batch=1),
-        ),
-        rounds=2,
-    ),
+    quick=Size(models=(_bert(layers=2, width=64, batch=1, length=8), _resnet(width=2, batch=1)), rounds=2),
 )

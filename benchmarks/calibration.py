@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from types import MappingProxyType
@@ -13,7 +13,6 @@ from typing import Final, TypeAlias
 import numpy
 from numpy.typing import NDArray
 
-from benchmarks.record import frozen
 from spillway.costs.device import Device
 from spillway.costs.roofline import SHARES, OpKind, Share, Shares, kind_of, modelled, work_of
 from spillway.errors import UsageError
@@ -30,43 +29,7 @@ _UNBOUND: Final = 1e-30
 _Floats: TypeAlias = NDArray[numpy.float64]
 
 
-@frozen
-class Residual:
-    """What the model says about ops of one kind, beside what was measured."""
-
-    ops: int
-    """How many were measured."""
-    measured: Seconds
-    """All of them together."""
-    modelled: Seconds
-    """All of them together, with the shares that were found."""
-    apart: Seconds
-    """Sum of how far the model of each op is from its measurement: 0 for a perfect model, whatever the totals."""
-
-    @property
-    def error(self) -> float:
-        """`apart` as a share of what was measured; 0 if nothing took any time."""
-        return self.apart / self.measured if self.measured else 0.0
-
-
-@frozen
-class Calibration:
-    """Shares of a device, and how well they explain the steps they were found from."""
-
-    shares: Shares
-    """For every kind; a kind without a measured op has the share of `SHARES`."""
-    residuals: Mapping[OpKind, Residual]
-    """For every kind that was measured."""
-
-    @property
-    def error(self) -> float:
-        """Of all ops together: the mean distance between model and measurement, weighted by time."""
-        measured = math.fsum(residual.measured for residual in self.residuals.values())
-        apart = math.fsum(residual.apart for residual in self.residuals.values())
-        return apart / measured if measured else 0.0
-
-
-def calibrate(steps: Sequence[Step], device: Device) -> Calibration:
+def calibrate(steps: Sequence[Step], device: Device) -> Shares:
     """Find shares with which the modelled seconds of each kind of op add up to the measured ones.
 
     Each kind has three unknowns, its shares of compute and of memory and its launch. They come from least squares, none
@@ -88,28 +51,14 @@ def calibrate(steps: Sequence[Step], device: Device) -> Calibration:
     columns = {kind: _columns(rows, device) for kind, rows in samples.items()}
     launch = _usual_launch(list(columns.values()))
     found = {kind: _share(columns[kind], replace(SHARES[kind], launch=launch)) for kind in columns}
-    shares = MappingProxyType({**SHARES, **found})
-    return Calibration(shares=shares, residuals=residuals(steps, device, shares))
+    return MappingProxyType({**SHARES, **found})
 
 
-def residuals(steps: Sequence[Step], device: Device, shares: Shares) -> Mapping[OpKind, Residual]:
-    """The model beside the measurements, kind by kind; also for steps that the shares were not found from."""
-    pairs: dict[OpKind, list[tuple[Seconds, Seconds]]] = defaultdict(list)
-    for step in steps:
-        for op in step.ops:
-            if op.seconds is not None:
-                pairs[kind_of(op)].append((op.seconds, modelled(step, op, device, shares)))
-    return MappingProxyType(
-        {
-            kind: Residual(
-                ops=len(rows),
-                measured=math.fsum(measured for measured, _ in rows),
-                modelled=math.fsum(model for _, model in rows),
-                apart=math.fsum(abs(measured - model) for measured, model in rows),
-            )
-            for kind, rows in sorted(pairs.items())
-        }
-    )
+def apart(step: Step, device: Device, shares: Shares) -> float:
+    """How far the model of single ops is from their measurements, as a share of all of these, whatever the totals."""
+    pairs = [(op.seconds, modelled(step, op, device, shares)) for op in step.ops if op.seconds is not None]
+    measured = math.fsum(seconds for seconds, _ in pairs)
+    return math.fsum(abs(seconds - model) for seconds, model in pairs) / measured if measured else 0.0
 
 
 def _columns(rows: Sequence[tuple[int, int, Seconds]], device: Device) -> _Floats:

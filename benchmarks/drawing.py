@@ -40,6 +40,8 @@ class Panel:
     up: str
     """What y is, with its unit."""
     lines: Sequence[Line]
+    from_zero: bool = True
+    """Whether y begins at 0."""
 
 
 def can_draw() -> bool:
@@ -47,8 +49,10 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def png(panels: Sequence[Panel]) -> bytes:
-    """Panels side by side, each with its own legend."""
+def drawn(name: str, panels: Sequence[Panel]) -> dict[str, bytes]:
+    """A PNG of panels side by side, each with its own legend, by the name of its file; none where none can be drawn."""
+    if not can_draw():
+        return {}
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7 * len(panels), 4.2), layout="constrained")
@@ -62,9 +66,9 @@ def png(panels: Sequence[Panel]) -> bytes:
         axes.set_title(panel.title, loc="left", fontsize=10, color=INK)
         axes.set_xlabel(panel.across, color=INK)
         axes.set_ylabel(panel.up, color=INK)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0 if panel.from_zero else None)
         axes.grid(color=FAINT, linewidth=0.5)
         axes.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     written = BytesIO()
     figure.savefig(written, format="png", dpi=80, metadata={"Software": None})
-    return written.getvalue()
+    return {name: written.getvalue()}

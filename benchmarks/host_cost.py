@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any, Final, final
@@ -34,6 +34,8 @@ _WITH_RECIPES: Final = ("lru", "delta", "delta-published")
 RECIPES: Final = {f"with recipes, {method}": method for method in _WITH_RECIPES}
 KNOWN: Final = {f"known to fit, {method}": method for method in _WITH_RECIPES}
 """The methods of competitors, by their names."""
+LARGE: Final = ", large"
+"""Ends the names of those on the large encoder."""
 
 IN_PYTHON: Final = ", without the hook"
 LIMITS: Final = {
@@ -199,10 +201,10 @@ def run(size: Size, tell: Tell) -> Result:
     """Measure every competitor on the small encoder, and sessions that know that it fits on both."""
     answers = _measured(size, tell)
     ops = ops_of(size.small)
-    plain = _Times(_answers(answers[PLAIN], PLAIN))
-    rows = [_row(kind, size.small, ops, _Times(_answers(answers[kind], kind)), plain) for kind in SMALL]
+    plain = _Times(answers[PLAIN], PLAIN)
+    rows = [_row(kind, size.small, ops, _Times(answers[kind], kind), plain) for kind in SMALL]
     known = [_known_row(kind, size.small, ops, answers[kind]) for kind in KNOWN]
-    known += [_known_row(kind, size.large, ops_of(size.large), answers[_large(kind)]) for kind in KNOWN]
+    known += [_known_row(kind, size.large, ops_of(size.large), answers[kind + LARGE]) for kind in KNOWN]
     real = [_known_row(REAL, name, _ops_of(Real(name)), answers[name]) for name in size.real]
     return Result(
         title="what a step costs beyond plain when nothing has to leave",
@@ -247,33 +249,24 @@ NOTES: Final = (
 def _measured(size: Size, tell: Tell) -> dict[str, list[dict[str, Any]]]:
     small, large = asdict(size.small), asdict(size.large)
     jobs = {kind: _job(kind, small, size.steps) for kind in (*SMALL, *KNOWN)}
-    jobs |= {_large(kind): _job(kind, large, size.large_steps) for kind in KNOWN}
+    jobs |= {kind + LARGE: _job(kind, large, size.large_steps) for kind in KNOWN}
     jobs |= {name: _job(REAL, name, 1) for name in size.real}
     return {name: found[1:] for name, found in answered(jobs, size.rounds, tell).items()}
-
-
-def _large(kind: str) -> str:
-    """The name of the job on the large encoder."""
-    return f"{kind}, large"
 
 
 def _job(kind: str, shape: dict[str, int] | str, steps: int) -> Job:
     return Job(function="benchmarks.host_cost:competitor", options={"kind": kind, "shape": shape, "steps": steps})
 
 
-def _answers(turns: Iterable[dict[str, Any]], kind: str) -> list[Any]:
-    return [turn[kind] for turn in turns]
-
-
 @final
 class _Times:
     """All measurements of a competitor: whole steps, and the ops inside."""
 
-    def __init__(self, turns: Sequence[Any]) -> None:
-        self.wall = [seconds for whole, _ in turns for seconds in whole["wall"]]
-        self.cpu = [seconds for whole, _ in turns for seconds in whole["cpu"]]
-        self.ops_wall = [seconds for _, ops in turns for seconds in ops["wall"]]
-        self.ops_cpu = [seconds for _, ops in turns for seconds in ops["cpu"]]
+    def __init__(self, turns: Sequence[dict[str, Any]], kind: str) -> None:
+        pairs = [turn[kind] for turn in turns]
+        self.wall = [seconds for whole, _ in pairs for seconds in whole["wall"]]
+        self.cpu = [seconds for whole, _ in pairs for seconds in whole["cpu"]]
+        self.ops_cpu = [seconds for _, ops in pairs for seconds in ops["cpu"]]
 
     def edges(self) -> float:
         """Seconds of CPU at the begin and end of a step."""
@@ -292,7 +285,7 @@ def _row(kind: str, shape: Shape | str, ops: int, times: _Times, plain: _Times) 
 
 
 def _known_row(kind: str, shape: Shape | str, ops: int, turns: Sequence[Any]) -> Row:
-    times, plain = _Times(_answers(turns, kind)), _Times(_answers(turns, PLAIN))
+    times, plain = _Times(turns, kind), _Times(turns, PLAIN)
     ratios = {"ratio": median_ratio(times.wall, plain.wall), "cpu_ratio": median_ratio(times.cpu, plain.cpu)}
     return _row(kind, shape, ops, times, plain) | ratios
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.calibration import calibrate, residuals
+from benchmarks.calibration import apart, calibrate
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.calibration.measured import measure
 from spillway.costs import Device, Shares, step_seconds, timed
@@ -46,15 +45,15 @@ def run(size: Size, tell: Tell) -> Result:
     everything = calibrate(list(steps.values()), device)
     rows = []
     for name, step in steps.items():
-        others = calibrate([other for called, other in steps.items() if called != name], device).shares
-        rows.append(_row(name, step, device, plain[name], everything.shares, others))
+        others = calibrate([other for called, other in steps.items() if called != name], device)
+        rows.append(_row(name, step, device, plain[name], everything, others))
     worst = max(abs(row["modelled"] / row["measured"] - 1) for row in rows)
     return Result(
         title="Modelled against measured seconds of steps on this CPU",
         columns=COLUMNS,
         rows=rows,
         checks=[Check(what="modelled step, distance from measured at worst", measured=worst, at_most=size.at_most)],
-        notes=(*NOTES, _of_device(device), *_of_kinds(list(steps.values()), device, everything.shares)),
+        notes=(*NOTES, _of_device(device)),
     )
 
 
@@ -85,16 +84,11 @@ def _row(name: str, step: Step, device: Device, plain: float, shares: Shares, ot
         "measured": measured,
         "modelled": modelled,
         "ratio": modelled / measured,
-        "op_error": _op_error(step, device, shares),
+        "op_error": apart(step, device, shares),
         "unseen_ratio": step_seconds(timed(step, device, shares=others)) / measured,
-        "unseen_op_error": _op_error(step, device, others),
+        "unseen_op_error": apart(step, device, others),
         "usual_ratio": step_seconds(timed(step, device)) / measured,
     }
-
-
-def _op_error(step: Step, device: Device, shares: Shares) -> float:
-    found = residuals([step], device, shares).values()
-    return math.fsum(kind.apart for kind in found) / math.fsum(kind.measured for kind in found)
 
 
 def _plain_seconds(workload: Workload, times: int) -> float:
@@ -112,17 +106,6 @@ def _of_device(device: Device) -> str:
         f"This machine: {device.flops_per_second / 1e9:.1f} GFLOP/s in a product of matrices, "
         f"{device.bytes_per_second / 1e9:.1f} GB/s of memory, {device.op_seconds * 1e6:.1f} us for the smallest op."
     )
-
-
-def _of_kinds(steps: Sequence[Step], device: Device, shares: Shares) -> list[str]:
-    found = sorted(residuals(steps, device, shares).items(), key=lambda pair: -pair[1].measured)
-    kinds = "; ".join(
-        f"{kind}: {residual.ops} ops, {residual.measured * 1e3:.0f} ms, off by {residual.error:.0%}, shares "
-        f"{shares[kind].compute:.2g} and {shares[kind].memory:.2g}, launch {shares[kind].launch:.2g}"
-        for kind, residual in found
-        if residual.measured
-    )
-    return [f"By kind, with shares of compute and memory: {kinds}."]
 
 
 BENCHMARK: Final = Benchmark(

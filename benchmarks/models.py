@@ -1,4 +1,4 @@
-"""Models that stand beside those that come with Spillway: recurrent, U-shaped, grouped, depthwise, and one to copy by.
+"""Models that stand beside those that come with Spillway: recurrent, U-shaped, grouped, depthwise.
 
 Made-up data: how long a step takes and what it keeps does not depend on what is in a picture.
 """
@@ -134,10 +134,10 @@ def lstm(seed: int = 0, *, width: int = 256, layers: int = 6, batch: int = 16, l
 # ---------------------------------------------------------------------- pictures
 
 
-def _pictures(steps: int, *, batch: int, side: int, channels: int = 3) -> Iterator[tuple[Tensor, ...]]:
+def _pictures(steps: int, *, batch: int, side: int) -> Iterator[tuple[Tensor, ...]]:
     stream = torch.Generator().manual_seed(1)
     for _ in range(steps):
-        yield torch.randn(batch, channels, side, side, generator=stream), torch.randint(10, (batch,), generator=stream)
+        yield torch.randn(batch, 3, side, side, generator=stream), torch.randint(10, (batch,), generator=stream)
 
 
 def _classified(model: nn.Module, batch: Batch) -> Tensor:
@@ -240,32 +240,10 @@ def efficientnet(seed: int = 0, *, width: int = 16, blocks: int = 3, batch: int 
     return _bottlenecks("efficientnet", seed, (width, 2 * width, 4 * width), blocks, 4.0, 0, batch, side)
 
 
-# ---------------------------------------------------------------------- much to copy and little to do
-
-
-class Stripe(nn.Module):
-    """Adds to each channel, then bends. [batch, width, h, w] -> the same"""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.lift = nn.Parameter(torch.randn(width, 1, 1) / 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.leaky_relu(x + self.lift, 0.9)
-
-
-def stripes(seed: int = 0, *, width: int = 16, layers: int = 24, batch: int = 8, side: int = 128) -> Workload:
-    """Few operations for each byte that is kept for the backward."""
-    seed_everything(seed)
-    model = nn.Sequential(*(Stripe(width) for _ in range(layers)))
-    batches = partial(_pictures, batch=batch, side=side, channels=width)
-    return _training("stripes", model, batches, _restored)
-
-
 MODELS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {"lstm": lstm, "unet": unet, "resnext": resnext, "efficientnet": efficientnet, "stripes": stripes}
+    {"lstm": lstm, "unet": unet, "resnext": resnext, "efficientnet": efficientnet}
 )
 """Those above, by name."""
 
-BLOCKS = (Recurrence, Convolutions, Bottleneck, Stripe)
+BLOCKS = (Recurrence, Convolutions, Bottleneck)
 """Their blocks, for `torch.utils.checkpoint`."""

@@ -51,8 +51,8 @@ class Check:
     """What was measured, with its unit."""
     measured: float
     """The figure."""
-    at_most: float
-    """The target."""
+    at_most: float = 0
+    """The target; 0 for what is counted and must not be."""
 
     @property
     def met(self) -> bool:

@@ -18,7 +18,7 @@ from spillway.methods import METHODS
 from spillway.methods.base import AbstractPolicy
 from spillway.recording import record
 from spillway.simulation.simulated_engine import Simulation, simulate
-from spillway.units import Bytes, MiB
+from spillway.units import Bytes, MiB, Seconds
 from spillway.workloads import Workload
 
 METHODS_COMPARED: Final = ("lru", "delta")
@@ -45,33 +45,18 @@ class Size:
     """Whether the machine on paper is measured now, and not remembered from another day and load."""
 
 
-@frozen
-class Real:
-    """What real steps did."""
-
-    plain: float
-    """Seconds of a plain step; the median."""
-    managed: float
-    """Seconds of a step under the budget; the median."""
-    last: spillway.StepReport
-    """The last of them."""
-
-
-def measured(workload: tuple[str, dict[str, Any]], allowed: Bytes, method: AbstractPolicy, steps: int) -> Real:
-    """Plain steps of one copy of the workload and managed steps of another take turns, so that both see the same
-    machine."""
+def measured(
+    workload: tuple[str, dict[str, Any]], allowed: Bytes, method: AbstractPolicy, steps: int
+) -> tuple[Seconds, Seconds, spillway.StepReport]:
+    """Seconds of a plain step and of a managed one, medians, and the last report. Plain steps of one copy of the
+    workload and managed steps of another take turns, so that both see the same machine."""
     plain, managed = build(*workload), build(*workload)
     batch = next(iter(plain.batches(1)))
     for one in (plain, managed):
         one.train_step(batch)
     times: tuple[list[float], list[float]] = ([], [])
-    with spillway.manage(
-        managed.model,
-        managed.optimizers,
-        budget=allowed,
-        method=method,
-        spill=spillway.SpillOptions(return_freed=False),
-    ) as memory:
+    spill = spillway.SpillOptions(return_freed=False)
+    with spillway.manage(managed.model, managed.optimizers, budget=allowed, method=method, spill=spill) as memory:
         for number in range(WARM + steps):
             with memory.step(batch):
                 managed.train_step(batch)
@@ -80,7 +65,7 @@ def measured(workload: tuple[str, dict[str, Any]], allowed: Bytes, method: Abstr
                 times[0].append(beside)
                 times[1].append(memory.history[-1].seconds)
         last = memory.history[-1]
-    return Real(plain=statistics.median(times[0]), managed=statistics.median(times[1]), last=last)
+    return statistics.median(times[0]), statistics.median(times[1]), last
 
 
 def _seconds(workload: Workload, batch: Any) -> float:
@@ -108,15 +93,15 @@ def _row(
     workload: tuple[str, dict[str, Any]], recorded: Recorded, share: float, method: str, device: Device, steps: int
 ) -> Row:
     allowed = int(recorded.step.plain_peak() * share)
-    real = measured(workload, allowed, _policy(method), steps)
+    plain, seconds, last = measured(workload, allowed, _policy(method), steps)
     ran: Simulation = simulate(
         recorded.step, allowed=allowed, method=_policy(method), device=device, steps=WARM + steps,
     )  # fmt: skip
-    overhead, last = real.managed / real.plain, real.last
+    overhead = seconds / plain
     return {
         "workload": workload[0], "method": method, "share": share, "allowed": allowed,
         "overhead": overhead, "simulated_overhead": ran.overhead, "of_real": ran.overhead / overhead,
-        "plain_seconds": real.plain, "ops_seconds": ran.plain_seconds,
+        "plain_seconds": plain, "ops_seconds": ran.plain_seconds,
         "stall": last.stall_seconds, "simulated_stall": ran.stall_seconds,
         "moves": last.moves, "simulated_moves": ran.moves, "drops": last.drops, "simulated_drops": ran.drops,
         "peak": last.peak_bytes, "simulated_peak": ran.peak_bytes, "status": ran.status,

@@ -6,10 +6,9 @@ import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from itertools import accumulate, cycle
+from itertools import cycle
 from types import MappingProxyType
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +18,16 @@ import spillway
 from benchmarks import models
 from benchmarks.record import frozen
 from benchmarks.timing import Clock
+from spillway.engines.blocks.trace import AllocationTrace
 from spillway.internals.process_memory import PeakMemory
-from spillway.methods import LRU, AbstractPolicy, Candidate, Delta, KeepAll
+from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
 from spillway.native.arena import Arena
 from spillway.native.arena import counts as counts_of_arena
-from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
 from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
-
-
-def everything(storage: Candidate) -> bool:
-    """Pins all there is."""
-    return True
-
-
-def published_with(filter: str) -> Delta:
-    """The paper's DELTA with one of its three filters."""
-    policy = Delta.as_published()
-    policy.filter = filter
-    return policy
-
 
 METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
     {
@@ -49,13 +35,6 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
         "lru that moves only": lambda: LRU(short_chain=0),
         "delta": Delta,
         "delta-published": Delta.as_published,
-        **{f"delta-published, {filter}": partial(published_with, filter) for filter in ("base", "lru", "greedy")},
-        "delta that moves only": lambda: Delta(  # copies are all that such a step waits for: it looks after every op
-            evict_pinned=everything, recomputes="never", looks_after=1
-        ),
-        "delta that moves only, no overlap": lambda: Delta(
-            evict_pinned=everything, recomputes="never", most_copies_out=0, most_copies_in=0
-        ),
         "keep-all": KeepAll,
     }
 )
@@ -129,9 +108,6 @@ def managed_step(workload: Workload, batch: Batch, memory: spillway.Session) -> 
     return float(loss).hex()
 
 
-COUNTED: Final = ("reloads", "recomputes", "recalls", "early_out", "early_in")
-
-
 @final
 class Trainer:
     """One competitor: every call is one step on the next batch."""
@@ -153,9 +129,6 @@ class Trainer:
             loss = float(self.workload.train_step(batch))
         after = resource.getrusage(resource.RUSAGE_SELF)
         report = None if self._session is None else self._session.history[-1].to_json()
-        # What the tensor engine's controller counted and the report does not tell.
-        counters = getattr(getattr(self._session, "_engine", None), "controller", None)
-        counts = {} if counters is None else {name: getattr(counters.counters, name) for name in COUNTED}
         return {
             "wall": clock.wall[0],
             "cpu": clock.cpu[0],
@@ -165,7 +138,6 @@ class Trainer:
             "rss": self._memory.above_start(),
             "report": report,
             "arena": counts_of_arena().peak_resident,
-            "counts": counts,
         }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:
@@ -175,7 +147,7 @@ class Trainer:
 def trainer(
     *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
     checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
-    spill_io: SpillIO = "buffered", arena: bool = False, native: bool = True,
+    arena: bool = False, native: bool = True,
 ) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
@@ -185,7 +157,7 @@ def trainer(
         method: A name in `METHODS`; None for no session.
         budget: Of the session; None only keeps account.
         checkpoints: Whether every block is checkpointed.
-        return_freed: As of `spillway.manage`, like `spill_io`.
+        return_freed: As of `spillway.manage`.
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
         arena: Whether tensors are born in the arena without a session, as they are with one.
         native: Whether sessions may use the native part.
@@ -206,7 +178,7 @@ def trainer(
     if method is not None:
         session = spillway.manage(
             built.model, built.optimizers, budget=budget, method=METHODS[method](),
-            spill=spillway.SpillOptions(return_freed=return_freed, io=spill_io),
+            spill=spillway.SpillOptions(return_freed=return_freed),
         )  # fmt: skip
     return Trainer(built, inputs, session, memory, served)
 
@@ -219,33 +191,25 @@ def warm_up() -> None:
     optimizer.step()
 
 
-@final
-class Profiled:
-    """One competitor without a session: every call is one step, and tells the peak of what was allocated."""
-
-    def __init__(self, step: Trainer, workload: Workload) -> None:
-        self._step = step
-        self._workload = workload
-
-    def __call__(self) -> dict[str, Any]:
-        before = sum(nbytes for nbytes in _held(self._workload).values())
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self._step()
-        events: Any = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        return {"peak": before + max(accumulate((nbytes for _, nbytes in changes), initial=0))}
-
-
-def profiled(**options: Any) -> Profiled:
-    """A competitor that tells nothing but its peak, for what no session can watch."""
+def profiled(**options: Any) -> Callable[[], dict[str, Any]]:
+    """A competitor that tells nothing but the peak of each step, for what no session can watch."""
     step = trainer(**options)
-    return Profiled(step, step.workload)
+
+    def measured() -> dict[str, Any]:
+        held = _held(step.workload)
+        trace = AllocationTrace(held)
+        trace.mark()
+        step()
+        (window,) = trace.stop()
+        return {"peak": sum(held.values()) + window.peak}
+
+    return measured
 
 
 def _held(workload: Workload) -> dict[int, Bytes]:
-    """Bytes of parameters, buffers, gradients and optimizer state, by storage."""
+    """Bytes of parameters, buffers, gradients and optimizer state, by their address."""
     tensors = [*workload.model.parameters(), *workload.model.buffers()]
     tensors += [p.grad for p in workload.model.parameters() if p.grad is not None]
     states = [state for optimizer in workload.optimizers for state in optimizer.state.values()]
     tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

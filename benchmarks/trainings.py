@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from benchmarks import workloads
-from benchmarks.record import Check, Tell
+from benchmarks.record import Tell
 from spillway.subprocess_runs import run as launch
-from spillway.subprocess_runs.rows import first_difference
 from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone
 from spillway.units import Bytes
 
@@ -31,14 +30,3 @@ def trained(workload: str, steps: int, method: str | None, budget: Bytes | None,
 def differing(found: RunResult, plain: RunResult) -> int:
     """Losses that are not the same in all bits."""
     return sum(one != other for one, other in zip(found.losses, plain.losses, strict=True))
-
-
-def kept(method: str, found: RunResult, plain: RunResult, budget: Bytes) -> list[Check]:
-    """That nothing differs from plain training, and no step passes the budget."""
-    difference, over = first_difference(found, plain), sum(report.peak_bytes > budget for report in found.reports)
-    what = f"{method}: losses that differ from plain, of {len(plain.losses)}"
-    return [
-        Check(what=what, measured=differing(found, plain), at_most=0),
-        Check(what=f"{method}: {difference or 'differences at the end'}", measured=difference is not None, at_most=0),
-        Check(what=f"{method}: steps over budget", measured=over, at_most=0),
-    ]

@@ -24,7 +24,6 @@ PAPERS: Final = Collection(
     purpose="Reproduce tables and figures of papers.",
     modules={
         "mimose_planning": "papers.mimose.planning",
-        "heuristics": "papers.delta.filters",
         "convergence": "papers.delta.convergence",
         "mimose_convergence": "papers.mimose.convergence",
         "dtr_reference": "papers.dtr.reference",
@@ -37,9 +36,7 @@ PAPERS: Final = Collection(
         "papaya_here": "papers.papaya.here",
         "papaya_simulated": "papers.papaya.simulated",
         "papaya_implications": "papers.papaya.implications",
-        "gpu_costs": "papers.delta.gpu_costs",
     },
-    on_a_gpu=("gpu_costs",),
 )
 
 

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import built
+from spillway.ir import Step
 
 SIDE: Final = 224
 """Pixels along a side of a picture."""
 CLASSES: Final = 1000
-
-
-def imagenet_resnet(depths: Sequence[int]) -> nn.Module:
-    """A ResNet of bottlenecks (He et al. 2016, table 1) with so many blocks in each stage."""
-    widths = [256, 512, 1024, 2048][: len(depths)]  # channels that come out of each stage
-    model: nn.Module = built(
-        "ResNetForImageClassification", depths=list(depths), hidden_sizes=widths, num_labels=CLASSES
-    )
-    return model
+WIDTH: Final = 64
+"""Of the first stage of a ResNet of bottlenecks: He et al. 2016, table 1."""
 
 
 def widen(model: nn.Module, *, groups: int = 1) -> None:
@@ -66,3 +59,10 @@ def dropout_of_cuda() -> Iterator[None]:
         yield
     finally:
         nn.functional.dropout = usual
+
+
+def differing(derived: Step, recorded: Step) -> int:
+    """Storages and ops of which a derived step and a recorded one do not say the same."""
+    pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
+    pairs += zip(derived.ops, recorded.ops, strict=True)
+    return sum(one != other for one, other in pairs)

@@ -23,7 +23,7 @@ from spillway.units import Bytes, GiB, MiB, Seconds
 # ---------------------------------------------------------------------- what the paper says
 
 
-METHODS: Final = ("baseline", "DTR", "DELTA")
+NAMES: Final = ("baseline", "DTR", "DELTA")
 """As the paper's tables name them."""
 
 
@@ -37,15 +37,6 @@ class Largest:
 
 
 @frozen
-class Costs:
-    """A row of Table V, in seconds."""
-
-    tensor: str
-    swap: float
-    recompute: float
-
-
-@frozen
 class Paper:
     """What the paper says."""
 
@@ -55,8 +46,8 @@ class Paper:
     """Figure 3 by batch and method; nothing where it ran out of memory or was not told."""
     largest: dict[tuple[str, str], Largest]
     """Tables III and IV by model and method."""
-    costs: tuple[Costs, ...]
-    """Table V."""
+    costs: list[tuple[str, Seconds, Seconds]]
+    """Table V: a tensor, what swapping it takes, and what recomputing it takes."""
     claims: dict[str, str]
     """What stands in the text, by number."""
 
@@ -74,7 +65,7 @@ class Paper:
             resnet_gib={
                 (int(row["batch"]), method): float(row[method])
                 for row in figure3
-                for method in METHODS
+                for method in NAMES
                 if row[method] not in ("", "OOM")
             },
             largest={
@@ -84,13 +75,10 @@ class Paper:
                 for model, name in (("ResNet-50", "table3_maxbs_resnet50"), ("ResNet-101", "table4_maxbs_resnet101"))
                 for row in _rows(folder, name)
             },
-            costs=tuple(
-                Costs(
-                    tensor=f"{row['tensor']}({row['id']})", swap=float(row["c_s_us"]) / 1e6,
-                    recompute=float(row["c_r_us"]) / 1e6,
-                )
+            costs=[
+                (f"{row['tensor']}({row['id']})", float(row["c_s_us"]) / 1e6, float(row["c_r_us"]) / 1e6)
                 for row in _rows(folder, "table5_costs_us")
-            ),
+            ],
             claims={row["id"]: f"{row['value']} {row['unit']}".strip() for row in _rows(folder, "text_claims")},
         )  # fmt: skip
 
@@ -241,8 +229,3 @@ def unexplained(rows: Iterable[Row]) -> int:
 def overheads(runs: Iterable[Ran]) -> str:
     """What the runs cost beside a plain step."""
     return "x plain: " + ", ".join(f"{ran.simulation.overhead:.2f}" for ran in runs)
-
-
-def milliseconds(seconds: Seconds) -> float:
-    """For tables."""
-    return seconds * 1e3

@@ -12,8 +12,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import built, pictures_of, repeated
-from papers.networks import CLASSES, SIDE, imagenet_resnet, widen
+from benchmarks.models import bottleneck_resnet, built, pictures_of, repeated
+from papers.networks import CLASSES, SIDE, WIDTH, widen
 from spillway.workloads import Workload
 
 LENGTH: Final = 384
@@ -26,7 +26,7 @@ DEPTHS: Final = {"ResNet-50": (3, 4, 6, 3), "ResNet-101": (3, 4, 23, 3), "ResNeX
 
 def resnet(name: str, batch: int, *, blocks: tuple[int, ...] | None = None, side: int = SIDE) -> Workload:
     """ResNet-50, ResNet-101 or ResNeXt-50."""
-    model = imagenet_resnet(blocks or DEPTHS[name])
+    model = bottleneck_resnet(blocks or DEPTHS[name], WIDTH, CLASSES)
     if name == "ResNeXt-50":
         widen(model, groups=GROUPS)
     return _workload(name, model, batch, pictures_of(batch, side))

@@ -7,7 +7,7 @@ Here the controller is given the device's whole memory, and the policy one that 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, cast, final
 
 from benchmarks.record import frozen
@@ -84,9 +84,10 @@ class SoftBudget(AbstractPolicy):
         """What the policy foresees under its budget, or proposes while more than that is resident."""
         soft = self._soft(view)
         if self._policy.foresees:
-            yield from self._passed_on(self._policy.foresee(soft))
+            yield from self._passed_on(self._policy.foresee(soft), lambda: True)
         elif view.resident > self._budget:
-            yield from self._until_below(view, self._policy.relieve(soft, view.resident - self._budget))
+            proposals = self._policy.relieve(soft, view.resident - self._budget)
+            yield from self._passed_on(proposals, lambda: view.resident > self._budget)
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
         """Should even the device be too small."""
@@ -101,21 +102,12 @@ class SoftBudget(AbstractPolicy):
             self._view = _SoftView(view, self._budget, self._launch)
         return cast(MemoryView, self._view)
 
-    def _until_below(
-        self, view: MemoryView, proposals: Generator[Proposal, bool, None]
+    def _passed_on(
+        self, proposals: Generator[Proposal, bool, None], more: Callable[[], bool]
     ) -> Generator[Proposal, bool, None]:
-        granted: bool | None = None
-        while view.resident > self._budget:
-            try:
-                proposal = next(proposals) if granted is None else proposals.send(granted)
-            except StopIteration:
-                return
-            granted = yield proposal
-
-    def _passed_on(self, proposals: Generator[Proposal, bool, None]) -> Generator[Proposal, bool, None]:
         """The same proposals; without overlap a copy out is made at once and nothing comes back early."""
         granted: bool | None = None
-        while True:
+        while more():
             try:
                 proposal = next(proposals) if granted is None else proposals.send(granted)
             except StopIteration:

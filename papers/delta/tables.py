@@ -16,6 +16,7 @@ from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.delta.lab import (
     HERITAGE,
     LINKS,
+    NAMES,
     TOLERANCE,
     WORTH,
     Lab,
@@ -24,12 +25,12 @@ from papers.delta.lab import (
     figure,
     gib,
     mib,
-    milliseconds,
     overheads,
     published,
     unexplained,
 )
 from papers.delta.soft_budget import Ran, run_softly
+from papers.networks import differing
 from papers.search import search_largest
 from spillway.costs import Device
 from spillway.ir import Phase, Step
@@ -56,7 +57,7 @@ def table_2(lab: Lab) -> list[Row]:
     for model in COMPARED:
         batch = lab.size.batches[model]
         lab.tell(f"Table II: {model}")
-        rows += _methods(lab, "II", model, batch, mib, "MiB", {m: lab.paper.memory_mib[model, m] for m in _NAMES})
+        rows += _methods(lab, "II", model, batch, mib, "MiB", {m: lab.paper.memory_mib[model, m] for m in NAMES})
     batch = lab.size.batches["BERT"]
     composed = lab.step("BERT", batch, activation=COMPOSED).plain_peak()
     note = "the activation of three ops, each of whose results is kept"
@@ -73,12 +74,11 @@ def figure_3(lab: Lab) -> list[Row]:
     rows = []
     for batch in lab.size.curve:
         lab.tell(f"Figure 3: batch {batch}")
-        told = {name: lab.paper.resnet_gib.get((batch, name)) for name in _NAMES}
+        told = {name: lab.paper.resnet_gib.get((batch, name)) for name in NAMES}
         rows += _methods(lab, "Fig. 3", "ResNet-50", batch, gib, "GiB", told)
     return rows
 
 
-_NAMES: Final = ("baseline", "DTR", "DELTA")
 _WHY_MEMORY: Final = {"baseline": "b", "DTR": "d", "DELTA": "c", "DELTA under DTR's": "c"}
 """Explanations in papers/delta/README.md."""
 
@@ -347,18 +347,18 @@ def table_5(lab: Lab) -> list[Row]:
     step = lab.step("ResNet-50", batch)
     links = [device.out_per_second for device in lab.size.devices]
     rows = []
-    for costs in lab.paper.costs:
-        wanted = costs.swap * links[0]
-        output = min(_outputs(step, costs.tensor.partition("(")[0]), key=lambda one: abs(one.nbytes - wanted))
-        rate = output.nbytes / costs.swap / 1e9
+    for tensor, swap, recompute in lab.paper.costs:
+        wanted = swap * links[0]
+        output = min(_outputs(step, tensor.partition("(")[0]), key=lambda one: abs(one.nbytes - wanted))
+        rate = output.nbytes / swap / 1e9
         note = f"{mib(output.nbytes):.0f} MiB at batch {batch}, for which the paper's c_s is {rate:.1f} GB/s"
-        swaps = [milliseconds(output.nbytes / link) for link in links]
-        rows.append(figure("V", f"{costs.tensor} c_s", milliseconds(costs.swap), swaps, "ms", why="g", note=note))
-        again, told = milliseconds(output.recompute), milliseconds(costs.recompute)
-        rows.append(figure("V", f"{costs.tensor} c_r", told, (again,), "ms", why="h", note="synchronised, by roofline"))
+        swaps = [output.nbytes / link * 1e3 for link in links]
+        rows.append(figure("V", f"{tensor} c_s", swap * 1e3, swaps, "ms", why="g", note=note))
+        again, told = output.recompute * 1e3, recompute * 1e3
+        rows.append(figure("V", f"{tensor} c_r", told, (again,), "ms", why="h", note="synchronised, by roofline"))
     largest = max(_outputs(step, "ReLUForward"))
-    rows.append(figure("V", "ReLUForward c_s", None, [milliseconds(largest.nbytes / link) for link in links], "ms"))
-    rows.append(figure("V", "ReLUForward c_r", None, (milliseconds(largest.recompute),), "ms"))
+    rows.append(figure("V", "ReLUForward c_s", None, [largest.nbytes / link * 1e3 for link in links], "ms"))
+    rows.append(figure("V", "ReLUForward c_r", None, (largest.recompute * 1e3,), "ms"))
     return rows + _with_launches(lab, step)
 
 
@@ -497,7 +497,7 @@ def _ratios(largest: Mapping[tuple[str, str], Sequence[Found]]) -> list[str]:
 def run(size: Size, tell: Tell) -> Result:
     """Every table, then what can be checked of it."""
     lab = Lab(size, Paper.read(), tell)
-    derived = _derived_wrong(lab)
+    derived = differing(lab.scaling("ResNet-50").step_at(size.checked), lab.recorded("ResNet-50", size.checked))
     memory = table_2(lab) + figure_3(lab)
     batches, largest = tables_3_and_4(lab)
     filters, cells = figure_7(lab)
@@ -547,22 +547,10 @@ NOTES: Final = (
     "Links: " + "; ".join(f"{device.name} {device.out_per_second / 1e9:g} GB/s a direction" for device in LINKS) + ". "
     "The deviation is that of the run with the paper's link. "
     f"Beyond {TOLERANCE:.0%} the letter stands for a paragraph of papers/delta/README.md.",
-    "Assumed, because the paper does not tell: batch 128 in Table II (BERT: 32, told), fp32 without TF32, pictures of "
-    "224 x 224, questions of 384 tokens, GELU as one op, EfficientNet-B0, Adam, units of 2^20 and 2^30 bytes, budgets.",
-    "DELTA and DTR run here as their papers' runs did: under a budget that the policy knows and nobody enforces, DELTA "
-    "without releases in the backward. Under Spillway's controller no step passes its budget.",
+    "What is assumed, and that these runs may pass their budget as the paper's did, stands there as well.",
     "Memory is what is in use at once (max_memory_allocated), without workspaces of convolutions. Largest batches are "
     "those for which PyTorch's caching allocator, as modelled, has room in 80 GiB, none of them taken by CUDA itself.",
 )
-
-
-def _derived_wrong(lab: Lab) -> int:
-    """Numbers of a step of which a derived one and a recorded one do not agree."""
-    derived = lab.scaling("ResNet-50").step_at(lab.size.checked)
-    recorded = lab.recorded("ResNet-50", lab.size.checked)
-    pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
-    pairs += zip(derived.ops, recorded.ops, strict=True)
-    return sum(one != other for one, other in pairs)
 
 
 def _is_baseline(row: Row) -> bool:

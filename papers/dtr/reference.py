@@ -45,9 +45,6 @@ NAMES: Final[Mapping[str, str]] = {
 RATIOS: Final = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Shares of the plain peak for the policies; every row of the reference is run."""
 
-SHOWN: Final = (0.9, 0.7, 0.5, 0.4, 0.3, 0.2)
-"""Those that the table has room for."""
-
 DEVICE: Final = "v100-pcie"
 """What the controller's copies cost, where it has to make any."""
 
@@ -202,7 +199,7 @@ def _columns(ratios: Sequence[float]) -> tuple[Column, ...]:
         *columns.text(identical="identical"),
         *columns.shown("{:.2%}".format, worst="worst"),
         *columns.seconds(seconds="CPU"),
-        *columns.text(**{f"at_{ratio}": f"{ratio}" for ratio in ratios if ratio in SHOWN}),
+        *columns.text(**{f"at_{ratio}": f"{ratio}" for ratio in ratios}),
     )
 
 

@@ -27,17 +27,11 @@ from math import inf
 from types import MappingProxyType
 from typing import Literal, final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from benchmarks.record import frozen
 from papers.dtr.costs import AbstractCost, Classes, Neighbourhood, One, Own
 from papers.dtr.program import Event, Operator, Program, TensorId
 from spillway.errors import UsageError
 from spillway.units import Bytes
-
-ROUNDING = 1e-12
-"""Scores that differ by less, of one, are looked at again with exact numbers."""
 
 
 @frozen
@@ -131,14 +125,12 @@ class _Runtime:
         self._pinned = bytearray(storages)
         self._locks = [0] * storages
         self._references = [0] * storages
-        self._bytes = np.array(program.storages, np.float64)
-        self._used = np.zeros(storages, np.int64)
-        self._in_pool = np.zeros(storages, np.bool_)
-        self._came_in = np.zeros(storages, np.int64)
+        self._used = [0] * storages
+        self._pool: dict[int, None] = {}
+        """What may be evicted, in the order in which it came in."""
         self._costs = heuristic.cost(storages) if heuristic.cost is not None else None
         # the whole
         self._clock = 1  # as theirs; it is part of the overhead that they tell
-        self._turn = 0
         self._resident: Bytes = 0
         self._peak: Bytes = 0
         self._recomputed = self._evictions = self._looks = 0
@@ -261,8 +253,7 @@ class _Runtime:
     # ------------------------------------------------------------------ locks and the pool
 
     def _lock(self, storage: int) -> None:
-        if self._locks[storage] == 0:
-            self._in_pool[storage] = False
+        self._pool.pop(storage, None)
         self._locks[storage] += 1
 
     def _unlock(self, storage: int) -> None:
@@ -271,66 +262,41 @@ class _Runtime:
             self._into_pool(storage)
 
     def _into_pool(self, storage: int) -> None:
-        self._turn += 1
-        self._in_pool[storage] = True
-        self._came_in[storage] = self._turn
+        self._pool.pop(storage, None)
+        self._pool[storage] = None
 
     # ------------------------------------------------------------------ evicting
 
     def _make_room(self, needed: Bytes) -> None:
         while self._resident + needed > self._allowed:
-            pool = np.flatnonzero(self._in_pool)
-            if not len(pool):
+            if not self._pool:
                 raise _OutOfMemory
-            self._evict(self._choose(pool))
+            self._evict(self._choose())
             self._evictions += 1
 
     def _evict(self, storage: int) -> None:
         self._present[storage] = False
-        self._in_pool[storage] = False
+        self._pool.pop(storage, None)
         self._resident -= self._sizes[storage]
         for tensor in self._views[storage]:
             self._defined[tensor] = False
         if self._costs is not None:
             self._costs.evicted(storage)
 
-    def _choose(self, pool: NDArray[np.intp]) -> int:
-        """Rule 5, by approximate scores first, then by exact ones among those that may be the smallest."""
-        below = self._below(pool)
-        costs = self._used if self._costs is None else self._costs.least
-        while True:
-            scores = np.full(len(pool), inf)
-            np.divide(costs[pool], below, out=scores, where=below > 0)
-            smallest = float(scores.min())
-            near = scores <= max(smallest + abs(smallest) * ROUNDING, 0.0)
-            if self._costs is None:
-                break
-            unsure = pool[near & (below > 0)]
-            unsure = unsure[self._costs.unsure[unsure]]
-            if not len(unsure):
-                break
-            self._costs.find_out(unsure)
-        return self._first_of(pool, pool[near])
-
-    def _below(self, pool: NDArray[np.intp]) -> NDArray[np.float64]:
-        below = self._bytes[pool] if self._heuristic.per_byte else np.ones(len(pool))
-        return below * (self._clock - self._used[pool]) if self._heuristic.per_staleness else below
-
-    def _first_of(self, pool: NDArray[np.intp], near: NDArray[np.intp]) -> int:
-        """Among these, in the order in which they came into the pool: the last with the smallest score."""
+    def _choose(self) -> int:
+        """Rule 5."""
         best, chosen = inf, -1
-        for storage in near[np.argsort(self._came_in[near])].tolist():
+        for storage in self._pool:
+            self._looks += 1
             score = self._score(storage)
             if score <= best:
                 best, chosen = score, storage
             if score == 0:
-                self._looks += int((self._came_in[pool] <= self._came_in[storage]).sum())
-                return chosen
-        self._looks += len(pool)
+                break
         return chosen
 
     def _score(self, storage: int) -> float:
-        cost = int((self._used if self._costs is None else self._costs.least)[storage])
+        cost = self._used[storage] if self._costs is None else self._costs.of(storage)
         below = self._sizes[storage] if self._heuristic.per_byte else 1
-        below *= self._clock - int(self._used[storage]) if self._heuristic.per_staleness else 1
+        below *= self._clock - self._used[storage] if self._heuristic.per_staleness else 1
         return cost / below if below > 0 else inf

@@ -150,7 +150,7 @@ def _checks(groups: Mapping[str, Group]) -> list[Check]:
     short = [max(1 - told / peak, 0) for (_, peak), told in zip(recomputed.peaks, recomputed.expected, strict=True)]
     return [
         Check(what="steps without a plan that holds before which the default is silent",
-              measured=len(recomputed.peaks) - recomputed.told, at_most=0),
+              measured=len(recomputed.peaks) - recomputed.told),
         Check(what="share by which what the default expects there is too low, at worst",
               measured=round(max(short, default=0.0), 4), at_most=0.005),
         Check(what="steps that could hold at which the default passes the budget", measured=fits.passed or 0,
@@ -172,13 +172,9 @@ COLUMNS: Final = (
 )
 
 NOTES: Final = (
-    "RetinaNet with a ResNet-101, batch 6, pictures of 640 to 1,216 pixels along a side; sizes are height times width. "
-    "The first step is left out. With every block recomputed 7 GiB are passed from about 736,000 pixels on: what the "
-    "model needs beside its blocks, which Algorithm 1 has no way to say. Such a step passes the budget whatever is "
-    "planned; before it runs, the default says so, and by how much.",
-    "Where the floor fits, with the published run's wrong belief about what was kept; the first overrun corrects the "
-    "estimates of all sizes. What blocks save is not in the trace, so that it cannot be told how much the default "
-    "would have kept otherwise. That run reserved 6 of 13 GB for what it did not estimate.",
+    "Sizes are height times width; the first step is left out. Where the floor fits, with the published run's wrong "
+    "belief about what was kept; the first overrun corrects the estimates of all sizes. Why that run passed its budget "
+    "stands in papers/mimose/README.md.",
 )
 
 BENCHMARK: Final = Benchmark(name="mimose_detection", run=run, full=Size(), quick=Size(steps=120))

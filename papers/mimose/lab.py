@@ -6,7 +6,6 @@ the allocator is exact. Nothing is downloaded.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +21,7 @@ from benchmarks.models import bottleneck_resnet, swin_transformer
 from benchmarks.record import frozen
 from papers.mimose.tasks_models import CHOICES, network
 from spillway.engines.blocks.block_engine import BlockEngine
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 from spillway.workloads import seed_everything
 
 _VOCABULARY: Final = 1000
@@ -107,7 +106,6 @@ class Taken:
     """Saved inside it, as the engine counts."""
     freed: Bytes
     """What the allocator got back when they were given up."""
-    seconds: Seconds
 
 
 def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
@@ -118,21 +116,15 @@ def counted_at(subject: Subject, engine: BlockEngine, size: int) -> list[Bytes]:
     return counted
 
 
-def blocks_at(subject: Subject, engine: BlockEngine, size: int, *, with_results: bool = False) -> list[Taken]:
+def blocks_at(subject: Subject, engine: BlockEngine, size: int) -> list[Taken]:
     """A forward with every block kept, which are then given up one by one.
 
-    Args:
-        subject: The model.
-        engine: Its blocks.
-        size: Of the input.
-        with_results: Whether a block's result may go with it if nobody else holds that. Otherwise all results are held:
-            what a block hands on is not its own, and the paper's collector leaves it out as well.
-
-    Raises RuntimeError if a block could not be given up.
+    All results are held: what a block hands on is not its own, and the paper's collector leaves it out as well. Raises
+    RuntimeError if a block could not be given up.
     """
     results: list[Any] = []
     with ExitStack() as hooks:
-        for name in () if with_results else engine.blocks:
+        for name in engine.blocks:
             module = subject.model.get_submodule(name)
             hook = module.register_forward_hook(lambda _module, _args, result: results.append(result))
             hooks.callback(hook.remove)
@@ -148,7 +140,7 @@ def blocks_at(subject: Subject, engine: BlockEngine, size: int, *, with_results:
     if kept:
         raise RuntimeError(f"{kept[0].block} was not given up, because {kept[0].kept_because}.")
     return [
-        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)), seconds=call.seconds)
+        Taken(block=call.block, nbytes=call.own_bytes, freed=-sum(trace.changes(number)))
         for number, call in enumerate(calls)
     ]
 
@@ -179,15 +171,9 @@ class Trace:
         begin, end = self._marks[mark]
         return [nbytes for at, nbytes in self._events if begin <= at <= end]
 
-    def peak(self, *, since: int | None = None, until: int | None = None) -> Bytes:
-        """Most bytes above those at the start, from the begin of one mark to the begin of another."""
-        held = list(accumulate((nbytes for _, nbytes in self._events), initial=0))
-        begin = 0 if since is None else self._before(since)
-        return max(held[begin:] if until is None else held[begin : self._before(until) + 1])
-
-    def _before(self, mark: int) -> int:
-        """How many changes there were before a mark."""
-        return bisect_left(self._events, (self._marks[mark][0], 0))
+    def peak(self) -> Bytes:
+        """Most bytes above those at the start."""
+        return max(accumulate((nbytes for _, nbytes in self._events), initial=0))
 
 
 def _changes(result: Any) -> list[tuple[int, Bytes]]:

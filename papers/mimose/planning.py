@@ -7,18 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
 from papers.mimose.lab import build
-from spillway.engines.blocks.call import BlockCall
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.methods.actions import Action
 from spillway.methods.mimose import BlockSample, Forecast, InputSize, Mimose, Options, StepSample, simulate
@@ -27,26 +25,24 @@ from spillway.units import Bytes, MiB, Seconds
 # ---------------------------------------------------------------------- ways to collect
 
 
-RECOMPUTED: Final = "every block recomputed, nothing counted"
 COUNTED: Final = "every block recomputed, as it is"
 TRACED: Final = "every block recomputed, traced as a session collects"
 CHECKPOINTED: Final = "torch.utils.checkpoint on every block"
 SHUTTLED: Final = "shuttling, two forwards"
-PLAIN: Final = "plain"
-WAYS: Final = (PLAIN, RECOMPUTED, COUNTED, TRACED, CHECKPOINTED, SHUTTLED)
+WAYS: Final = (COUNTED, TRACED, CHECKPOINTED, SHUTTLED)
 
 
 def stepper(*, way: str, layers: int, width: int, batch: int, length: int) -> Callable[[], Seconds]:
     """Every call is a forward and a backward of a model of its own, and tells their processor time."""
     subject = build("TC-Bert", {"layers": layers, "width": width, "batch": batch})
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    if way in (RECOMPUTED, COUNTED, TRACED):
+    if way in (COUNTED, TRACED):
         subject.engine(length, actions=lambda block, call: Action.RECOMPUTE)
-        around = {RECOMPUTED: nothing_counted, TRACED: traced}.get(way, nullcontext)
-    elif way != PLAIN:
+        around = traced if way == TRACED else nullcontext
+    else:
         layers: Any = subject.model.get_submodule("bert.encoder.layer")
         for layer in layers:
-            _wrap(layer, _shuttled if way == SHUTTLED else _checkpointed)
+            layer.forward = partial(CHECKPOINT if way == CHECKPOINTED else _shuttled, layer.forward)
 
     def step() -> Seconds:
         began = time.process_time()
@@ -68,41 +64,15 @@ def traced() -> Iterator[None]:
     trace.stop()
 
 
-@contextmanager
-def nothing_counted() -> Iterator[None]:
-    """Without what the engine does only to tell what blocks save: no step depends on it."""
-
-    def measure(frame: BlockCall, *_: Any) -> None:
-        """Instead of `_measure`."""
-
-    def revoke(frame: BlockCall) -> Bytes:
-        """Instead of `revoke`, which also adds up what it frees."""
-        if frame.ended and frame._may_go():
-            frame._let_go()
-        return 0
-
-    with mock.patch.object(BlockCall, "_measure", measure), mock.patch.object(BlockCall, "revoke", revoke):
-        yield
+CHECKPOINT: Final = partial(checkpoint, use_reentrant=False)
 
 
-Wrap = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
-def _wrap(layer: nn.Module, wrap: Wrap) -> None:
-    inner = layer.forward
-    layer.forward = lambda *args, **kwargs: wrap(inner, args, kwargs)  # type: ignore[method-assign]
-
-
-def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _shuttled(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _shuttled(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Section 4.2: once with everything saved, to be measured and dropped, and once with nothing saved."""
     state = torch.get_rng_state()
     forward(*args, **kwargs)
     torch.set_rng_state(state)
-    return _checkpointed(forward, args, kwargs)
+    return CHECKPOINT(forward, *args, **kwargs)
 
 
 # ---------------------------------------------------------------------- planning
@@ -113,7 +83,7 @@ HIT: Final[Seconds] = 5e-6
 MISSES: Final[Mapping[int, Seconds]] = {24: 100e-6, 96: 500e-6}
 """Targets by blocks for a plan that is made, with its peak checked."""
 COLLECTING: Final = 1.02
-"""Target for a step that counts, times one that recomputes every block as well and does not."""
+"""Target for a step that counts, times one in which torch recomputes every block and nobody counts."""
 
 
 @frozen
@@ -277,7 +247,7 @@ def _collecting(size: Size, tell: Tell) -> list[Row]:
     return [
         {
             "what": f"step, {way}", "kind": way, "seconds": statistics.median(taken[way]), "worst": max(taken[way]),
-            "ratio": median_ratio(taken[way], taken[RECOMPUTED]), "of": size.encoder["layers"],
+            "ratio": median_ratio(taken[way], taken[CHECKPOINTED]), "of": size.encoder["layers"],
             "detail": f"BERT, batch {size.encoder['batch']} x {size.encoder['length']}",
         }
         for way in WAYS
@@ -327,7 +297,7 @@ def _checks(planned: Sequence[Row], collected: Sequence[Row]) -> list[Check]:
         if limit is not None
     ]
     return found + [
-        Check(what=f"a step with {row['kind']}, times one with nothing counted", measured=round(row["ratio"], 4),
+        Check(what=f"a step with {row['kind']}, times one under checkpoints", measured=round(row["ratio"], 4),
               at_most=COLLECTING)
         for row in collected
         if row["kind"] in (COUNTED, TRACED)
@@ -339,7 +309,7 @@ TITLE: Final = "what planning and collecting cost, and how many plans there are 
 COLUMNS: Final = (
     *columns.text(what="what"),
     *columns.seconds(seconds="seconds", worst="worst round", paper_seconds="paper"),
-    *columns.shown("{:.3f}".format, ratio="x recomputed"),
+    *columns.shown("{:.3f}".format, ratio="x checkpoint"),
     *columns.text(plans="plans", paper_plans="paper", detail=""),
 )
 
@@ -349,10 +319,9 @@ NOTES: Final = (
     "checked, and the plan remembered. A hit is the same length and budget once more. Medians over rounds of "
     "consecutive plans, so that the caches of the processor are warm. The paper's seconds are of estimator and "
     "scheduler, 12 blocks, no peak checked.",
-    f"A step: forward and backward of BERT with every block recomputed. {RECOMPUTED!r} is the engine with what it "
-    f"counts taken out, {COUNTED!r} the engine as it is, which counts in every step, {TRACED!r} with all allocations "
-    f"traced too, as in a sheltered step. {SHUTTLED!r} runs each block once to measure and again under "
-    "torch.utils.checkpoint, as the paper's collector does.",
+    f"A step: forward and backward of BERT with every block recomputed. {CHECKPOINTED!r} counts nothing; {COUNTED!r} "
+    f"is the engine, which counts in every step; {TRACED!r}: with all allocations traced too. {SHUTTLED!r} runs each "
+    "block once to measure and again under torch.utils.checkpoint, as the paper's collector does.",
     "Plans of an epoch are counted on steps that are simulated, of 12 blocks, with lengths drawn from a bell whose "
     "three sigmas reach the ends of the paper's range: the lengths of its data sets are not published, and its two "
     "counts for the same SQuAD show how much hangs on them. Seconds there: what `Mimose.begin` takes on average, hits "

@@ -7,14 +7,14 @@ paper's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from benchmarks import columns
-from benchmarks.drawing import can_draw
+from benchmarks.drawing import Line, Panel, drawn
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from papers.mimose.tasks_lab import HERITAGE, Epoch, Lab, Paper
+from papers.networks import differing
 from spillway.costs import device_named
 from spillway.errors import PlanRejected
 from spillway.ir import verify
@@ -22,10 +22,6 @@ from spillway.methods import DTR as DTRPolicy
 from spillway.methods.mimose import InputSize, Options
 from spillway.methods.mimose.choices import HALF_GB
 from spillway.units import Bytes
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 DEVICE: Final = device_named("v100-pcie")
 GB: Final = 10**9
@@ -85,32 +81,33 @@ def run(size: Size, tell: Tell) -> Result:
             name=name, told=told, device=DEVICE, options=size.options, batch=size.batch, lengths=size.lengths,
             recorded=size.recorded[told.dataset], iterations=ITERATIONS, tell=tell,
         )  # fmt: skip
-        wrong += _derived_wrong(lab, size.checked[told.dataset])
+        checked = size.checked[told.dataset]
+        wrong += differing(lab.scaling.step_at(checked), lab.recording(checked))
         rows += _rows(lab, size, paper)
         rejected += _rejected(lab)
         unlike += sum(at.unlike_account for at in lab.all)
         notes += _of_task(lab, size, paper)
     gaps = _gaps(rows)
-    checks = {
-        "numbers of a derived step that are not as recorded": (wrong, 0),
-        "plans that the verifier rejected": (rejected, 0),
-        "block-level plans that did not run as planned": (unlike, 0),
-        "share of the default's steps that pass the budget": (max(row["over_default"] for row in rows), 0),
-        "tasks and budgets at which the default is slower than the static plan by more than it shelters": (
-            _slower(rows, DEFAULT, STATIC), 0,
+    counted = {
+        "numbers of a derived step that are not as recorded": wrong,
+        "plans that the verifier rejected": rejected,
+        "block-level plans that did not run as planned": unlike,
+        "share of the default's steps that pass the budget": max(row["over_default"] for row in rows),
+        "tasks and budgets at which the default is slower than the static plan by more than it shelters": _slower(
+            rows, DEFAULT, STATIC
         ),
-        "the same for the published Mimose": (_slower(rows, PUBLISHED, STATIC), 0),
-        "tasks and budgets at which the default is slower than the published Mimose": (
-            _slower(rows, DEFAULT, PUBLISHED), 0,
-        ),
-    }  # fmt: skip
+        "the same for the published Mimose": _slower(rows, PUBLISHED, STATIC),
+        "tasks and budgets at which the default is slower than the published Mimose": _slower(rows, DEFAULT, PUBLISHED),
+    }
     return Result(
         title="Mimose's Fig. 13, simulated on a V100: an epoch's seconds, as multiples of the plain epoch's",
         columns=COLUMNS,
         rows=rows,
-        checks=[Check(what=what, measured=measured, at_most=most) for what, (measured, most) in checks.items()],
+        checks=[Check(what=what, measured=count) for what, count in counted.items()],
         notes=(*_against_paper(gaps, paper), *notes, *NOTES),
-        pictures={"mimose_tasks.png": png(rows)} if can_draw() else {},
+        pictures=drawn(
+            "mimose_tasks.png", [_panel(name, [row for row in rows if row["task"] == name]) for name in size.tasks]
+        ),
     )
 
 
@@ -125,11 +122,8 @@ COLUMNS: Final[Sequence[Column]] = (
 )  # fmt: skip
 
 NOTES: Final = (
-    "Lengths: log-normal between the ends of the paper's Fig. 3, which are where one step of an epoch is expected "
-    "beyond; each length of the grid stands for those around it. The data's own lengths are not public. Ten sheltered "
-    "steps, drawn from the same lengths, count into the epochs of Mimose, whose steps are examples over batch size.",
-    "published, static: the paper's planner with its reserve of 0.5 GB; static is its plan for the longest batch, what "
-    "its Fig. 13 calls Sublinear. A share of steps over the budget is one by the account, reserve or not.",
+    "Models, lengths, epochs and budgets: as papers/mimose/README.md assumes. published, static: the paper's planner "
+    "with its reserve of 0.5 GB; static is its plan for the longest batch. Over budget is by the account.",
     f"dtr: {HERITAGE} on the simulated engine, with the whole budget, in no time to choose and in memory without "
     "fragments. dtr as run: fragments and planning take what the paper says of its runs; nothing where it then does "
     "not run at some length, and for QA-XLNet, which theirs could not.",
@@ -205,14 +199,6 @@ def _slower(rows: Sequence[Row], one: str, other: str) -> int:
     return sum(row[one] > row[other] * (1 + SHELTERED) for row in rows)
 
 
-def _derived_wrong(lab: Lab, length: int) -> int:
-    """Numbers of a step of which a derived one and a recorded one do not agree."""
-    derived, recorded = lab.scaling.step_at(length), lab.recording(length)
-    pairs: list[tuple[object, object]] = list(zip(derived.storages, recorded.storages, strict=True))
-    pairs += zip(derived.ops, recorded.ops, strict=True)
-    return sum(one != other for one, other in pairs)
-
-
 def _rejected(lab: Lab) -> int:
     """Of the plans for the longest batch, from every other block to every block, those that could not run."""
     longest, rejected = lab.at(lab.grid[-1]), 0
@@ -272,51 +258,28 @@ def _against_paper(gaps: Mapping[str, Sequence[float]], paper: Paper) -> list[st
 # ---------------------------------------------------------------------- the picture
 
 
-STYLES: Final[Mapping[str, tuple[str, str, str]]] = {
-    "mimose-published": ("#1f5fa8", "o-", "Mimose as published"),
-    "mimose": ("#1f5fa8", "o--", "Mimose"),
-    "static": ("#b0413e", "s-", "static, for the longest batch"),
-    "dtr": ("#5b8c3e", "^--", "DTR, ideal memory"),
-    "dtr as run": ("#5b8c3e", "^-", "DTR as run"),
+DRAWN: Final[Mapping[str, tuple[int, str, str]]] = {
+    PUBLISHED: (0, "o-", "Mimose as published"),
+    DEFAULT: (0, "o--", "Mimose"),
+    STATIC: (1, "s-", "static, for the longest batch"),
+    DTR: (2, "^--", "DTR, ideal memory"),
+    DTR_AS_RUN: (2, "^-", "DTR as run"),
 }
 """Of each way: colour, marker and line, name."""
 
 
-def png(rows: Sequence[Row]) -> bytes:
-    """A panel for each task, as in the paper."""
-    from matplotlib.figure import Figure
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure = Figure(figsize=(3.1 * len(tasks), 3.2), layout="constrained")
-    for place, task in enumerate(tasks):
-        axes = figure.add_subplot(1, len(tasks), place + 1)
-        _panel(axes, [row for row in rows if row["task"] == task])
-        axes.set_title(task, fontsize=10)
-        axes.set_xlabel("budget, GB", fontsize=8)
-        if not place:
-            axes.set_ylabel("seconds of an epoch, plain = 1", fontsize=8)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
-    written = BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    return written.getvalue()
-
-
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
-    for way, (colour, style, label) in STYLES.items():
+def _panel(task: str, rows: Sequence[Row]) -> Panel:
+    """A task, as in the paper."""
+    lines = []
+    for way, (colour, style, label) in DRAWN.items():
         there = [row for row in rows if row[way] is not None]
-        axes.plot(
-            [row["budget_bytes"] / 1e9 for row in there], [row[way] for row in there], style, color=colour, label=label,
-            markersize=4, linewidth=1.2,
-        )  # fmt: skip
-    first = rows[0]
-    stars = [(first["checkpoint, peak"], first["checkpoint"]), (first["plain_bytes"], 1.0)]
-    axes.plot(
-        [nbytes / 1e9 for nbytes, _ in stars], [seconds for _, seconds in stars], "k*", markersize=9,
-        label="every block recomputed; none",
+        budgets, multiples = [row["budget_bytes"] / GB for row in there], [row[way] for row in there]
+        lines.append(Line(label=label, x=budgets, y=multiples, colour=colour, style=style))
+    stars = [rows[0]["checkpoint, peak"] / GB, rows[0]["plain_bytes"] / GB], [rows[0]["checkpoint"], 1.0]
+    lines.append(Line(label="every block recomputed; none", x=stars[0], y=stars[1], colour=3, style="*"))
+    return Panel(
+        title=task, x=(), across="budget, GB", up="seconds of an epoch, plain = 1", lines=lines, from_zero=False
     )  # fmt: skip
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 BENCHMARK: Final = Benchmark(

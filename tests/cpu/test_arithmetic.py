@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ def test_without_branches_the_bits_are_the_same(bits: int, dtype: torch.dtype) -
 
 @pytest.fixture
 def without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Traced as for a compiler, and run by torch: what takes a compiler is in `benchmarks.compression`."""
+    """Traced as for a compiler, and run by torch: what takes a compiler has a test below."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     compiled.cache_clear()
     yield
@@ -81,8 +81,21 @@ def test_a_session_that_compiles_trains_as_one_that_does_not() -> None:
 
 @pytest.mark.usefixtures("without_a_compiler")
 def test_tensors_of_any_length_are_packed_to_the_same_bytes() -> None:
-    made = compiled(torch.device("cpu"))
-    for numel in (GROUP, 3 * GROUP + 17, 1100 * GROUP):
+    assert_packed_as_op_by_op(compiled(torch.device("cpu")), (GROUP, 3 * GROUP + 17, 1100 * GROUP))
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch compiles with
+def test_a_real_compiler_packs_to_the_same_bytes() -> None:
+    compiled.cache_clear()
+    try:
+        made = compiled(torch.device("cpu"))
+    except UsageError as reason:
+        pytest.skip(str(reason))
+    assert_packed_as_op_by_op(made, (3 * GROUP + 17, 400 * GROUP))
+
+
+def assert_packed_as_op_by_op(made: Arithmetic, numels: Sequence[int]) -> None:
+    for numel in numels:
         flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).relu_()
         found: list[Any] = [pack(flat, 4, torch.Generator().manual_seed(0), one) for one in (None, made)]
         assert torch.equal(found[0][0], found[1][0])

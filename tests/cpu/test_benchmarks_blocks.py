@@ -30,20 +30,11 @@ def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() 
 
 def test_compression_measures_bytes_bias_and_training() -> None:
     result = quick("compression")
-    shares = {row["what"]: row["ratio"] for row in result.rows if row["bits"] == 4 and "ratio" in row}
-    assert {what: round(share, 4) for what, share in shares.items() if what != "held"} == {
-        "values": 0.1328, "values, zeros exact": 0.1328, "masks": 0.0312,
-    }  # fmt: skip
-    assert shares["held"] < 0.3
-    assert [row["bits"] for row in result.rows if row["what"] == "training"] == ["plain", 4]
-    assert all(row["bias"] > 0 for row in result.rows if row["what"] in ("unpacked", "gradient"))
-    assert [check.at_most for check in result.checks] == [0.135, 0.165, *[1.2] * 5, 0.02]
-
-
-def test_packing_times_both_directions() -> None:
-    result = quick("packing")
-    assert [row["way"] for row in result.rows] == ["op by op", "without branches"] * 2
-    assert all(row["packing"] > 0 and row["unpacking"] > 0 for row in result.rows)
+    assert [row["what"] for row in result.rows] == ["held"] * 3 + ["gradient"] * 2 + ["training"] * 2
+    assert [row["bits"] for row in result.rows] == [2, 4, 8, 4, 4, "plain", 4]
+    assert 0.1 < result.rows[1]["ratio"] < 0.3
+    assert all(row["bias"] > 0 for row in result.rows if row["what"] == "gradient")
+    assert [check.at_most for check in result.checks] == [0.25, 1.2, 1.2, 0.02]
 
 
 def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +43,7 @@ def test_compression_tells_of_values_that_are_wrong_on_average(monkeypatch: pyte
 
     unpack = Quantized.unpack
     monkeypatch.setattr(Quantized, "unpack", lambda self, data: unpack(self, data) + 0.01)
-    wrong = compression._values("normal values", 400)
+    wrong = compression._gradients("linear layers, ReLU", 100)
     assert wrong["bias"] > compression.BIAS
 
 
@@ -80,7 +71,7 @@ def test_block_cost_counts_the_python_calls_that_an_idle_engine_adds() -> None:
             assert 0 < row["added_per_call"] <= 12 < row["ops"] / row["blocks"]
         elif row["competitor"] == "kept, to be revoked":
             assert row["added_per_call"] > 20
-    assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.01, 1.01, 12, 1.02, 1.02, 1.02, 1.02]
+    assert [check.at_most for check in result.checks] == [1.01, 1.01, 12, 1.02, 1.02] * 2
 
 
 def test_mimose_speed_trains_all_competitors_to_the_same_losses_under_one_budget() -> None:
@@ -102,16 +93,14 @@ def test_mimose_budget_measures_the_peak_of_every_step() -> None:
     assert 0.5 < row["used"] <= 1
     assert 0 < row["recomputed_share"] < 1
     assert row["sizes"] > row["plans"] >= 4
-    assert result.pictures["mimose_budget.png"].startswith(b"\x89PNG")
 
 
 def test_mimose_convergence_compares_every_loss_and_the_state_at_the_end() -> None:
     result = quick("mimose_convergence")
-    (row,) = result.rows
+    _, row = result.rows
     assert row["differing"] == 0
-    assert 0 < row["recomputed_share"] < 1
-    assert all(check.met for check in result.checks)
-    assert result.pictures["mimose_convergence.png"].startswith(b"\x89PNG")
+    assert row["recomputed_blocks"] > 0
+    assert [check.measured for check in result.checks] == [0] * 4
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

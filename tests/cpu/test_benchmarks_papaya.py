@@ -126,12 +126,14 @@ def test_the_recommended_method_is_held_against_every_trial_at_any_batch() -> No
     list(campaign.run())
     network = here.Network(workload="bent", limit=100)
     (row,) = advise(campaign.experiment(), 100)
-    fit = here._fit(campaign, row)
+    before = here._before(campaign, row)
     campaign.trials["plain"][10] = Trial(method="plain", size=10, peak=100, seconds=10.0)
-    tried = here._tried(network, campaign, fit)
+    tried = here._tried(network, campaign, row, *before)
     assert (tried.throughput, tried.fastest) == (1, 4)
     assert tried.advice.taken is not None
-    assert (tried.advice.taken.size, fit.pairs()) == (1, [("plain", 10), ("plain", 1)]), "measured to be the faster one"
+    assert (tried.advice.taken.size, here.pairs(row)) == (1, [("plain", 10), ("plain", 1)]), (
+        "measured to be the faster one"
+    )
     assert here.behind([tried], here._largest, [tried.throughput]) == 0
     assert here.behind([tried], here._largest, [tried.fastest]) == pytest.approx(0.75)
     assert here.behind([tried], here._taken, [tried.fastest]) == 0
