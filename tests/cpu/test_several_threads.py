@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, Final
 
+import pytest
 import torch
+from torch import nn
 
 import spillway
 from spillway.internals import dispatch_key
@@ -85,3 +90,83 @@ def test_an_op_of_another_thread_waits_and_is_seen_and_one_of_the_same_thread_is
     other.join()
     watcher.end()
     assert seen == ["aten::sin", "sin ends", "aten::cos"]
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def _in_a_pool(work: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+_POOL = ThreadPoolExecutor(1)
+
+
+def _in_an_old_pool(work: Callable[[], Any]) -> Any:
+    return _POOL.submit(work).result()
+
+
+@pytest.mark.parametrize("method", ["lru", "delta", "dtr", "largest", "keep-all"])
+@pytest.mark.parametrize("elsewhere", [_in_a_thread, _in_a_pool, _in_an_old_pool])
+def test_what_a_step_has_other_threads_do_is_a_part_of_it(
+    elsewhere: Callable[[Callable[[], Any]], Any], method: str
+) -> None:
+    _POOL.submit(int).result()  # its thread is there
+
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], list[spillway.StepReport]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(8)])
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.randn(1024, 128)
+        session = spillway.manage(model, optimizer, budget=budget, method=method) if budget else None
+        for number in range(4):
+            with nullcontext() if session is None else session.step(x):
+                loss = elsewhere(lambda: model(x).square().mean()) if number % 2 else model(x).square().mean()
+                elsewhere(loss.backward)
+                optimizer.step()
+                optimizer.zero_grad()
+        if session is not None:
+            session.close()
+        reports = [] if session is None else session.history
+        return [parameter.detach() for parameter in model.parameters()], reports
+
+    plain, _ = trained(None)
+    budget = (16 if method == "keep-all" else 5) << 20
+    found, reports = trained(budget)
+    assert all(map(torch.equal, plain, found))
+    assert len({report.ops for report in reports}) == 1
+    assert max(report.peak_bytes for report in reports) <= budget
+    assert method == "keep-all" or all(report.bytes_out + report.recomputed_ops for report in reports)
+
+
+def test_a_thread_that_outlives_its_step_goes_on_unwatched() -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    results: list[float] = []
+
+    def works() -> None:
+        results.append(torch.ones(8).mul(2).sum().item())
+        begun.set()
+        goes_on.wait()
+        results.append(torch.ones(8).mul(3).sum().item())
+
+    model = torch.nn.Linear(2, 2)
+    with spillway.manage(model, budget="1MiB", method="lru") as memory:
+        with memory.step():
+            thread = threading.Thread(target=works)
+            thread.start()
+            begun.wait()
+        ops = memory.history[-1].ops
+        goes_on.set()
+        thread.join()
+        with memory.step():
+            model(torch.ones(2))
+    assert results == [16.0, 24.0]
+    assert ops >= 3
+    assert threading.Thread.start.__name__ == "start"
+    assert not hasattr(threading.Thread.start, "__wrapped__")
+    assert not hasattr(ThreadPoolExecutor.submit, "__wrapped__")

@@ -8,7 +8,8 @@ kernels, so that every op of a thread that includes it comes to the fallback bel
 user's own dispatch modes and subclasses of tensors have their say first, and what they make of an op arrives.
 
 NOTE [Several threads]. Threads that torch starts for a step (`torch.jit.fork`, deep calls of reentrant backwards) have
-key and watcher too. A handler that is between looking for its op's operands and registering the results may not meet
+key and watcher too, and so have threads that Python starts in it and what it submits to a pool
+(`watcher_to_hand_on`). A handler that is between looking for its op's operands and registering the results may not meet
 another one. So ops are handled one after the other: what arrives from a second thread waits, and only what arrives from
 the thread whose op is under way is a part of that op. A custom op that waits for such a thread waits for ever.
 """
@@ -16,13 +17,14 @@ the thread whose op is under way is a part of that op. A custom op that waits fo
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import operator
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from threading import get_ident
 from typing import Any, Final, cast, final
@@ -69,6 +71,14 @@ def watcher_here() -> Watcher | None:
     return found if found is not None and found.watching else None
 
 
+def watcher_to_hand_on() -> Watcher | None:
+    """Who is to watch what this thread has another thread do: what ops under way have done is a part of them."""
+    watcher = watcher_here()
+    if watcher is None or watcher.within == get_ident() or _is_excluded(_KEY):
+        return None
+    return watcher
+
+
 @final
 class Watcher:
     """Shows every op of a thread to the handlers of one engine, from `begin` to `end`.
@@ -100,6 +110,18 @@ class Watcher:
         _of_torch._stash_obj_in_tls(_NAME, self)
         self.watching = True
         _include(_KEY, True)
+
+    @contextlib.contextmanager
+    def also_here(self) -> Iterator[None]:
+        """What runs within is shown to the handlers too, as long as the step is watched."""
+        _kept_by.add(threading.get_native_id())
+        _of_torch._stash_obj_in_tls(_NAME, self)
+        _include(_KEY, True)
+        try:
+            yield
+        finally:
+            _include(_KEY, False)
+            _of_torch._stash_obj_in_tls(_NAME, None)
 
     def end(self) -> None:
         """A thread that still includes the key leaves with its next op. Calling it again does what was not done."""
