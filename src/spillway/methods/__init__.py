@@ -31,6 +31,7 @@ from spillway.methods.registry import METHODS, Method, method_named, resolve
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
+from spillway.methods.window import Window
 from spillway.methods.zero_offload import ZeroOffload
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "Restore",
     "SqrtN",
     "Swap",
+    "Window",
     "ZeroOffload",
     "method_named",
     "resolve",

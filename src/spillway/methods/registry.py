@@ -21,6 +21,7 @@ from spillway.methods.mimose.planner import MimosePlanner
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
+from spillway.methods.window import Window
 from spillway.methods.zero_offload import ZeroOffload
 
 Runs: TypeAlias = Literal["tensor engine", "block engine", "paper"]
@@ -63,6 +64,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "swap-prefetch": Method(Swap.ahead),
         UVM.name: Method(UVM),
         ZeroOffload.name: Method(ZeroOffload),
+        Window.name: Method(Window),
+        "window-published": Method(Window.as_published),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),
         Checkpoint.name: Method(CheckpointPlanner, Checkpoint),
