@@ -24,6 +24,7 @@ from spillway.methods.checkpoint import Checkpoint
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR
 from spillway.methods.keep_all import KeepAll
+from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
 from spillway.methods.planned import Planned
@@ -36,6 +37,7 @@ from spillway.methods.zero_offload import ZeroOffload
 
 __all__ = [
     "DTR",
+    "LMS",
     "LRU",
     "METHODS",
     "UVM",

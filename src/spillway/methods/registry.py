@@ -15,6 +15,7 @@ from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
+from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
 from spillway.methods.mimose.planner import MimosePlanner
@@ -66,6 +67,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ZeroOffload.name: Method(ZeroOffload),
         Window.name: Method(Window),
         "window-published": Method(Window.as_published),
+        LMS.name: Method(LMS),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),
         Checkpoint.name: Method(CheckpointPlanner, Checkpoint),
