@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import event, given, settings
@@ -14,10 +15,11 @@ from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Host, Kind, Phase, Step, verify
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
-from spillway.methods import LMS, MemoryView, Planned, Problem, Proposal
+from spillway.methods import LMS, MemoryView, Planned, Problem, Proposal, lms
 from spillway.methods.lms import Parameters
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
+from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
 from tests.pure.recorded import DEVICE
 from tests.pure.training_steps import Recorder, any_step, training_step
@@ -202,6 +204,15 @@ def test_a_plan_with_a_fault_is_found_out() -> None:
     late = tuple(replace(gap, end=12) if gap.value == 1 else gap for gap in plan.gaps)
     with pytest.raises(PlanRejected, match="reads the value"):
         verify(replace(plan, gaps=late), step, 6 * UNIT)
+
+
+def test_planning_with_its_search_grows_no_faster_than_n_log_n() -> None:
+    counts = {}
+    for layers in (200, 800, 3200):
+        step = linear_step(layers, nbytes=8192)
+        given_ = problem(step, int(step.plain_peak() * 0.6))
+        counts[len(step.ops)] = lines_run(lms, partial(LMS().plan, given_))
+    assert grows_no_faster_than_n_log_n(counts)
 
 
 def test_it_plans_and_is_simulated_by_its_name() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from math import log2
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +16,11 @@ from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Kind, Lane, Phase, Plan, Step, verify
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
-from spillway.methods import MemoryView, Planned, Problem, Proposal, Window
+from spillway.methods import MemoryView, Planned, Problem, Proposal, Window, window
 from spillway.methods.window import Issue
 from spillway.simulation.simulated_engine import Simulation, simulate
 from spillway.units import Bytes
+from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
 from tests.pure.recorded import DEVICE
 from tests.pure.training_steps import Recorder, any_step, training_step
@@ -279,6 +278,29 @@ def test_a_plan_with_a_fault_is_found_out() -> None:
         verify(replace(tight, gaps=tuple(late)), chain, 3 * UNIT)
 
 
+@pytest.mark.parametrize(
+    ("where", "name", "fault"),
+    [
+        (window._Made, "_make_room", lambda *given_: True),  # nobody waits for copies out
+        (window._Levels, "last_above", lambda *given_: -1),  # the host runs ahead of the room that there is
+        (window._Levels, "add", lambda *given_: None),  # what was brought in early is forgotten
+    ],
+)
+def test_a_fault_in_the_planner_is_found_by_the_verifier(
+    where: type, name: str, fault: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, fault)
+    rejected = 0
+    for seed in range(6):
+        step = training_step(seed, layers=10)
+        allowed = step.plain_peak() // 2
+        try:
+            verify(replace(Window().plan(problem(step, allowed)), projected=step.plain_peak()), step, allowed)
+        except PlanRejected as refused:
+            rejected += refused.rule == "over-budget"
+    assert rejected
+
+
 def test_copies_begin_where_the_plan_has_them() -> None:
     step = linear_step(4)
     plan = AT_OP.plan(problem(step, 5 * UNIT))
@@ -310,32 +332,6 @@ def test_it_plans_and_is_simulated_by_its_name(name: str) -> None:
 # ---------------------------------------------------------------------- growth
 
 
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of the planner's file that a call runs."""
-    count = 0
-
-    def line(frame: FrameType, what: str, argument: Any) -> Any:
-        nonlocal count
-        count += what == "line"
-        return line
-
-    def entered(frame: FrameType, what: str, argument: Any) -> Any:
-        return line if frame.f_code.co_filename.endswith("methods/window.py") else None
-
-    before = sys.gettrace()
-    sys.settrace(entered)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-def grows_no_faster_than_n_log_n(counts: dict[int, int]) -> bool:
-    rates = [count / (ops * log2(ops)) for ops, count in sorted(counts.items())]
-    return all(rate <= 1.05 * rates[0] for rate in rates)
-
-
 @pytest.mark.parametrize("issue", ["at op", "host ahead"])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
 def test_planning_grows_no_faster_than_n_log_n(issue: Issue, share: float) -> None:
@@ -343,7 +339,7 @@ def test_planning_grows_no_faster_than_n_log_n(issue: Issue, share: float) -> No
     for layers in (200, 800, 3200):
         step = linear_step(layers, nbytes=8192)
         given_ = problem(step, int(step.plain_peak() * share))
-        counts[len(step.ops)] = lines_run(lambda given_=given_: Window(issue=issue).schedule(given_))
+        counts[len(step.ops)] = lines_run(window, partial(Window(issue=issue).schedule, given_))
     assert grows_no_faster_than_n_log_n(counts)
 
 

@@ -264,11 +264,11 @@ class _Graph:
         level, gone = self._level, list[tuple[_Flow, int, int]]()
         delay = 1 if parameters.waits_out else 2
         for flow in self._flows:
-            far = [op for op in flow.reads if level[op] - level[flow.created] > parameters.threshold]
+            nearest = level[flow.created] + parameters.threshold
+            far = [op for op in flow.reads if level[op] > nearest]
             if not far:
                 continue
-            last = max((op for op in flow.reads if op not in far), default=flow.created)
-            there = last + delay
+            there = max((op for op in flow.reads if level[op] <= nearest), default=flow.created) + delay
             for first, latest in sorted(self._groups(flow, far, parameters)):
                 if there < first:
                     gone.append((flow, there, first))
