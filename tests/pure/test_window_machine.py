@@ -9,6 +9,7 @@ from typing import Final
 
 import pytest
 
+from papers.out_of_core_window.least import bytes_in, least_bytes_in
 from papers.out_of_core_window.nnabla import BucketAllocator, Memory, Script, WholeChunks
 from spillway.costs import Device
 from spillway.costs.device_files import read_device
@@ -144,3 +145,21 @@ def test_the_device_file_has_the_link_that_was_fitted() -> None:
     (link_row,) = [row for row in rows if row["method"] == "link of the V100, fitted"]
     assert link_row["note"] == f"{device.out_per_second / 1e9:.2f} GB/s, one lane"
     assert (device.in_per_second, device.duplex) == (device.out_per_second, False)
+
+
+# ---------------------------------------------------------------------- the least bytes
+
+
+def test_the_least_bytes_are_those_of_the_best_choice_of_gaps() -> None:
+    pytest.importorskip("scipy")
+    step = linear_step(4)
+    # Six units are needed during op 4. Under five, one of the values has to be gone then, and any of them comes back.
+    assert least_bytes_in(step, 6 * UNIT) == 0
+    assert least_bytes_in(step, 5 * UNIT) == UNIT
+    # Half a unit less, and half of another value does.
+    assert least_bytes_in(step, 9 * UNIT // 2) == 3 * UNIT // 2
+    for units in (3, 4, 5):
+        made = Window().plan(Problem(step=step, allowed=units * UNIT, device=DEVICE))
+        assert bytes_in(step, made.gaps) == least_bytes_in(step, units * UNIT) == (6 - units) * UNIT
+    with pytest.raises(ArithmeticError, match="no optimum"):
+        least_bytes_in(step, 2 * UNIT)

@@ -13,7 +13,7 @@ window, and of whose copy out nobody has waited yet. For every op:
     are waited for, the oldest first, until in and out and its own bytes fit in the budget; then its copy in begins.
  2. Reserve the bytes of what the op needs unprefetched, waiting likewise. Where that is not enough, the window reached
     too far. *Backtracking* takes accesses off its head until it is, keeps the head from passing there before the next
-    op, and the whole schedule is made anew. Whatever is nearer keeps the head from all that comes after, later
+    op, and the whole schedule is made anew. A head that stops at an access stops in front of all that follow, later
     accesses of what is in the window already included.
  3. Swap out: a storage of the op that has no other access in the window leaves it, and its copy out begins. What
     nothing reads before it is written or dies is *precleared*: its bytes go, and nobody needs the copy.
@@ -32,7 +32,7 @@ Differs from the code that was published with the paper in:
 - Copies in begin as early as there is room. As published they begin at their ops.
 - What is in memory when the step ends stays, where the next step finds room for it, and what is precleared leaves when
   its bytes are wanted. As published everything leaves at the end of the step, and what is precleared at once.
-- Backtracking takes off every access in front of the head, not only the last one of each storage.
+- Backtracking takes off every access up to where it ends, not only the last one of each storage.
 - An op is one ATen op, not a function of NNabla; no types are converted; no op runs on the host.
 - Spillway has no way to lose what a plan says nobody reads, as a step may turn out to be another: what is precleared is
   copied out like anything else.
@@ -58,7 +58,7 @@ from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
-from spillway.units import Bytes, KiB
+from spillway.units import Bytes, KiB, format_bytes
 
 Issue: TypeAlias = Literal["at op", "host ahead"]
 """When copies in begin."""
@@ -76,7 +76,7 @@ ROUNDS: Final = 4
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What the window does in a step."""
+    """What the window does in a step. Its counts are those of the three rules, before copies in were moved ahead."""
 
     gaps: tuple[Gap, ...]
     """When bytes are gone: from where a copy out was waited for to where a copy in begins."""
@@ -144,17 +144,17 @@ class Window(AbstractPlanner):
     def schedule(self, problem: Problem) -> Schedule:
         """What the window does, and how often. Raises what `plan` raises."""
         row = _Row.of(problem.step, self.chunk, self.smallest)
-        budget = problem.allowed - row.staying
+        budget = problem.allowed - row.small
         window = int(budget * self.window)
-        needed = max(map(row.needed, range(len(row.ops))), default=0)
+        needed, fullest = max(((row.needed(op), -op) for op in range(len(row.ops))), default=(0, 0))
         if needed > min(window, budget):
-            fullest = next(op for op in range(len(row.ops)) if row.needed(op) == needed)
-            smallest = row.staying + max(needed, ceil(needed / self.window))
-            while int((smallest - row.staying) * self.window) < needed:  # what rounding took
+            smallest = row.small + max(needed, ceil(needed / self.window))
+            while int((smallest - row.small) * self.window) < needed:  # what rounding took
                 smallest += 1
+            name = problem.step.ops[-fullest].name
             raise BudgetInfeasible(
-                needed=row.staying + needed, allowed=problem.allowed, op=problem.step.ops[fullest].name,
-                op_index=fullest, smallest_budget=smallest, exact=True,
+                needed=row.small + needed, allowed=problem.allowed, op_index=-fullest, smallest_budget=smallest,
+                op=name if window >= budget else f"{name}, in a window of {format_bytes(max(window, 0))}", exact=True,
             )  # fmt: skip
         staying = {source for source in row.sources if not self.drained}
         for _ in range(ROUNDS):
@@ -176,7 +176,7 @@ class Window(AbstractPlanner):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Row:
-    """The accesses of a step, one after the other. Storages that stay are not among them."""
+    """The accesses of a step, one after the other. Storages that are too small to leave are not among them."""
 
     step: Step
     sizes: list[Bytes]
@@ -195,8 +195,8 @@ class _Row:
     """What is there before the step, what is used last in front: the order in which it had better leave."""
     through: frozenset[int]
     """What of it is there after the step too."""
-    staying: Bytes
-    """The most bytes of what stays."""
+    small: Bytes
+    """The most bytes of what is too small to leave."""
 
     @classmethod
     def of(cls, step: Step, chunk: Bytes, smallest: Bytes) -> Self:
@@ -233,7 +233,7 @@ class _Row:
             step=step, sizes=sizes, accesses=accesses, ops=ops, following=following, dies=dies, dying=dying,
             sources=sorted(sources, key=lambda source: (-first[source], source)),
             through=frozenset(source for source in sources if step.storages[source].present_at_end),
-            staying=max(accumulate(changes)),
+            small=max(accumulate(changes)),
         )  # fmt: skip
 
     def of_op(self, op: int) -> range:
