@@ -26,6 +26,7 @@ PAPERS: Final = Collection(
         "mimose_planning": "papers.mimose.planning",
         "convergence": "papers.delta.convergence",
         "mimose_convergence": "papers.mimose.convergence",
+        "window_table1": "papers.out_of_core_window.table1",
         "dtr_reference": "papers.dtr.reference",
         "delta_tables": "papers.delta.tables",
         "mimose_tasks": "papers.mimose.tasks",

@@ -24,6 +24,7 @@ from spillway.methods.checkpoint import Checkpoint
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR
 from spillway.methods.keep_all import KeepAll
+from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
 from spillway.methods.planned import Planned
@@ -31,10 +32,12 @@ from spillway.methods.registry import METHODS, Method, method_named, resolve
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
+from spillway.methods.window import Window
 from spillway.methods.zero_offload import ZeroOffload
 
 __all__ = [
     "DTR",
+    "LMS",
     "LRU",
     "METHODS",
     "UVM",
@@ -62,6 +65,7 @@ __all__ = [
     "Restore",
     "SqrtN",
     "Swap",
+    "Window",
     "ZeroOffload",
     "method_named",
     "resolve",

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
@@ -225,6 +225,11 @@ class Problem:
         return Plan(step=self.step.digest(), allowed=self.allowed, projected=counted.peak, gaps=tuple(gaps))
 
 
+Begin: TypeAlias = Literal["in time", "at op"]
+"""When the copies of a plan begin. "in time": so early that they should be done by the op where a gap begins or ends.
+"at op": out right after the last use before the gap, and in where the gap ends; what reads it waits for it."""
+
+
 class AbstractPlanner(ABC):
     """Decides before the step. Pure: same problem, same plan."""
 
@@ -233,6 +238,9 @@ class AbstractPlanner(ABC):
 
     copies_beside: bool = True
     """Whether copies of its plans run beside ops. Where they do not, `Planned(plan, step, ahead=0)` follows them."""
+
+    begin: Begin = "in time"
+    """When copies of its plans begin; `Planned(plan, step, begin=...)` follows them so."""
 
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:

@@ -8,7 +8,9 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
     their way would raise the step above the plan's projected peak: what is on its way counts.
  3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops; what has the same ops
     and the same `end` by one replay.
- 4. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
+ 4. Where copies begin at ops instead (`begin="at op"`), the copy out begins right after the last use before the gap,
+    and the copy in before op `end`: from there on its bytes count, and whoever reads them first waits for them.
+ 5. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
     without coming back, whose recipe nobody has verified: the same bytes leave.
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
@@ -17,16 +19,27 @@ step but the stalest storage, when room is short.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import final
+from typing import final, get_args
 
 from spillway.errors import UsageError
 from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
-from spillway.methods.base import AbstractPolicy, Candidate, Copy, Drop, Fetch, MemoryView, Move, Proposal, Restore
+from spillway.methods.base import (
+    AbstractPolicy,
+    Begin,
+    Candidate,
+    Copy,
+    Drop,
+    Fetch,
+    MemoryView,
+    Move,
+    Proposal,
+    Restore,
+)
 from spillway.units import Bytes, Seconds
 
 
@@ -49,25 +62,29 @@ class Planned(AbstractPolicy):
         plan: As `ir.verify` accepts it for `step`.
         step: The recorded step. Where its ops have no seconds, copies begin as early as they may.
         ahead: Copies begin so many times their own seconds before they have to be done; 0 begins none early.
+        begin: "in time" as just said, or "at op"; the planner says which (`AbstractPlanner.begin`).
 
     Raises:
-        UsageError: The plan is for another step, has a compressed home, of which the tensor engine has none, or `ahead`
-            is negative.
+        UsageError: The plan is for another step, has a compressed home, of which the tensor engine has none, `ahead`
+            is negative, or `begin` is neither of the two.
     """
 
     name = "planned"
     follows = True
     foresees = True  # copies that have arrived are taken in
 
-    def __init__(self, plan: Plan, step: Step, *, ahead: float = 1.5) -> None:
+    def __init__(self, plan: Plan, step: Step, *, ahead: float = 1.5, begin: Begin = "in time") -> None:
         if plan.step != step.digest():
             raise UsageError(f"The plan is for step {plan.step:.12}, and this is step {step.digest():.12}.")
         if any(isinstance(gap.home, Packed) for gap in plan.gaps):
             raise UsageError("The plan packs values, and the tensor engine has no compressed tier.")
         if not ahead >= 0:
             raise UsageError(f"A plan is followed with `ahead` of 0 or more, got {ahead}.")
+        if begin not in get_args(Begin):
+            raise UsageError(f"Copies begin {' or '.join(map(repr, get_args(Begin)))}, got {begin!r}.")
         self.plan = plan
         self.ahead = ahead
+        self.begin = begin
         self.diverged: int | None = None
         """The op of the last step at which it was seen to be another than the recorded one; None if it was not."""
         self._gaps = _Gaps(plan, step)
@@ -96,7 +113,9 @@ class Planned(AbstractPolicy):
         away = {storage.number for storage in view.moved()}
         for number, storage in self._storages.items():
             if number not in gone and storage.number in away:
-                yield Restore(storage)
+                yield self._back(view, storage)
+        if self.begin == "at op":
+            yield from self._copy(view, 0)
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Bring back what has to be there, then begin what takes long."""
@@ -105,15 +124,13 @@ class Planned(AbstractPolicy):
         for gap in self._gaps.ending[op]:
             storage = self._storage(gap)
             if storage is not None and not view.available(storage):
-                yield Restore(storage)
+                yield Restore(storage) if isinstance(gap.home, Recompute) else self._back(view, storage)
         for gap in self._fetches.get(op, ()):
             storage = self._storage(gap)
             if storage is not None and not view.available(storage):
                 yield Fetch(storage)
-        for gap in self._copies.get(op, ()):
-            storage = self._storage(gap)
-            if storage is not None and view.available(storage) and not view.copied(storage):
-                yield Copy(storage)
+        if self.begin == "in time":
+            yield from self._copy(view, op)
 
     def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Learn which storage is which, and let go."""
@@ -126,6 +143,22 @@ class Planned(AbstractPolicy):
             return
         self._storages.update(found)
         yield from self._leave(op + 1)
+        if self.begin == "at op":  # in front of what is fetched before the next op
+            yield from self._copy(view, op + 1)
+
+    def _copy(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
+        for gap in self._copies.get(op, ()):
+            storage = self._storage(gap)
+            if storage is not None and view.available(storage) and not view.copied(storage):
+                yield Copy(storage)
+
+    def _back(self, view: MemoryView, storage: Candidate) -> Proposal:
+        """How what was moved comes back where its gap ends."""
+        return Fetch(storage) if self._beside(view) and self.begin == "at op" else Restore(storage)
+
+    def _beside(self, view: MemoryView) -> bool:
+        """Whether copies run beside ops."""
+        return view.overlaps and self.ahead > 0
 
     def _leave(self, start: int) -> Generator[Proposal, bool, None]:
         for gap in self._gaps.starting[start]:
@@ -146,14 +179,17 @@ class Planned(AbstractPolicy):
     def _schedule(self, view: MemoryView) -> None:
         """Say before which op each copy begins, by the bandwidth that the view knows; anew if that changed much."""
         known, rate = self._scheduled_for, view.transfer_seconds(_Sized(1 << 26))
-        beside = view.overlaps and self.ahead > 0
+        beside = self._beside(view)
         if known is not None and known[1] == beside and known[0] / 2 <= rate <= known[0] * 2:
             return
         self._scheduled_for = (rate, beside)
         self._copies, self._fetches = defaultdict(list), defaultdict(list)
-        if beside:
-            for gap, op in self._gaps.copies_out(view, self.ahead):
-                self._copies[op].append(gap)
+        if not beside:
+            return
+        at_op = self.begin == "at op"
+        for gap, op in self._gaps.copies_at_once() if at_op else self._gaps.copies_out(view, self.ahead):
+            self._copies[op].append(gap)
+        if not at_op:
             for gap, op in self._gaps.fetches(view, self.ahead):
                 self._fetches[op].append(gap)
 
@@ -232,6 +268,19 @@ class _Gaps:
             op = max(bisect_right(clock, free) - 1, first)
             if op < gap.start:
                 yield gap, op
+
+    def copies_at_once(self) -> Iterable[tuple[Gap, int]]:
+        """Before which op each copy out begins if it begins right after the last use."""
+        uses: dict[int, list[int]] = defaultdict(list)
+        for op in self._step.ops:
+            for value in (*op.reads, *op.creates):
+                uses[value].append(op.number)
+        for gaps in self.starting.values():
+            for gap in gaps:
+                before = bisect_left(uses[gap.value], gap.start)
+                free = uses[gap.value][before - 1] + 1 if before else 0
+                if free < gap.start and not isinstance(gap.home, Recompute):
+                    yield gap, free
 
     def fetches(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:
         """Before which op each fetch begins."""

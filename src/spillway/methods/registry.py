@@ -15,12 +15,14 @@ from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
 from spillway.methods.keep_all import KeepAll
+from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
 from spillway.methods.mimose.planner import MimosePlanner
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
+from spillway.methods.window import Window
 from spillway.methods.zero_offload import ZeroOffload
 
 Runs: TypeAlias = Literal["tensor engine", "block engine", "paper"]
@@ -63,6 +65,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "swap-prefetch": Method(Swap.ahead),
         UVM.name: Method(UVM),
         ZeroOffload.name: Method(ZeroOffload),
+        Window.name: Method(Window),
+        "window-published": Method(Window.as_published),
+        LMS.name: Method(LMS),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),
         Checkpoint.name: Method(CheckpointPlanner, Checkpoint),

@@ -1,0 +1,1 @@
+"""Window scheduling and virtual addressing for out-of-core training: its Table 1."""
