@@ -231,7 +231,7 @@ class BucketAllocator(AbstractAllocator):
     def free(self, token: Block) -> None:
         """The block stays in its pool."""
         self.allocated -= token.asked
-        token.pool.give(token)
+        token.pool.free(token)
 
     def _take_from_device(self, pool: BestFit, rounded: Bytes, asked: Bytes) -> None:
         limit = self.limit or 0
