@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from spillway.costs import fit_growth
+from spillway.costs import fit_scaling
 from spillway.recording import record
 from spillway.workloads import get
 
@@ -28,7 +28,7 @@ def test_a_step_of_another_size_is_the_one_that_would_have_been_recorded(
         pytest.importorskip("transformers")
     steps = {size: record(partial(get, name, **options, **{by: size}), fake=True).step for size in (9, 16, 21, 30, 25)}
     recorded = steps.pop(25)
-    derived = fit_growth(steps).step_at(25)
+    derived = fit_scaling(steps).step_at(25)
     assert [storage.nbytes for storage in derived.storages] == [storage.nbytes for storage in recorded.storages]
     assert [(op.flops, op.traffic) for op in derived.ops] == [(op.flops, op.traffic) for op in recorded.ops]
     assert derived.plain_peak() == recorded.plain_peak()
