@@ -114,22 +114,15 @@ def run(size: Size, tell: Tell) -> Result:
     experiments = read_measurements(size.data)
     answers = [rows for rows in (advise(there, MEMORY) for there in experiments) if any(row.fitted for row in rows)]
     tell(f"{len(experiments)} experiments, {len(answers)} of them with peaks and times")
-    foretold = {
-        (row.experiment.title, row.experiment.source, row.method): _foretold(row, size.draws)
-        for rows in answers for row in rows if row.fitted is not None
-    }  # fmt: skip
+    fitted = [(row, rows) for rows in answers for row in rows if row.fitted is not None]
+    foretold = [_foretold(row, size.draws) for row, _ in fitted]
     averages = [_average(model, experiments) for model in MODELS]
     starts = [(sweep, start(sweep, experiments)) for sweep in SWEEPS]
-    rows: list[Row] = [*_claims(averages, starts)]
-    for one in answers:
-        rows += [
-            _row(row, one, foretold[row.experiment.title, row.experiment.source, row.method])
-            for row in one if row.fitted is not None
-        ]  # fmt: skip
+    rows = [*_claims(averages, starts), *(_row(*one, errors) for one, errors in zip(fitted, foretold, strict=True))]
     checks = [
         *_average_checks(averages),
         *_start_checks(starts),
-        *_law_checks(answers, list(foretold.values()), _signs(answers, size.draws)),
+        *_law_checks(answers, foretold, _signs(answers, size.draws)),
     ]
     return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
 
