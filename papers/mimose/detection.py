@@ -75,7 +75,7 @@ def run(size: Size, tell: Tell) -> Result:
     }
     rows = [_row(kind, group) for kind, group in groups.items() if group.peaks]
     return Result(
-        title=TITLE, columns=COLUMNS, rows=rows, checks=_checks(groups), notes=(*NOTES, *_again(kept.peaks)),
+        title=TITLE, columns=COLUMNS, rows=rows, checks=_checks(groups), notes=NOTES,
     )  # fmt: skip
 
 
@@ -129,20 +129,6 @@ def _row(kind: str, group: Group) -> Row:
         "apart": [min(shares), max(shares)], "told": group.told,
         "passed": group.told if group.passed is None else group.passed,
     }  # fmt: skip
-
-
-def _again(steps: Sequence[tuple[InputSize, Bytes]]) -> list[str]:
-    """The size that was planned most often with blocks kept."""
-    peaks: dict[InputSize, list[Bytes]] = {}
-    for size, peak in steps:
-        peaks.setdefault(size, []).append(peak)
-    size, most = max(peaks.items(), key=lambda pair: len(pair[1]), default=((0,), []))
-    if len(most) < 2:
-        return []
-    return [
-        f"Nothing is learned after the sheltered phase: {size[0]} pixels came {len(most)} times with blocks kept, and "
-        f"each time took {format_bytes(min(most))} to {format_bytes(max(most))}."
-    ]
 
 
 def _checks(groups: Mapping[str, Group]) -> list[Check]:

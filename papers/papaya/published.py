@@ -8,7 +8,7 @@ to a quarter of the batch sizes.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import Final
@@ -114,24 +114,17 @@ def run(size: Size, tell: Tell) -> Result:
     experiments = read_measurements(size.data)
     answers = [rows for rows in (advise(there, MEMORY) for there in experiments) if any(row.fitted for row in rows)]
     tell(f"{len(experiments)} experiments, {len(answers)} of them with peaks and times")
-    foretold = {
-        (row.experiment.title, row.experiment.source, row.method): _foretold(row, size.draws)
-        for rows in answers for row in rows if row.fitted is not None
-    }  # fmt: skip
+    fitted = [(row, rows) for rows in answers for row in rows if row.fitted is not None]
+    foretold = [_foretold(row, size.draws) for row, _ in fitted]
     averages = [_average(model, experiments) for model in MODELS]
     starts = [(sweep, start(sweep, experiments)) for sweep in SWEEPS]
-    rows: list[Row] = [*_claims(averages, starts)]
-    for one in answers:
-        rows += [
-            _row(row, one, foretold[row.experiment.title, row.experiment.source, row.method])
-            for row in one if row.fitted is not None
-        ]  # fmt: skip
+    rows = [*_claims(averages, starts), *(_row(*one, errors) for one, errors in zip(fitted, foretold, strict=True))]
     checks = [
         *_average_checks(averages),
         *_start_checks(starts),
-        *_law_checks(answers, list(foretold.values()), _signs(answers, size.draws)),
+        *_law_checks(answers, foretold, _signs(answers, size.draws)),
     ]
-    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=(*NOTES, *_odd(answers, foretold)))
+    return Result(title=TITLE, columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
 
 
 # ------------------------------------------------------------------ averages and sizes
@@ -322,23 +315,6 @@ def _gains(row: Advice, plain: Advice) -> bool:
     if row.measured is None or plain.measured is None:
         raise ValueError("what was fitted was measured")
     return row.measured.throughput >= plain.measured.throughput
-
-
-def _odd(
-    answers: Sequence[Sequence[Advice]], foretold: Mapping[tuple[str, str, str], Sequence[float]]
-) -> Iterator[str]:
-    """What the checks leave out or average away, with its numbers."""
-    low = [
-        f"{row.experiment.title}, {row.method}: {what} {r:.3f}"
-        for rows in answers for row in rows if row.fitted is not None
-        for what, r in (("memory", row.fitted.memory.r), ("time", row.fitted.time.r)) if r is not None and r < LINEAR
-    ]  # fmt: skip
-    far = [
-        f"{title}, {method}: {median(one):+.1%}"
-        for (title, _, method), one in foretold.items() if one and abs(median(one)) > 0.05
-    ]  # fmt: skip
-    yield f"R below {LINEAR}: {'; '.join(low) or 'none'}. A flat line has no R."
-    yield f"Foretold more than 5 % off at the median: {'; '.join(far) or 'none'}."
 
 
 TITLE: Final = "PAPAYA's figures from its published measurements, one V100 with 16 GB"
