@@ -1,4 +1,4 @@
-"""Every method on the steps of eleven models that differ, under six budgets, on three devices: a row each.
+"""Every method on the steps of a dozen models that differ, under six budgets, on three devices: a row each.
 
 What is looked for is a row that ends in an exception of ours, or says something that cannot be.
 """
@@ -120,6 +120,7 @@ BUILDERS: Final[Mapping[str, Callable[[], Workload]]] = MappingProxyType(
         "efficientnet": partial(models.efficientnet, blocks=1, batch=4),
         "deep-narrow": partial(get, "deep-narrow", layers=12),
         "t5": partial(get, "t5", batch=2, length=32, layers=1, width=128),
+        "resnet": partial(get, "resnet", width=8, blocks=(1, 1), batch=4),
     }
 )
 
