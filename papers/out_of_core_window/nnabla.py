@@ -54,12 +54,12 @@ class _Around:
 
 @final
 class Script:
-    """A plan for a step, as the list of what is done. Nothing without bytes; all else counts as whole chunks."""
+    """A plan for a step, as the list of what is done. What has bytes counts as whole chunks, unless it is exempt."""
 
-    def __init__(self, step: Step, plan: Plan, chunk: Bytes = 1) -> None:
+    def __init__(self, step: Step, plan: Plan, chunk: Bytes = 1, exempt: Bytes = 0) -> None:
         self._allowed = plan.allowed
-        self._chunk = chunk
         self._sizes = [storage.nbytes for storage in step.storages]
+        self._counted = [nbytes if nbytes < exempt else rounded_up(nbytes, chunk) for nbytes in self._sizes]
         self._seconds = [op.seconds or 0.0 for op in step.ops]
         self._around = [_Around() for _ in step.ops]
         self._write_ops(step)
@@ -160,7 +160,7 @@ class Script:
         yield from self._freed(list(there), there)
 
     def _bytes(self, there: Iterable[int]) -> Bytes:
-        return sum(rounded_up(self._sizes[storage], self._chunk) for storage in there)
+        return sum(self._counted[storage] for storage in there)
 
     @staticmethod
     def _freed(storages: Iterable[int], there: dict[int, None]) -> Iterator[Memory]:
@@ -248,32 +248,63 @@ class BucketAllocator(AbstractAllocator):
 
 @final
 class WholeChunks(AbstractAllocator):
-    """The paper's virtual addresses: every array has chunks of its own (section 4), wherever they lie."""
+    """The paper's virtual addresses: every array has chunks of its own (section 4), wherever they lie.
 
-    def __init__(self, limit: Bytes, chunk: Bytes) -> None:
+    Arguments:
+        exempt: Arrays below so many bytes share chunks, best fit, in pieces of 512 bytes: not the paper's.
+    """
+
+    def __init__(self, limit: Bytes, chunk: Bytes, exempt: Bytes = 0) -> None:
         super().__init__(limit)
         self._chunk = chunk
+        self._exempt = exempt
+        self._shared = BestFit(least_rest=SMALL_ROUNDING)
+        self._top = 0
         self._arrays = 0
         self.most_arrays = 0
         """The most there were at once: N_max (eq. 2)."""
         self.most_lost: Bytes = 0
         """The most bytes of chunks that belonged to an array and that it did not need: IF_max."""
 
-    def allocate(self, nbytes: Bytes) -> Bytes:
-        """The token is the size."""
-        rounded = rounded_up(nbytes, self._chunk)
-        if self.reserved + rounded > (self.limit or 0):
-            raise self._full(nbytes)
+    def allocate(self, nbytes: Bytes) -> Block | Bytes:
+        """The token is a block of a shared chunk, or the size of what has its own."""
+        token: Block | Bytes = nbytes
+        if nbytes < self._exempt:
+            token = self._in_shared(rounded_up(nbytes, SMALL_ROUNDING), nbytes)
+        else:
+            self._take(rounded_up(nbytes, self._chunk), nbytes)
         self.allocated += nbytes
-        self.reserved += rounded
         self._arrays += 1
         self.most_arrays = max(self.most_arrays, self._arrays)
         self.most_lost = max(self.most_lost, self.reserved - self.allocated)
-        self._note_peak()
-        return nbytes
+        return token
 
-    def free(self, token: Bytes) -> None:
-        """Its chunks are anybody's."""
+    def free(self, token: Block | Bytes) -> None:
+        """Chunks in which nothing is in use are anybody's."""
         self._arrays -= 1
-        self.allocated -= token
-        self.reserved -= rounded_up(token, self._chunk)
+        if not isinstance(token, Block):
+            self.allocated -= token
+            self.reserved -= rounded_up(token, self._chunk)
+            return
+        self.allocated -= token.asked
+        block = self._shared.give(token)
+        if block.whole:
+            self.reserved -= self._shared.remove_whole(block)
+
+    def _in_shared(self, rounded: Bytes, asked: Bytes) -> Block:
+        block = self._shared.take(rounded)
+        if block is None:
+            self._take(self._chunk, asked)
+            self._shared.add(self._top, self._chunk)
+            self._top += self._chunk
+            block = self._shared.take(rounded)
+        if block is None:
+            raise EngineError(f"A new chunk has no room for {asked} bytes.")
+        block.asked = asked
+        return block
+
+    def _take(self, nbytes: Bytes, asked: Bytes) -> None:
+        if self.reserved + nbytes > (self.limit or 0):
+            raise self._full(asked)
+        self.reserved += nbytes
+        self._note_peak()

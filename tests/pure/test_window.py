@@ -109,6 +109,9 @@ def test_what_is_written_before_it_is_read_needs_no_copy_in() -> None:
     assert (gone.start, gone.end) == (2, 5)
     assert made.precleared == 1
     assert made.swapped_in == 1  # the input
+    # An engine brings in what an op writes to, and Spillway's window counts that.
+    ours = AT_OP.schedule(problem(written_anew(), 2 * UNIT))
+    assert (ours.precleared, ours.swapped_in) == (0, 2)
 
 
 def test_a_window_that_reached_too_far_backtracks_as_published_and_a_window_of_the_budget_never_does() -> None:
@@ -174,7 +177,9 @@ def test_small_storages_stay_and_are_taken_off_the_budget() -> None:
 def test_storages_count_as_whole_chunks() -> None:
     step = linear_step(4)
     # Units of 3/2 count as two each: what six units of budget hold is what three hold of whole ones.
-    assert gaps(linear_step(4, nbytes=3 * UNIT // 2), 6, Window(issue="at op", chunk=2 * UNIT)) == gaps(step, 3)
+    odd = linear_step(4, nbytes=3 * UNIT // 2)
+    assert gaps(odd, 6, Window(issue="at op", chunk=2 * UNIT)) == gaps(step, 3)
+    assert gaps(odd, 6, Window(issue="at op", chunk=2 * UNIT, exempt=3 * UNIT // 2 + 1)) == gaps(step, 4)
 
 
 def test_a_window_smaller_than_an_op_is_refused_with_the_numbers() -> None:
@@ -195,6 +200,7 @@ def test_a_window_smaller_than_an_op_is_refused_with_the_numbers() -> None:
         lambda: Window(window=float("inf")),
         lambda: Window(chunk=0),
         lambda: Window(smallest=-1),
+        lambda: Window(exempt=-1),
         lambda: Window(issue="sometime"),  # type: ignore[arg-type]
     ],
 )
@@ -227,6 +233,7 @@ windows = st.builds(
     window=st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0]),
     issue=st.sampled_from(["at op", "host ahead"]),
     chunk=st.sampled_from([1, 1, 4096, 1 << 16]),
+    exempt=st.sampled_from([0, 0, 1 << 14]),
     drained=st.booleans(),
 )
 

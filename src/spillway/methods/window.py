@@ -35,7 +35,8 @@ Differs from the code that was published with the paper in:
 - Backtracking takes off every access up to where it ends, not only the last one of each storage.
 - An op is one ATen op, not a function of NNabla; no types are converted; no op runs on the host.
 - Spillway has no way to lose what a plan says nobody reads, as a step may turn out to be another: what is precleared is
-  copied out like anything else.
+  copied out like anything else, and an engine brings in whatever an op writes to. So nothing is unprefetched but what
+  ops make, except as published.
 - Storages below `smallest` stay, as the engines do not move them.
 
 Not implemented: NNabla's first iteration, in which everything leaves after each function; a session records that step
@@ -100,6 +101,7 @@ class Window(AbstractPlanner):
         window: How far it reaches, as a multiple of the budget; above 1 it may have to backtrack.
         issue: When copies in begin, "at op" or "host ahead".
         chunk: Every storage counts as whole chunks of so many bytes, as with virtual addresses (section 4, eq. 1).
+        exempt: Storages below so many bytes share chunks, and count as what they are; the paper's do not.
         drained: Whether every step begins and ends with nothing in memory, and what is precleared leaves at once.
         smallest: Bytes below which a storage stays.
 
@@ -111,26 +113,29 @@ class Window(AbstractPlanner):
     begin = "at op"
 
     def __init__(
-        self, *, window: float = 1.0, issue: Issue = "host ahead", chunk: Bytes = 1, drained: bool = False,
-        smallest: Bytes = SMALLEST,
+        self, *, window: float = 1.0, issue: Issue = "host ahead", chunk: Bytes = 1, exempt: Bytes = 0,
+        drained: bool = False, smallest: Bytes = SMALLEST,
     ) -> None:  # fmt: skip
-        if not (0 < window < float("inf") and chunk > 0 and smallest >= 0):
+        if not (0 < window < float("inf") and chunk > 0 and min(exempt, smallest) >= 0):
             raise UsageError(
-                f"A window is above 0 times the budget, a chunk of 1 byte or more, and the smallest storage of 0 or "
-                f"more; got {window}, {chunk} and {smallest}."
+                f"A window is above 0 times the budget, a chunk of 1 byte or more, and what is exempt or stays of 0 or "
+                f"more; got {window}, {chunk}, {exempt} and {smallest}."
             )
         if issue not in get_args(Issue):
             raise UsageError(f"Copies in begin {' or '.join(map(repr, get_args(Issue)))}, got {issue!r}.")
         self.window = window
         self.issue = issue
         self.chunk = chunk
+        self.exempt = exempt
         self.drained = drained
         self.smallest = smallest
 
     @classmethod
-    def as_published(cls, *, chunk: Bytes = 1, smallest: Bytes = SMALLEST) -> Self:
+    def as_published(cls, *, chunk: Bytes = 1, exempt: Bytes = 0, smallest: Bytes = SMALLEST) -> Self:
         """A window of 1.5 x the budget, restarts, copies at their ops, and nothing in memory between steps."""
-        made = cls(window=PUBLISHED, issue="at op", chunk=chunk, drained=True, smallest=smallest)
+        made = cls(
+            window=PUBLISHED, issue="at op", chunk=chunk, exempt=exempt, drained=True, smallest=smallest
+        )  # fmt: skip
         made.name = "window-published"
         return made
 
@@ -143,7 +148,7 @@ class Window(AbstractPlanner):
 
     def schedule(self, problem: Problem) -> Schedule:
         """What the window does, and how often. Raises what `plan` raises."""
-        row = _Row.of(problem.step, self.chunk, self.smallest)
+        row = _Row.of(problem.step, self._counted(problem.step), self.smallest, comes_in=not self.drained)
         budget = problem.allowed - row.small
         window = int(budget * self.window)
         needed, fullest = max(((row.needed(op), -op) for op in range(len(row.ops))), default=(0, 0))
@@ -166,6 +171,13 @@ class Window(AbstractPlanner):
             made = self._made(row, budget, window, staying - row.through)
         return made.schedule(problem.allowed, self.issue)
 
+    def _counted(self, step: Step) -> list[Bytes]:
+        """Of every storage its bytes, in whole chunks."""
+        return [
+            nbytes if nbytes < self.exempt else -(-nbytes // self.chunk) * self.chunk
+            for nbytes in (storage.nbytes for storage in step.storages)
+        ]
+
     def _made(self, row: _Row, budget: Bytes, window: Bytes, staying: Collection[int]) -> _Made:
         made = _Made(row, budget, window, staying, drained=self.drained)
         while not made.run():
@@ -180,7 +192,7 @@ class _Row:
 
     step: Step
     sizes: list[Bytes]
-    """Of every storage, in whole chunks."""
+    """Of every storage, as it counts."""
     accesses: list[tuple[int, bool]]
     """A storage, and whether its content is read."""
     ops: list[int]
@@ -199,17 +211,16 @@ class _Row:
     """The most bytes of what is too small to leave."""
 
     @classmethod
-    def of(cls, step: Step, chunk: Bytes, smallest: Bytes) -> Self:
-        """Written down op by op."""
+    def of(cls, step: Step, sizes: list[Bytes], smallest: Bytes, *, comes_in: bool) -> Self:
+        """Written down op by op; with `comes_in`, what is written over counts as read."""
         managed = [storage.nbytes >= max(smallest, 1) for storage in step.storages]
-        sizes = [-(-storage.nbytes // chunk) * chunk for storage in step.storages]
         accesses: list[tuple[int, bool]] = []
         ops: list[int] = []
         for op in step.ops:
             ops.append(len(accesses))
             used = {step.values[value].storage: True for value in op.reads}
             for value in op.creates:
-                used.setdefault(step.values[value].storage, False)
+                used.setdefault(step.values[value].storage, comes_in and step.values[value].version > 0)
             accesses += ((storage, reads) for storage, reads in used.items() if managed[storage])
         nowhere = len(accesses)
         following, first = [nowhere] * nowhere, [nowhere] * len(step.storages)
