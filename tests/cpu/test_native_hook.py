@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -18,7 +22,7 @@ import spillway
 from spillway.engines.tensors import native_hook
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.tensor_engine import TensorEngine
-from spillway.errors import NativeError
+from spillway.errors import BudgetInfeasible, NativeError
 from spillway.internals.private import storage_address
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.records import Recipe, Storage
@@ -301,3 +305,88 @@ def test_cross_entropy_of_other_shapes_asks_for_other_bounds() -> None:
         assert scores.grad.shape == (rows, 11)
     engine.end_step()
     engine.close()
+
+
+def test_a_bound_for_a_number_is_none_for_a_complex_one() -> None:
+    x = torch.ones(MiB // 4)
+    engine = engine_for(LRU(), 5 * MiB // 2, x)
+    for _ in range(3):
+        x.mul(2.0)
+    with pytest.raises(BudgetInfeasible, match=r"3\.00 MiB"):
+        x.mul(1j)  # 2 MiB beside one
+    assert engine.budget.peak == 2 * MiB
+    engine.end_step()
+    engine.close()
+
+
+def test_what_no_number_of_64_bits_counts_is_refused_as_by_the_handlers_in_python() -> None:
+    engine = engine_for(LRU())
+    for _ in range(2):
+        torch.empty(3)
+    with pytest.raises(BudgetInfeasible):
+        torch.empty(1 << 61, dtype=torch.uint8)
+    engine.end_step()
+    engine.close()
+
+
+def test_a_child_that_was_forked_in_the_middle_of_an_op_runs_steps_of_its_own() -> None:
+    engine = engine_for(LRU())
+    torch.ones(3).mul(2)
+    held, done = threading.Event(), threading.Event()
+
+    def in_an_op() -> None:
+        with engine._dispatch._watcher.turn:
+            held.set()
+            done.wait()
+
+    other = threading.Thread(target=in_an_op)
+    other.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)
+        engine.end_step()
+        engine.begin_step([])
+        before = engine.ops_taken_natively
+        for _ in range(3):
+            torch.ones(3).mul(2)
+        os._exit(engine.ops_taken_natively - before)
+    _, status = os.waitpid(child, 0)
+    done.set()
+    other.join()
+    assert (os.WIFEXITED(status), os.WEXITSTATUS(status)) == (True, 6)
+    engine.end_step()
+    engine.close()
+
+
+ENDS_IN_AN_OP = """
+import gc, torch
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.methods import LRU
+
+x, y, asked = torch.ones(64, 64), torch.ones(64, 64), []
+engine = TensorEngine(LRU(), 1 << 30)
+engine.begin_step([("x", x), ("y", y)])
+info = engine.info_of(torch.ops.aten.mul.Tensor)
+bound = info.bound
+
+def ends(args):
+    asked.append(args)
+    if len(asked) == 2:  # the first one is asked by the handler in Python, which is made then
+        engine.close()
+        for records in (engine.table, engine.controller.young, engine.controller.recipes):
+            records.clear()
+        gc.collect()
+    return bound(args)
+
+info.bound = ends
+assert [x.mul(y).sum().item() for _ in range(3)] == [4096.0] * 3
+assert len(asked) == 2
+"""
+
+
+def test_a_session_that_ends_in_the_middle_of_an_op_leaves_nothing_half_freed() -> None:
+    environment = dict(os.environ, PYTHONMALLOC="debug")
+    ran = subprocess.run([sys.executable, "-c", ENDS_IN_AN_OP], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -253,6 +253,8 @@ class Arguments {
  public:
   c10::SmallVector<std::int64_t, 32> words;
 
+  // A number in Python, of which bounds read nothing but whether it is complex.
+  void wrapped(const at::Tensor& number) { words.push_back(number.is_complex() ? COMPLEX : 7); }
   void tensor(const at::Tensor& tensor) {
     words.push_back(0x100 + static_cast<std::int64_t>(tensor.scalar_type()));
     list(tensor.sizes());
@@ -265,8 +267,10 @@ class Arguments {
       words.append({2, value.toInt()});
     } else if (value.isBool()) {
       words.append({3, value.toBool() ? 1 : 0});
-    } else if (value.isDouble() || value.isComplexDouble() || value.isString() || value.isDevice()) {
+    } else if (value.isDouble() || value.isString() || value.isDevice()) {
       words.push_back(4);  // no bound reads it
+    } else if (value.isComplexDouble()) {
+      words.push_back(COMPLEX);
     } else if (value.isIntList()) {
       words.push_back(5);
       const auto list = value.toIntList();
@@ -281,6 +285,7 @@ class Arguments {
   }
 
  private:
+  static constexpr std::int64_t COMPLEX = 8;
   void list(c10::IntArrayRef numbers) {
     words.push_back(static_cast<std::int64_t>(numbers.size()));
     words.append(numbers.begin(), numbers.end());
@@ -360,14 +365,13 @@ struct Plan {
 
 struct Operand {
   std::size_t place;
-  PyObject* storage;
-  PyObject* value;
+  Ref storage, value;  // the session may end meanwhile
 };
 using Operands = c10::SmallVector<Operand, 6>;
 
 class Hook {
  public:
-  explicit Hook(PyObject* known);
+  Hook(PyObject* self, PyObject* known);
   ~Hook();
   Hook(const Hook&) = delete;
   Hook& operator=(const Hook&) = delete;
@@ -379,6 +383,9 @@ class Hook {
   }
   void forget() { plans_.clear(); }
   void arm(bool recording) {
+    const Ref turn(PyObject_GetAttrString(watcher_.get(), "turn"));  // another one in a forked child
+    acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
+    release_ = Ref(PyObject_GetAttrString(turn.get(), "release"));
     recording_ = recording;
     armed_ = true;
   }
@@ -415,7 +422,7 @@ class Hook {
   double call(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
   void remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, double seconds, PyObject* creates,
                 PyObject* writes, std::int64_t nbytes, PyObject* value);
-  PyObject* adopt(const at::Tensor& tensor, PyObject* clock);
+  Ref adopt(const at::Tensor& tensor, PyObject* clock);
   Ref value_of(PyObject* storage, PyObject* nbytes);
   PyObject* overwrite(PyObject* storage);
   bool is_plain(const at::Tensor& tensor) const;
@@ -423,6 +430,7 @@ class Hook {
     const Ref told(PyObject_CallOneArg(function, number(nbytes).get()));
   }
 
+  PyObject* const self_;  // whose hook it is
   Ref watcher_, table_, interrupts_, ledger_, budget_, plain_, acquire_, release_;
   Ref storage_type_, value_type_, recipe_type_, watch_type_;
   Ref died_, expect_, created_, look_ahead_, odd_;
@@ -452,8 +460,13 @@ class Hook {
   std::vector<Settings> settings_;
 };
 
-std::array<std::atomic<Hook*>, HOOKS>& hooks() {
-  static std::array<std::atomic<Hook*>, HOOKS> all{};
+// Looked at without the GIL: only the hook of the watcher of one's own thread, which that keeps, may be followed.
+struct Place {
+  std::atomic<Hook*> hook{nullptr};
+  std::atomic<const PyObject*> watcher{nullptr};
+};
+std::array<Place, HOOKS>& hooks() {
+  static std::array<Place, HOOKS> all{};
   return all;
 }
 std::atomic<int> armed_hooks{0};
@@ -467,16 +480,13 @@ PyObject* member(PyObject* known, const char* name) {
   return found;
 }
 
-Hook::Hook(PyObject* known) {
+Hook::Hook(PyObject* self, PyObject* known) : self_(self) {
   const auto get = [&](const char* name) { return Ref::to(member(known, name)); };
   watcher_ = get("watcher"), table_ = get("table"), interrupts_ = get("interrupts"), ledger_ = get("ledger");
   budget_ = get("budget"), plain_ = get("plain");
   storage_type_ = get("storage"), value_type_ = get("value"), recipe_type_ = get("recipe"), watch_type_ = get("watch");
   died_ = get("died"), expect_ = get("expect"), created_ = get("created"), look_ahead_ = get("look_ahead");
   odd_ = get("odd");
-  const Ref turn(PyObject_GetAttrString(watcher_.get(), "turn"));
-  acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
-  release_ = Ref(PyObject_GetAttrString(turn.get(), "release"));
   limited_ = member(known, "limited") == Py_True;
   cells_ = static_cast<std::int64_t*>(PyLong_AsVoidPtr(member(known, "cells")));
   zero_ = number(0), gone_ = number(GONE), empty_ = Ref(PyTuple_New(0));
@@ -498,14 +508,19 @@ Hook::Hook(PyObject* known) {
   record_ = Slot(watch_type_.get(), "record");
   for (auto& place : hooks()) {
     Hook* none = nullptr;
-    if (place.compare_exchange_strong(none, this)) break;
+    if (place.hook.compare_exchange_strong(none, this)) {
+      place.watcher = watcher_.get();
+      break;
+    }
   }
 }
 
 Hook::~Hook() {
   for (auto& place : hooks()) {
-    Hook* self = this;
-    if (place.compare_exchange_strong(self, nullptr)) break;
+    if (place.hook != this) continue;
+    place.watcher = nullptr;
+    place.hook = nullptr;
+    break;
   }
 }
 
@@ -516,8 +531,9 @@ Hook* Hook::here() {
   if (!Kept::contains(NAME)) return nullptr;
   const PyObject* const watcher = Kept::get(NAME)->ptr(c10::impl::getGlobalPyInterpreter());
   for (auto& place : hooks()) {
-    Hook* const hook = place.load(std::memory_order_acquire);
-    if (hook != nullptr && hook->watcher_.get() == watcher) return hook->armed_ ? hook : nullptr;
+    if (place.watcher.load(std::memory_order_acquire) != watcher) continue;
+    Hook* const hook = place.hook;
+    return hook->armed_ ? hook : nullptr;
   }
   return nullptr;
 }
@@ -592,6 +608,7 @@ bool Hook::is_plain(const at::Tensor& tensor) const {
 
 bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
   const Gil gil;
+  const Ref kept = Ref::to(self_);  // what runs may end the session
   if (place >= plans_.size() || plans_[place] == nullptr) return false;
   const std::shared_ptr<Plan> plan = plans_[place];  // what runs may have all of them forgotten
   if (c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return false;
@@ -628,7 +645,7 @@ bool Hook::look(const Plan& plan, c10::ArrayRef<IValue> args, PyObject* clock, b
       continue;
     }
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {  // a number in Python
-      seen.words.push_back(7);
+      seen.wrapped(tensor);
       continue;
     }
     if (!is_plain(tensor) || !tensor.has_storage()) return false;
@@ -640,7 +657,7 @@ bool Hook::look(const Plan& plan, c10::ArrayRef<IValue> args, PyObject* clock, b
     if (value == Py_None || value_.absent.number_of(value) != HERE) return false;
     if (recorded && (c10::isComplexType(tensor.scalar_type()) || c10::isQIntType(tensor.scalar_type()))) return false;
     seen.tensor(tensor);
-    found.push_back({place, storage, value});
+    found.push_back({place, Ref::to(storage), Ref::to(value)});
   }
   return true;
 }
@@ -660,8 +677,10 @@ std::int64_t Hook::needed(Plan& plan, const c10::OperatorHandle& op, c10::ArrayR
       PyTuple_SET_ITEM(given.get(), static_cast<Py_ssize_t>(place), converted);
     }
     const Ref bound(PyObject_CallOneArg(plan.bound.get(), given.get()));
-    if (bound.get() != Py_None) needed = PyLong_AsLongLong(bound.get());
+    int beyond = 0;  // any number
+    if (bound.get() != Py_None) needed = PyLong_AsLongLongAndOverflow(bound.get(), &beyond);
     if (PyErr_Occurred() != nullptr) raise();
+    if (beyond != 0) needed = UNBOUNDED;
   }
   if (plan.needs.size() >= MOST_NEEDS) plan.needs.clear();
   plan.needs.emplace(seen.words, needed);
@@ -688,8 +707,9 @@ Ref Hook::record(const c10::OperatorHandle& op, Plan& plan, c10::ArrayRef<IValue
   std::size_t next = 0;
   for (std::size_t place = 0; place < args.size(); ++place) {
     if (next < found.size() && found[next].place == place) {
-      value_.recorded.put(found[next].value, Py_True);
-      PyList_SET_ITEM(reads.get(), static_cast<Py_ssize_t>(next), Py_NewRef(found[next].value));
+      PyObject* const value = found[next].value.get();
+      value_.recorded.put(value, Py_True);
+      PyList_SET_ITEM(reads.get(), static_cast<Py_ssize_t>(next), Py_NewRef(value));
       recorded.operands.emplace_back(place, Geometry(args[place].toTensor()));
       recorded.args.emplace_back();
       ++next;
@@ -749,18 +769,17 @@ Ref Hook::value_of(PyObject* storage, PyObject* nbytes) {
   return value;
 }
 
-// `register` and `AbstractLedger.adopt`: takes a new storage into account. Borrowed from the table; null if it is there
-// already, or nobody's.
-PyObject* Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
+// `register` and `AbstractLedger.adopt`: takes a new storage into account. None if it is there already, or nobody's.
+Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   const bool usual = tensor.is_cpu() && tensor.layout() == c10::kStrided && tensor.has_storage();
   if (!usual || tensor.key_set().has(DispatchKey::Python)) {
     const Ref wrapped(THPVariable_Wrap(tensor));
     const Ref done(PyObject_CallOneArg(odd_.get(), wrapped.get()));
-    return nullptr;
+    return {};
   }
   const c10::Storage& storage = tensor.storage();
   const Ref key(PyLong_FromVoidPtr(storage.unsafeGetStorageImpl()));
-  if (PyDict_GetItemWithError(table_.get(), key.get()) != nullptr) return nullptr;
+  if (PyDict_GetItemWithError(table_.get(), key.get()) != nullptr) return {};
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   const Ref nbytes = number(size);
   const Ref real(THPStorage_Wrap(storage));
@@ -769,7 +788,7 @@ PyObject* Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   PyObject* const ledger = ledger_.get();
   const Ref next = number(ledger_at_.next_number.number_of(ledger) + 1);
   ledger_at_.next_number.put(ledger, next.get());
-  const Ref record = made(storage_type_.get());
+  Ref record = made(storage_type_.get());
   PyObject* const self = record.get();
   storage_.number.put(self, next.get());
   storage_.key.put(self, key.get());
@@ -794,11 +813,11 @@ PyObject* Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
     tell(created_.get(), size);
     if (look_ahead_.get() != Py_None) const Ref done(PyObject_CallNoArgs(look_ahead_.get()));
   }
-  return self;
+  return record;
 }
 
-// `AbstractLedger.remember`. A step keeps thousands of recipes, and the garbage collector would walk them again and again:
-// it does not see them. The circles that they are in with values end with the step (`AbstractLedger.forget_recipes`).
+// `AbstractLedger.remember`. A step keeps thousands of recipes, and the garbage collector would walk them again and
+// again: it does not see them. The circles that they are in with values end with the step (`AbstractLedger.forget_recipes`).
 void Hook::remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, double seconds, PyObject* creates,
                     PyObject* writes, std::int64_t nbytes, PyObject* value) {
   Ref recipe = made(recipe_type_.get(), 10);
@@ -844,15 +863,15 @@ bool Hook::create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   if (recorded) payload = record(op, plan, args, found, reads);
   const double seconds = call(plan, op, keys, stack);
   const auto results = torch::jit::last(stack, op.schema().returns().size());
-  c10::SmallVector<PyObject*, 4> created;
+  c10::SmallVector<Ref, 4> created;
   c10::SmallVector<std::int64_t, 4> positions;
   std::int64_t position = 0, nbytes = 0;
   for (const IValue& result : results) {
     if (!result.isTensor() || !result.toTensor().defined()) continue;
-    if (PyObject* const storage = adopt(result.toTensor(), clock.get()); storage != nullptr) {
-      created.push_back(storage);
+    if (Ref storage = adopt(result.toTensor(), clock.get())) {
+      nbytes += storage_.nbytes.number_of(storage.get());
+      created.push_back(std::move(storage));
       positions.push_back(position);
-      nbytes += storage_.nbytes.number_of(storage);
     }
     ++position;
   }
@@ -860,8 +879,9 @@ bool Hook::create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   const auto count = static_cast<Py_ssize_t>(created.size());
   const Ref creates(PyTuple_New(count)), outputs(PyTuple_New(count));
   for (Py_ssize_t place = 0; place < count; ++place) {
-    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(created[static_cast<std::size_t>(place)])));
-    PyTuple_SET_ITEM(outputs.get(), place, number(positions[static_cast<std::size_t>(place)]).release());
+    const auto which = static_cast<std::size_t>(place);
+    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(created[which].get())));
+    PyTuple_SET_ITEM(outputs.get(), place, number(positions[which]).release());
   }
   if (position > 1 || positions[0] != 0) {
     auto* const written = reinterpret_cast<Payload*>(payload.get());
@@ -893,7 +913,7 @@ bool Hook::write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys,
   if (!look(plan, args, clock.get(), false, found, seen) || found.empty() || found[0].place != 0) return false;
   PyObject* const budget = budget_.get();
   if (budget_at_.resident.number_of(budget) > budget_at_.allowed.number_of(budget)) return false;
-  const Ref target = Ref::to(found[0].storage), old = Ref::to(found[0].value);
+  const Ref target = std::move(found[0].storage), old = Ref::to(found[0].value.get());
   const auto size = static_cast<std::int64_t>(args[0].toTensor().storage().nbytes());
   if (plan.resized && size != storage_.nbytes.number_of(target.get())) return false;
   PyObject* const dependents = value_.dependents.of(old.get());
@@ -975,7 +995,7 @@ void set_armed(PyObject* self, bool armed) {
 PyObject* hook_new(PyTypeObject* type, PyObject*, PyObject* known) {
   HANDLE_TH_ERRORS
   Ref self(type->tp_alloc(type, 0));
-  object_of(self.get()).hook = new Hook(known);
+  object_of(self.get()).hook = new Hook(self.get(), known);
   return self.release();
   END_HANDLE_TH_ERRORS
 }
@@ -996,11 +1016,13 @@ void hook_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 PyObject* hook_arm(PyObject* self, PyObject* recording) {
+  HANDLE_TH_ERRORS
   if (Hook* const hook = object_of(self).hook; hook != nullptr) {
     hook->arm(recording == Py_True);
     set_armed(self, true);
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
 }
 PyObject* hook_disarm(PyObject* self, PyObject*) {
   if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->disarm();
