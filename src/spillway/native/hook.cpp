@@ -817,7 +817,8 @@ Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
 }
 
 // `AbstractLedger.remember`. A step keeps thousands of recipes, and the garbage collector would walk them again and
-// again: it does not see them. The circles that they are in with values end with the step (`AbstractLedger.forget_recipes`).
+// again: it does not see them. The circles that they are in with values end with the step
+// (`AbstractLedger.forget_recipes`).
 void Hook::remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, double seconds, PyObject* creates,
                     PyObject* writes, std::int64_t nbytes, PyObject* value) {
   Ref recipe = made(recipe_type_.get(), 10);
