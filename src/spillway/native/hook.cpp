@@ -309,22 +309,30 @@ constexpr std::size_t MOST_NEEDS = 4096;  // kinds of arguments that are remembe
 // --------------------------------------------------------------------------------------------------------- settings
 
 // Everything that `environment.OpEnvironment` has, as numbers: as long as none has changed, neither has that.
-using Fingerprint = std::array<std::int64_t, 16>;
+using Fingerprint = std::array<std::int64_t, 15>;
 
 Fingerprint fingerprint() {
   const at::Context& context = at::globalContext();
   static volatile double smallest = DBL_MIN, half = 0.5;
   const bool casts = !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::AutocastCPU);
-  std::int64_t products = -1;
-  try {
-    products = static_cast<std::int64_t>(context.float32MatmulPrecision());
-  } catch (const c10::Error&) {  // it was said in torch's newer way, which is below
-  }
   using at::Float32Backend;
   using at::Float32Op;
   const auto precision = [&](Float32Op op) {
     return static_cast<std::int64_t>(context.float32Precision(Float32Backend::MKLDNN, op));
   };
+  const std::array<std::int64_t, 3> precisions = {precision(Float32Op::MATMUL), precision(Float32Op::CONV),
+                                                  precision(Float32Op::RNN)};
+  // The older way to ask raises where the newer one, whose answers these are, was used; and slowly.
+  thread_local std::optional<std::array<std::int64_t, 3>> raised_under;
+  std::int64_t products = -1;
+  if (raised_under != precisions) {
+    raised_under.reset();
+    try {
+      products = static_cast<std::int64_t>(context.float32MatmulPrecision());
+    } catch (const c10::Error&) {
+      raised_under = precisions;
+    }
+  }
   return {at::get_num_threads(),
           static_cast<std::int64_t>(c10::get_default_dtype_as_scalartype()),
           context.deterministicAlgorithms(),
@@ -337,10 +345,9 @@ Fingerprint fingerprint() {
           c10::GradMode::is_enabled(),
           casts ? 1 + static_cast<std::int64_t>(at::autocast::get_autocast_dtype(c10::DeviceType::CPU)) : 0,
           products,
-          precision(Float32Op::MATMUL),
-          precision(Float32Op::CONV),
-          precision(Float32Op::RNN),
-          0};
+          precisions[0],
+          precisions[1],
+          precisions[2]};
 }
 
 struct Settings {

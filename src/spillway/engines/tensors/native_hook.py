@@ -27,15 +27,14 @@ _told: Final[set[str]] = set()
 
 def module() -> Any | None:
     """The hook's module, or None where there cannot be one; why not is said once."""
-    if not wanted(HOOK):
+    if not wanted(HOOK) or _told:  # it would not be compiled by another try
         return None
     try:
         return load_hook()
     except NativeError as reason:
-        if str(reason) not in _told:
-            _told.add(str(reason))
-            cost = "every op of a watched step costs some microseconds of Python"
-            warnings.warn(f"Spillway runs without its native hook, so that {cost}: {reason}", stacklevel=2)
+        _told.add(str(reason))
+        cost = "every op of a watched step costs some microseconds of Python"
+        warnings.warn(f"Spillway runs without its native hook, so that {cost}: {reason}", stacklevel=2)
         return None
 
 
