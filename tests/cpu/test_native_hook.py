@@ -156,13 +156,13 @@ def test_the_books_are_those_of_the_handlers_in_python(
     assert taken > 6 > none == 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_programs_end_in_the_same_state_by_the_same_way(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     program, name = random_program(9_700_000 + seed), ALIKE[seed % len(ALIKE)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peak = managed(program, KeepAll(), UNLIMITED, None).peak
-        allowed = int(peak * (0.6 + 0.01 * seed))
+        allowed = int(peak * (0.6 + 0.025 * seed))
         hooked = managed(program, POLICIES[name](), allowed, None)
         without_hook(monkeypatch)
         usual = managed(program, POLICIES[name](), allowed, None)

@@ -8,10 +8,10 @@ kernels, so that every op of a thread that includes it comes to the fallback bel
 user's own dispatch modes and subclasses of tensors have their say first, and what they make of an op arrives.
 
 NOTE [Several threads]. Threads that torch starts for a step (`torch.jit.fork`, deep calls of reentrant backwards) have
-key and watcher too, and so have threads that Python starts in it and what it submits to a pool
-(`watcher_to_hand_on`). A handler that is between looking for its op's operands and registering the results may not meet
-another one. So ops are handled one after the other: what arrives from a second thread waits, and only what arrives from
-the thread whose op is under way is a part of that op. A custom op that waits for such a thread waits for ever.
+key and watcher too, and so has a backward of its graph in any thread (`Watcher.also_here`). A handler that is between
+looking for its op's operands and registering the results may not meet another one. So ops are handled one after the
+other: what arrives from a second thread waits, and only what arrives from the thread whose op is under way is a part of
+that op. A custom op that waits for such a thread waits for ever.
 """
 
 from __future__ import annotations
@@ -71,14 +71,6 @@ def watcher_here() -> Watcher | None:
     return found if found is not None and found.watching else None
 
 
-def watcher_to_hand_on() -> Watcher | None:
-    """Who is to watch what this thread has another thread do: what ops under way have done is a part of them."""
-    watcher = watcher_here()
-    if watcher is None or watcher.within == get_ident() or _is_excluded(_KEY):
-        return None
-    return watcher
-
-
 @final
 class Watcher:
     """Shows every op of a thread to the handlers of one engine, from `begin` to `end`.
@@ -113,7 +105,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def also_here(self) -> Iterator[None]:
-        """What runs within is shown to the handlers too, as long as the step is watched."""
+        """What runs within, in another thread, is shown to the handlers too, as long as the step is watched."""
         _kept_by.add(threading.get_native_id())
         _of_torch._stash_obj_in_tls(_NAME, self)
         _include(_KEY, True)

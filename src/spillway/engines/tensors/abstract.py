@@ -354,6 +354,10 @@ class AbstractTensorEngine(ABC):
         room for `needed` bytes, which are not seen."""
 
     @abstractmethod
+    def also_here(self) -> AbstractContextManager[None]:
+        """What this thread, which is not the step's, runs within is a part of the step."""
+
+    @abstractmethod
     def fetch(self, storage: Storage) -> None:
         """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
         refused."""

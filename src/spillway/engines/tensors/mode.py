@@ -93,6 +93,10 @@ class Dispatch:
         begin_eagerly(self._engine.note_eager)
         self._watcher.begin()
 
+    def also_here(self) -> contextlib.AbstractContextManager[None]:
+        """Watch this thread too."""
+        return self._watcher.also_here()
+
     def rearm(self) -> None:
         """What is wanted of handlers has changed: choose among them again."""
         self._handlers.clear()

@@ -487,6 +487,10 @@ class TensorEngine(AbstractTensorEngine):
                 if prepared:
                     self.controller.finish(values, writes)
 
+    def also_here(self) -> contextlib.AbstractContextManager[None]:
+        """What this thread, which is not the step's, runs within is a part of the step."""
+        return self._dispatch.also_here()
+
     def fetch(self, storage: Storage) -> None:
         """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
         refused."""

@@ -17,7 +17,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, cast, final
 
 import torch
@@ -26,7 +25,7 @@ import torch.utils.dlpack
 from spillway.engines.tensors.abstract import AbstractTensorEngine
 from spillway.engines.tensors.torch_compile import forget_steps
 from spillway.engines.tensors.turns import forget_turns
-from spillway.internals.dispatch_key import watcher_to_hand_on
+from spillway.internals.dispatch_key import watcher_here
 from spillway.internals.host_reads import make_them_ask
 from spillway.internals.locks import renew_in_children
 from spillway.internals.private import owners, storage_address, storage_of
@@ -152,8 +151,8 @@ def _install() -> None:
             if name in vars(group):
                 setattr(group, name, _telling_of_work(vars(group)[name]))
         work.get_future = _waiting(vars(work)["get_future"])
-    threading.Thread.start = _handing_on(threading.Thread.start)  # type: ignore[method-assign]
-    ThreadPoolExecutor.submit = _handing_on_work(ThreadPoolExecutor.submit)  # type: ignore[method-assign]
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = _as_a_part(autograd._engine_run_backward)
 
 
 @contextlib.contextmanager
@@ -176,8 +175,8 @@ def _replace(owner: Any, name: str) -> None:
 
 
 def _uninstall() -> None:
-    for kind, name in ((threading.Thread, "start"), (ThreadPoolExecutor, "submit")):
-        setattr(kind, name, getattr(vars(kind)[name], "__wrapped__", vars(kind)[name]))
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = getattr(autograd._engine_run_backward, "__wrapped__", autograd._engine_run_backward)
     for module in MODULES:
         module.to_dlpack = getattr(module.to_dlpack, "__wrapped__", module.to_dlpack)
     if torch.distributed.is_available():
@@ -257,39 +256,18 @@ def _waiting(original: Any) -> Any:
     return get_future
 
 
-def _handing_on(original: Any) -> Any:
-    """A thread that is started within a step is a part of it: it may read what was dropped."""
+def _as_a_part(original: Any) -> Any:
+    """A backward that another thread runs is a part of the step that made its graph: it may read what was dropped."""
 
     @functools.wraps(original)
-    def start(self: threading.Thread) -> None:
-        watcher = watcher_to_hand_on()
-        if watcher is not None:
+    def run_backward(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as stack:
+            for engine in tuple(_open):
+                if watcher_here() is None and engine.in_step and any(map(engine.find, outputs)):
+                    stack.enter_context(engine.also_here())
+            return original(outputs, *args, **kwargs)
 
-            def run() -> None:
-                del self.run
-                with watcher.also_here():
-                    self.run()
-
-            self.run = run  # type: ignore[method-assign]
-        original(self)
-
-    return start
-
-
-def _handing_on_work(original: Any) -> Any:
-    @functools.wraps(original)
-    def submit(self: ThreadPoolExecutor, work: Any, /, *args: Any, **kwargs: Any) -> Any:
-        watcher = watcher_to_hand_on()
-        if watcher is None:
-            return original(self, work, *args, **kwargs)
-
-        def watched() -> Any:
-            with watcher.also_here():
-                return work(*args, **kwargs)
-
-        return original(self, watched)
-
-    return submit
+    return run_backward
 
 
 def held_elsewhere(
