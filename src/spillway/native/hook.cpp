@@ -65,6 +65,15 @@ enum Cell { RESIDENT, STATE };                                // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
 enum class Kind { VIEW, CREATES, WRITES };
 
+// Around what Python calls.
+#define BEGIN_CALL HANDLE_TH_ERRORS try {
+#define END_CALL                      \
+  }                                   \
+  catch (const std::bad_alloc&) {     \
+    return PyErr_NoMemory();          \
+  }                                   \
+  END_HANDLE_TH_ERRORS
+
 [[noreturn]] void raise() {
   python_error error;
   error.persist();
@@ -198,7 +207,7 @@ void payload_dealloc(PyObject* self) {
 }
 
 PyObject* payload_again(PyObject* self, PyObject* storages) {
-  HANDLE_TH_ERRORS
+  BEGIN_CALL
   const Recorded& recorded = *reinterpret_cast<Payload*>(self)->recorded;
   Stack stack = recorded.args;
   Py_ssize_t next = 0;
@@ -219,7 +228,7 @@ PyObject* payload_again(PyObject* self, PyObject* storages) {
                      torch::jit::toPyObject(std::move(stack[place])).release().ptr());
   }
   return results.release();
-  END_HANDLE_TH_ERRORS
+  END_CALL
 }
 
 PyMethodDef payload_methods[] = {
@@ -461,7 +470,7 @@ class Hook {
   std::int64_t* cells_ = nullptr;
   bool limited_ = false, sparse_ = false;
   std::atomic<bool> armed_{false};
-  bool recording_ = false;
+  bool recording_ = false, op_raised_ = false;
   std::int64_t taken_ = 0;
   std::vector<std::shared_ptr<Plan>> plans_;
   std::vector<Settings> settings_;
@@ -632,9 +641,16 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
   if (PyList_GET_SIZE(interrupts_.get()) != 0 || ledger_at_.events.of(ledger_.get()) != Py_None) return false;
   const Turn turn(*this);
   if (!turn.ours) return false;
-  const bool ran = plan->kind == Kind::CREATES ? create(*plan, op, keys, stack) : write(*plan, op, keys, stack);
-  if (ran) ++taken_;
-  return ran;
+  op_raised_ = false;
+  try {
+    const bool ran = plan->kind == Kind::CREATES ? create(*plan, op, keys, stack) : write(*plan, op, keys, stack);
+    if (ran) ++taken_;
+    return ran;
+  } catch (const std::bad_alloc&) {
+    if (op_raised_) throw;  // which is torch's own error
+    PyErr_NoMemory();
+    raise();
+  }
 }
 
 // Finds the storages of an op's tensors; false where the handlers in Python have to look themselves.
@@ -740,12 +756,14 @@ double Hook::call(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
     op.redispatchBoxed(below(keys), &stack);
     ::clock_gettime(CLOCK_MONOTONIC, &ended);
   } catch (const c10::OutOfMemoryError& error) {
+    op_raised_ = true;
     const bool refused = cells_ != nullptr && std::exchange(cells_[STATE], IDLE) == REFUSED;
     if (!refused) throw;
     const Ref said(PyUnicode_FromString(error.what_without_backtrace()));
     const Ref raised(PyObject_CallOneArg(plan.refused.get(), said.get()));  // which raises
     throw;
   } catch (...) {
+    op_raised_ = true;
     if (cells_ != nullptr) cells_[STATE] = IDLE;
     throw;
   }
@@ -1001,11 +1019,11 @@ void set_armed(PyObject* self, bool armed) {
 }
 
 PyObject* hook_new(PyTypeObject* type, PyObject*, PyObject* known) {
-  HANDLE_TH_ERRORS
+  BEGIN_CALL
   Ref self(type->tp_alloc(type, 0));
   object_of(self.get()).hook = new Hook(self.get(), known);
   return self.release();
-  END_HANDLE_TH_ERRORS
+  END_CALL
 }
 int hook_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -1024,13 +1042,13 @@ void hook_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 PyObject* hook_arm(PyObject* self, PyObject* recording) {
-  HANDLE_TH_ERRORS
+  BEGIN_CALL
   if (Hook* const hook = object_of(self).hook; hook != nullptr) {
     hook->arm(recording == Py_True);
     set_armed(self, true);
   }
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  END_CALL
 }
 PyObject* hook_disarm(PyObject* self, PyObject*) {
   if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->disarm();
@@ -1042,7 +1060,7 @@ PyObject* hook_forget(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 PyObject* hook_teach(PyObject* self, PyObject* args) {
-  HANDLE_TH_ERRORS
+  BEGIN_CALL
   const char *name = nullptr, *kind = nullptr;
   int recorded = 0, resized = 0, seeded = 0;
   long long safety = 1;
@@ -1065,7 +1083,7 @@ PyObject* hook_teach(PyObject* self, PyObject* args) {
   plan->settings = hook->settings(settings);
   hook->teach(place->second, std::move(plan));
   Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
+  END_CALL
 }
 PyObject* hook_taken(PyObject* self, void*) {
   return PyLong_FromLongLong(object_of(self).hook != nullptr ? object_of(self).hook->taken() : 0);
@@ -1090,12 +1108,12 @@ PyType_Spec hook_spec = {"spillway_hook.Hook", sizeof(HookObject), 0, Py_TPFLAGS
                          hook_slots};
 
 PyObject* module_serve(PyObject*, PyObject* name) {
-  HANDLE_TH_ERRORS
+  BEGIN_CALL
   const char* const text = PyUnicode_AsUTF8(name);
   if (text == nullptr) return nullptr;
   serve(text);
   Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  END_CALL
 }
 
 PyMethodDef module_methods[] = {
