@@ -15,6 +15,7 @@ import torch
 
 from spillway.internals.private import is_wrapper, storage_address, storage_of
 from spillway.ir import Kind, StorageInfo, Value, ValueId
+from spillway.memory.records import Storage
 from spillway.units import Bytes
 
 
@@ -34,7 +35,7 @@ class Entry:
     key: int
     nbytes: Bytes
     watch: Watch
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     kind: Kind | None = None
     name: str = ""
     number: int = -1
@@ -68,6 +69,21 @@ class Ledger:
             entry.at_start = True
             self._enter(entry)
 
+    def begin_among(self, present: Iterable[tuple[Storage, bool]]) -> None:
+        """From here on likewise, in a step of an engine: what exists at the start is what the engine knows, in its
+        order. Of what is left over, the second of each pair, only what the step turns out to use is a part of it."""
+        self._recording = True
+        for storage, left_over in present:
+            real = storage.handle() if storage.handle is not None else None
+            if real is None:
+                continue
+            watch = Watch(real, self._bury)
+            entry = watch.entry = self._table[storage.key] = Entry(storage.key, storage.nbytes, watch, None)
+            entry.at_start = True
+            if storage.kind is not None and not left_over:
+                entry.kind = Kind(storage.kind)
+                self._enter(entry)
+
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage; None if it has none, or none that was seen."""
         return self._table.get(_address(tensor))
@@ -79,6 +95,10 @@ class Ledger:
             return None, False
         known = self._table.get(key)
         if known is not None:
+            if known.dtype is None:
+                known.dtype = tensor.dtype
+            if self._recording and known.number < 0:
+                self._enter_late(known)
             return known, False
         storage = storage_of(tensor)
         watch = Watch(storage, self._bury)
@@ -107,7 +127,7 @@ class Ledger:
         """Say what storages are for; the first name of a storage counts."""
         for kind, name, tensor in named:
             entry = self.find(tensor) if self._recording else self.see(tensor)[0]
-            if entry is not None and entry.kind is None:
+            if entry is not None and entry.kind in (None, kind) and not entry.name:
                 entry.kind, entry.name = kind, name
 
     def close(self, needed: Iterable[ValueId]) -> tuple[StorageInfo, ...]:
@@ -126,13 +146,18 @@ class Ledger:
         return StorageInfo(
             id=entry.number, nbytes=entry.nbytes, kind=entry.kind or kind, alive_from=entry.born,
             alive_until=self.now if entry.died is None else entry.died, present_at_start=entry.at_start,
-            present_at_end=entry.died is None, name=entry.name, dtype=str(entry.dtype)[6:],
+            present_at_end=entry.died is None, name=entry.name,
+            dtype="" if entry.dtype is None else str(entry.dtype)[6:],
         )  # fmt: skip
 
     def _enter(self, entry: Entry) -> None:
         entry.number, entry.born = len(self.entries), self.now
         self.entries.append(entry)
         self.write(entry)
+
+    def _enter_late(self, entry: Entry) -> None:
+        self._enter(entry)
+        entry.born, entry.kind = 0, entry.kind or Kind.INPUT
 
     def _bury(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
         entry: Entry = cast(Watch, watch).entry

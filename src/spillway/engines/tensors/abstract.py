@@ -363,6 +363,11 @@ class AbstractTensorEngine(ABC):
         """Say what storages are for, taking them into account if need be."""
 
     @abstractmethod
+    def present(self) -> list[Storage]:
+        """All storages that there are, in an order that stays the same from step to step: batches of earlier steps
+        that somebody keeps come last."""
+
+    @abstractmethod
     def restore_all(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
 

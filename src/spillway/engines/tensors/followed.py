@@ -25,7 +25,7 @@ class Followed:
     def begin_step(self) -> None:
         """After the controller's."""
         with self._undisturbed():
-            self._following.begin_step(list(self._engine.table.values()))
+            self._following.begin_step(self._engine.present())
         self._created()
 
     def before_op(self) -> None:
