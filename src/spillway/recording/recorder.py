@@ -239,6 +239,8 @@ class Recorder:
         self._now = clock
         self._within_engine = False
         self._newcomers: list[ValueId] = []
+        self._newer_than: Callable[[int], Sequence[Storage]] = lambda number: ()
+        self._newest = -1
         self._ledger = Ledger()
         self._modules = Modules(models)
         self._named = named
@@ -281,9 +283,19 @@ class Recorder:
             yield
             self._guarded(lambda: self._ledger.label(self._named()))
 
-    def around(self, inner: Around | None, present: Iterable[tuple[Storage, bool]]) -> Around:
-        """What writes ops down that handlers of an engine run, with `inner` around them. `present` are the storages
-        that there are, and which of them are left over from earlier steps; the step begins now."""
+    def around(
+        self,
+        inner: Around | None,
+        present: Sequence[tuple[Storage, bool]],
+        newer_than: Callable[[int], Sequence[Storage]],
+    ) -> Around:
+        """What writes ops down that handlers of an engine run, with `inner` around them; the step begins now.
+
+        Arguments:
+            present: The storages that there are, and whether each is left over from an earlier step.
+            newer_than: Those that the engine has met since one of that number.
+        """
+        self._newer_than, self._newest = newer_than, max((one.number for one, _ in present), default=-1)
         self._guarded(lambda: self._begin_among(present))
 
         def recording(known: Known) -> Handler:
@@ -299,9 +311,19 @@ class Recorder:
 
         return recording
 
-    def _begin_among(self, present: Iterable[tuple[Storage, bool]]) -> None:
+    def _begin_among(self, present: Sequence[tuple[Storage, bool]]) -> None:
         self._ledger.begin_among(present)
         self._ledger.label(self._named())
+
+    def _meet(self) -> None:
+        """What the engine has met meanwhile, as it does what NumPy made, the op creates that runs now."""
+        for storage in self._newer_than(self._newest):
+            self._newest = storage.number
+            entry = self._ledger.take_in(storage)
+            if entry is not None:
+                entry.kind = Kind.INPUT
+                self._ledger.enter(entry)
+                self._newcomers.append(entry.value)
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -398,6 +420,7 @@ class Recorder:
     @unheard
     def _begin_op(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Begun:
         self._newcomers = []
+        self._meet()
         phase = self._phase if info.func.namespace == "profiler" else self._turn()  # marks, which optimizers set
         reads, writes, opaque = self._operands(info, args, kwargs)
         return Begun(phase, reads, writes, opaque or bool(self._newcomers), self._newcomers)
@@ -415,6 +438,8 @@ class Recorder:
             creates += self._new(tensor)
         for tensor in tensors_of(out):
             creates += self._new(tensor)
+        self._newcomers = creates
+        self._meet()
         self._append(
             Op(
                 number=self._ledger.now, name=str(info.func), phase=phase, creates=tuple(creates),

@@ -67,22 +67,29 @@ class Ledger:
         self._recording = True
         for entry in list(self._table.values()):
             entry.at_start = True
-            self._enter(entry)
+            self.enter(entry)
 
     def begin_among(self, present: Iterable[tuple[Storage, bool]]) -> None:
         """From here on likewise, in a step of an engine: what exists at the start is what the engine knows, in its
         order. Of what is left over, the second of each pair, only what the step turns out to use is a part of it."""
         self._recording = True
         for storage, left_over in present:
-            real = storage.handle() if storage.handle is not None else None
-            if real is None:
+            entry = self.take_in(storage)
+            if entry is None:
                 continue
-            watch = Watch(real, self._bury)
-            entry = watch.entry = self._table[storage.key] = Entry(storage.key, storage.nbytes, watch, None)
             entry.at_start = True
             if storage.kind is not None and not left_over:
                 entry.kind = Kind(storage.kind)
-                self._enter(entry)
+                self.enter(entry)
+
+    def take_in(self, storage: Storage) -> Entry | None:
+        """The entry of a storage that an engine has met and nobody has seen here; None if it has been, or is gone."""
+        real = storage.handle() if storage.handle is not None else None
+        if real is None or storage.key in self._table:
+            return None
+        watch = Watch(real, self._bury)
+        entry = watch.entry = self._table[storage.key] = Entry(storage.key, storage.nbytes, watch, None)
+        return entry
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage; None if it has none, or none that was seen."""
@@ -104,7 +111,7 @@ class Ledger:
         watch = Watch(storage, self._bury)
         entry = watch.entry = self._table[key] = Entry(key, storage.nbytes(), watch, tensor.dtype)
         if self._recording:
-            self._enter(entry)
+            self.enter(entry)
         return entry, True
 
     def write(self, entry: Entry) -> ValueId:
@@ -150,13 +157,14 @@ class Ledger:
             dtype="" if entry.dtype is None else str(entry.dtype)[6:],
         )  # fmt: skip
 
-    def _enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry) -> None:
+        """It is a part of the step from here on."""
         entry.number, entry.born = len(self.entries), self.now
         self.entries.append(entry)
         self.write(entry)
 
     def _enter_late(self, entry: Entry) -> None:
-        self._enter(entry)
+        self.enter(entry)
         entry.born, entry.kind = 0, entry.kind or Kind.INPUT
 
     def _bury(self, watch: weakref.ref[torch.UntypedStorage]) -> None:

@@ -142,8 +142,8 @@ class PlannedSteps:
         self._engine.recorded = None
 
     def _around(self, recorder: Recorder, inner: Around | None) -> Around:
-        present = ((storage, self._engine.left_over(storage)) for storage in self._engine.present())
-        return recorder.around(inner, present)
+        present = [(storage, self._engine.left_over(storage)) for storage in self._engine.present()]
+        return recorder.around(inner, present, self._engine.newer_than)
 
     def _plan(self, recorder: Recorder) -> Planned:
         planner, allowed = self._policy.planner, self._engine.budget.allowed

@@ -368,6 +368,10 @@ class AbstractTensorEngine(ABC):
         that somebody keeps come last."""
 
     @abstractmethod
+    def newer_than(self, number: int) -> list[Storage]:
+        """Storages that were taken into account after the one of that number, in their order."""
+
+    @abstractmethod
     def restore_all(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
 

@@ -558,6 +558,13 @@ class TensorEngine(AbstractTensorEngine):
         that somebody keeps come last."""
         return sorted(self.table.values(), key=self.left_over)
 
+    def newer_than(self, number: int) -> list[Storage]:
+        """Storages that were taken into account after the one of that number: they stand at the end of the table."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # a collection of garbage took something out of it meanwhile
+                newer = itertools.takewhile(lambda one: one.number > number, reversed(self.table.values()))
+                return list(newer)[::-1]
+
     def left_over(self, storage: Storage) -> bool:
         """Whether it was input of an earlier step and not of this one."""
         return storage.kind is Kind.INPUT and storage not in self.inputs
