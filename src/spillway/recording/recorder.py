@@ -228,15 +228,15 @@ class Recorder:
     Arguments:
         models: Whose modules give ops their names.
         named: What is known by name.
-        clock: What tells how long ops take.
+        clock: What tells how long ops take, if it is not the time.
     """
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], named: Named, clock: Callable[[], Seconds] = time.perf_counter
+        self, models: Sequence[torch.nn.Module], named: Named, clock: Callable[[], Seconds] | None = None
     ) -> None:
         self.failure: BaseException | None = None
         """Why a step of an engine could not be written down."""
-        self._now = clock
+        self._now = clock if clock is not None else time.perf_counter
         self._within_engine = False
         self._newcomers: list[ValueId] = []
         self._newer_than: Callable[[int], Sequence[Storage]] = lambda number: ()
