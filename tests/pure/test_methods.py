@@ -86,13 +86,13 @@ def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
     with pytest.raises(UnknownMethodError) as caught:
         resolve(method)
     names = (
-        "checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, keep-all, largest, lru, mimose, "
-        "mimose-published, msps, uvm"
+        "checkmate, checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, keep-all, largest, lms, lru, "
+        "mimose, mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-published, zero-offload"
     )
     assert str(caught.value) == f"There is no method {method!r}; choose one of {names}."
 
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of checkpoint, delta, "):
+    with pytest.raises(UnknownMethodError, match="choose one of checkmate, checkpoint, "):
         resolve(method)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from spillway.costs import Device, device_named
-from spillway.errors import BudgetInfeasible, NoPlanFound, UnknownMethodError, UsageError
+from spillway.errors import BudgetInfeasible, NoPlanFound, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.account import account, comes_back
 from spillway.ir.lives import lives_of
@@ -25,6 +25,7 @@ from spillway.methods import (
 )
 from spillway.methods.checkmate import lower_bound
 from spillway.methods.checkmate.graph import graph_of
+from spillway.methods.planned import SelfPlanned
 from tests.pure.linear_graphs import linear_step
 from tests.pure.training_steps import training_step
 
@@ -297,9 +298,20 @@ def test_checkmate_without_scipy_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
 # Names
 
 
-@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.plans and one.runs == "paper"])
-def test_a_planner_by_name_is_no_policy_and_the_sentence_says_what_to_do(name: str) -> None:
-    with pytest.raises(UnknownMethodError, match=rf"'{name}' plans before the step: .*Planned\(plan, step\)"):
-        resolve(name)
+@pytest.mark.parametrize("name", [name for name, one in METHODS.items() if one.plans and one.by_block is None])
+def test_a_planner_by_name_or_as_it_is_follows_its_own_plans_in_a_session(name: str) -> None:
     made = METHODS[name].on_paper()
     assert made.name == name
+    by_name, as_it_is = resolve(name), resolve(made)
+    assert isinstance(by_name, SelfPlanned)
+    assert isinstance(as_it_is, SelfPlanned)
+    assert by_name.name == as_it_is.name == name
+    assert as_it_is.planner is made is not by_name.planner
+    assert by_name.follows
+    assert by_name.uses_recipes == by_name.planner.uses_recipes
+
+
+def test_planners_that_never_recompute_say_so() -> None:
+    asked = {name: METHODS[name].on_paper() for name, one in METHODS.items() if one.plans}
+    moving = {name for name, one in asked.items() if not one.uses_recipes}
+    assert moving == {"lms", "swap", "swap-prefetch", "window", "window-published", "zero-offload"}

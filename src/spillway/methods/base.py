@@ -242,6 +242,9 @@ class AbstractPlanner(ABC):
     begin: Begin = "in time"
     """When copies of its plans begin; `Planned(plan, step, begin=...)` follows them so."""
 
+    uses_recipes: bool = True
+    """Whether its plans ever recompute anything; without recipes an op costs less to track."""
+
     @abstractmethod
     def plan(self, problem: Problem) -> Plan:
         """A plan that `ir.verify` accepts, or `BudgetInfeasible` with the smallest budget that would work."""

@@ -103,6 +103,7 @@ class LMS(AbstractPlanner):
     """
 
     name = "lms"
+    uses_recipes = False
     begin = "at op"
 
     def __init__(

@@ -15,6 +15,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
 
 When the step creates other storages than the recorded one, the plan is not about it: nothing more is proposed in that
 step but the stalest storage, when room is short.
+
+`SelfPlanned` is what a session makes of a planner: it follows the plans of the steps that the session has recorded.
 """
 
 from __future__ import annotations
@@ -24,11 +26,13 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import final, get_args
+from typing import Self, final, get_args
 
 from spillway.errors import UsageError
 from spillway.ir import Gap, Packed, Plan, Recompute, Step, StorageId, StorageInfo
+from spillway.ir.timeline import Kind
 from spillway.methods.base import (
+    AbstractPlanner,
     AbstractPolicy,
     Begin,
     Candidate,
@@ -90,11 +94,17 @@ class Planned(AbstractPolicy):
         self._gaps = _Gaps(plan, step)
         self._created = _created(step)
         self._sources = [info for info in step.storages if info.present_at_start]
-        self._ops = len(step.ops)
+        self.ops = len(step.ops)
+        """How many the recorded step has."""
         self._storages: dict[StorageId, Candidate] = {}
         self._copies: dict[int, list[Gap]] = {}
         self._fetches: dict[int, list[Gap]] = {}
         self._scheduled_for: tuple[Seconds, bool] | None = None
+
+    @classmethod
+    def as_meant(cls, plan: Plan, step: Step, planner: AbstractPlanner) -> Self:
+        """With copies that begin when the planner of the plan has them begin."""
+        return cls(plan, step, begin=planner.begin) if planner.copies_beside else cls(plan, step, ahead=0)
 
     def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
         """Reality needs more than the plan says: the stalest storages are moved."""
@@ -119,7 +129,7 @@ class Planned(AbstractPolicy):
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Bring back what has to be there, then begin what takes long."""
-        if self.diverged is not None or op > self._ops:
+        if self.diverged is not None or op > self.ops:
             return
         for gap in self._gaps.ending[op]:
             storage = self._storage(gap)
@@ -136,9 +146,9 @@ class Planned(AbstractPolicy):
         """Learn which storage is which, and let go."""
         if self.diverged is not None:
             return
-        expected = self._created[op] if op < self._ops else []
+        expected = self._created[op] if op < self.ops else []
         found = _matched(expected, created)
-        if len(found) < len(expected) or op >= self._ops:
+        if len(found) < len(expected) or op >= self.ops:
             self.diverged = op
             return
         self._storages.update(found)
@@ -194,6 +204,49 @@ class Planned(AbstractPolicy):
                 self._fetches[op].append(gap)
 
 
+@final
+class SelfPlanned(AbstractPolicy):
+    """Follows what a planner made of the step that is about to run; where nothing was made yet, and in a step that
+    turns out to be another, it moves the stalest storages.
+
+    Nothing is dropped without a plan: a drop holds its leaves alive, and a step that is recorded meanwhile would tell
+    of lives that are not its own.
+
+    Arguments:
+        planner: What a session shows the steps that it has recorded. Its name is the name of this.
+    """
+
+    follows = True
+    foresees = True  # as `Planned`
+
+    def __init__(self, planner: AbstractPlanner) -> None:
+        self.planner = planner
+        self.name = planner.name
+        self.uses_recipes = planner.uses_recipes
+        self.planned: Planned | None = None
+        """What the step that runs follows."""
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        """The stalest storages are moved."""
+        for storage in view.candidates():
+            yield Move(storage)
+
+    def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """As the plan has it."""
+        if self.planned is not None:
+            yield from self.planned.begin_step(view, present)
+
+    def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
+        """As the plan has it."""
+        if self.planned is not None:
+            yield from self.planned.before_op(view, op)
+
+    def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
+        """As the plan has it."""
+        if self.planned is not None:
+            yield from self.planned.after_op(view, op, created)
+
+
 def _created(step: Step) -> list[list[tuple[StorageId, Bytes]]]:
     """Of every op the storages that it creates."""
     made = [[step.values[value] for value in op.creates] for op in step.ops]
@@ -221,10 +274,11 @@ def _matched(expected: Sequence[tuple[StorageId, Bytes]], found: Sequence[Candid
 
 
 def _matched_by_kind(expected: Iterable[StorageInfo], found: Sequence[Candidate]) -> dict[StorageId, Candidate]:
-    """Those that were expected among those that were found: of one kind and size, in their order."""
+    """Those that were expected among those that were found: of one kind and size, in their order. What nobody named
+    came from outside."""
     alike: dict[tuple[str | None, Bytes], list[Candidate]] = defaultdict(list)
     for storage in reversed(found):
-        alike[storage.kind, storage.nbytes].append(storage)
+        alike[storage.kind or Kind.INPUT.value, storage.nbytes].append(storage)
     places = ((info.id, alike[info.kind.value, info.nbytes]) for info in expected)
     return {number: storages.pop() for number, storages in places if storages}
 

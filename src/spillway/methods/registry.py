@@ -19,13 +19,14 @@ from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
 from spillway.methods.mimose import Mimose
 from spillway.methods.mimose.planner import MimosePlanner
+from spillway.methods.planned import SelfPlanned
 from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
 from spillway.methods.zero_offload import ZeroOffload
 
-Runs: TypeAlias = Literal["tensor engine", "block engine", "paper"]
+Runs: TypeAlias = Literal["tensor engine", "block engine"]
 
 
 @final
@@ -48,8 +49,8 @@ class Method:
 
     @property
     def runs(self) -> Runs:
-        """What carries it out in a session; "paper" if it needs a recorded step, of which it makes a plan."""
-        return "block engine" if self.by_block is not None else "paper" if self.plans else "tensor engine"
+        """What carries it out in a session. What plans is shown steps that the session has recorded."""
+        return "block engine" if self.by_block is not None else "tensor engine"
 
 
 METHODS: Mapping[str, Method] = MappingProxyType(
@@ -75,25 +76,22 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def resolve(method: str | AbstractPolicy | AbstractBlockMethod) -> AbstractPolicy | AbstractBlockMethod:
-    """What decides in a session, by its name; an object is taken as it is.
+def resolve(
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod,
+) -> AbstractPolicy | AbstractBlockMethod:
+    """What decides in a session, by its name; an object is taken as it is, and a planner follows its own plans.
 
     Raises:
-        UnknownMethodError: No method has that name, or it decides before the step and so needs a recorded one.
+        UnknownMethodError: No method has that name.
     """
+    if isinstance(method, str) and method in METHODS:
+        found = METHODS[method]
+        method = found.by_block() if found.by_block is not None else found.on_paper()
+    if isinstance(method, AbstractPlanner):
+        return SelfPlanned(method)
     if isinstance(method, AbstractPolicy | AbstractBlockMethod):
         return method
-    if not (isinstance(method, str) and method in METHODS):
-        names = ", ".join(sorted(name for name, one in METHODS.items() if one.runs != "paper"))
-        raise UnknownMethodError(f"There is no method {method!r}; choose one of {names}.")
-    found = METHODS[method]
-    made = found.by_block() if found.by_block is not None else found.on_paper()
-    if not isinstance(made, AbstractPlanner):
-        return made
-    raise UnknownMethodError(
-        f"{method!r} plans before the step: record one, make a plan with spillway.plan(step, budget=..., "
-        f"method={method!r}, device=...), and give method=Planned(plan, step) instead of the name."
-    )
+    raise UnknownMethodError(f"There is no method {method!r}; choose one of {', '.join(sorted(METHODS))}.")
 
 
 def method_named(method: str) -> AbstractPolicy | AbstractPlanner:

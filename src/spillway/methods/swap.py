@@ -45,6 +45,7 @@ class Swap(AbstractPlanner):
     """
 
     name = "swap"
+    uses_recipes = False
 
     def __init__(self, *, prefetched: bool = False, smallest: Bytes = SMALLEST) -> None:
         if smallest < 0:

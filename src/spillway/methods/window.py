@@ -110,6 +110,7 @@ class Window(AbstractPlanner):
     """
 
     name = "window"
+    uses_recipes = False
     begin = "at op"
 
     def __init__(

@@ -38,6 +38,7 @@ class ZeroOffload(AbstractPlanner):
     """Static: what is offloaded depends on what a storage is for, not on the budget."""
 
     name = "zero-offload"
+    uses_recipes = False
 
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if the rest needs more than is allowed."""

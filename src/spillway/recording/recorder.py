@@ -7,10 +7,15 @@ themselves, which keeps what it sees to itself, so that among them, and only the
 Ops are numbered as the tensor engine numbers them: views pass by and are no ops. What an op reads and writes is read
 off its schema and the tables of `engines/tensors/ops.py`, so that a recorded step and the engine know the same about an
 op. A storage that comes from nowhere, as from NumPy, is created by an op `spillway.outside`, which cannot be replayed.
+
+A step of an engine is recorded by standing around the engine's handlers (`writing_within`). What exists at its start is
+what the engine knows, what comes from nowhere is created by the op that uses it first, as the engine has it, and what
+autograd saves is not asked, because hooks for that change when it dies. Where the recorder fails, the step goes on.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -19,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import Any, Final, cast, final
+from typing import Any, Final, NamedTuple, TypeVar, cast, final
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
@@ -29,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from spillway.engines.tensors.abstract import Around, Known
 from spillway.engines.tensors.calls import operands
 from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
@@ -37,10 +43,12 @@ from spillway.errors import UsageError
 from spillway.internals.dispatch_key import Handler, Watcher, watcher_here
 from spillway.internals.private import unheard
 from spillway.ir import Kind, Op, Phase, Saving, Step, ValueId
-from spillway.memory.records import NEVER
+from spillway.memory.records import NEVER, Storage
 from spillway.recording.formulas import flops_of, traffic_of
 from spillway.recording.step_storages import Entry, Ledger
 from spillway.units import Seconds
+
+T = TypeVar("T")
 
 OUTSIDE: Final = "spillway.outside"
 """The op that stands for whatever made a storage that no op made."""
@@ -188,15 +196,51 @@ class Modules:
 
 
 @final
+class Begun(NamedTuple):
+    """An op that is about to run."""
+
+    phase: Phase
+    reads: Iterable[ValueId]
+    writes: list[tuple[Entry, torch.Tensor]]
+    opaque: bool
+    """Whether it cannot be replayed."""
+    newcomers: list[ValueId]
+    """What it is the first to use, and nobody created."""
+
+
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Garbage is collected before, and not within."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@final
 class Recorder:
     """Watches the steps of one model: first those that are not written down, which show what exists, then one that is.
 
     Arguments:
         models: Whose modules give ops their names.
         named: What is known by name.
+        clock: What tells how long ops take, if it is not the time.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], named: Named) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], named: Named, clock: Callable[[], Seconds] | None = None
+    ) -> None:
+        self.failure: BaseException | None = None
+        """Why a step of an engine could not be written down."""
+        self._now = clock if clock is not None else time.perf_counter
+        self._within_engine = False
+        self._newcomers: list[ValueId] = []
+        self._newer_than: Callable[[int], Sequence[Storage]] = lambda number: ()
+        self._newest = -1
         self._ledger = Ledger()
         self._modules = Modules(models)
         self._named = named
@@ -220,25 +264,75 @@ class Recorder:
     def writing(self) -> Iterator[None]:
         """Within, the step runs that is written down. Garbage is collected before, and not within: what dies when is
         the step's own doing."""
-        gc.collect()
-        self._ledger.label(self._named())
-        self._ledger.begin()
-        self._writing = True
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with ExitStack() as stack:
-                stack.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
-                stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
-                stack.enter_context(self._modules.watched())
-                stack.enter_context(saved_tensors_hooks(self._note_saved, lambda tensor: tensor))
-                stack.enter_context(_arriving(self._handle))
-                yield
+        with _without_garbage(), self._hooked():
             self._ledger.label(self._named())
-        finally:
-            self._writing = False
-            if collects:
-                gc.enable()
+            self._ledger.begin()
+            self._writing = True
+            try:
+                with saved_tensors_hooks(self._note_saved, lambda tensor: tensor), _arriving(self._handle):
+                    yield
+                self._ledger.label(self._named())
+            finally:
+                self._writing = False
+
+    @contextmanager
+    def writing_within(self) -> Iterator[None]:
+        """Within, the step of an engine runs that is written down, once its handlers are `around`."""
+        self._within_engine = True
+        with _without_garbage(), self._hooked():
+            yield
+            self._guarded(lambda: self._ledger.label(self._named()))
+
+    def around(
+        self,
+        inner: Around | None,
+        present: Sequence[tuple[Storage, bool]],
+        newer_than: Callable[[int], Sequence[Storage]],
+    ) -> Around:
+        """What writes ops down that handlers of an engine run, with `inner` around them; the step begins now.
+
+        Arguments:
+            present: The storages that there are, and whether each is left over from an earlier step.
+            newer_than: Those that the engine has met since one of that number.
+        """
+        self._newer_than, self._newest = newer_than, max((one.number for one, _ in present), default=-1)
+        self._guarded(lambda: self._begin_among(present))
+
+        def recording(known: Known) -> Handler:
+            handler, info = known.handler if inner is None else inner(known), self._info_of(known.func)
+            if info.view:
+                return handler
+
+            def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                run = functools.partial(handler, mode, func, types, args, kwargs)
+                return self._write_down_beside(info, args, kwargs or {}, run)
+
+            return handle
+
+        return recording
+
+    def _begin_among(self, present: Sequence[tuple[Storage, bool]]) -> None:
+        self._ledger.begin_among(present)
+        self._ledger.label(self._named())
+
+    def _meet(self) -> None:
+        """What the engine has met meanwhile, as it does what NumPy made, the op creates that runs now."""
+        for storage in self._newer_than(self._newest):
+            self._newest = storage.number
+            entry = self._ledger.take_in(storage)
+            if entry is not None:
+                entry.kind = Kind.INPUT
+                self._ledger.enter(entry)
+                self._newcomers.append(entry.value)
+
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Within, it is noted whose update and which module runs."""
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._begin_update).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_update).remove)
+            stack.enter_context(self._modules.watched())
+            yield
 
     @contextmanager
     def timing(self) -> Iterator[list[tuple[str, Seconds]]]:
@@ -259,15 +353,29 @@ class Recorder:
 
     @unheard
     def _handle(self, _: Any, func: Any, types: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        info = self._infos.get(func)
-        if info is None:
-            info = self._infos[func] = OpInfo(func)
+        info = self._info_of(func)
         if info.view:
             return func(*args, **kwargs)
         out = self._write_down(info, args, kwargs) if self._writing else self._look(info, args, kwargs)
         if info.uncounted and tensors_are_fake():
             torch.autograd.graph.increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
         return out
+
+    def _info_of(self, func: Any) -> OpInfo:
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = OpInfo(func)
+        return info
+
+    def _guarded(self, write: Callable[[], T]) -> T | None:
+        """In a step of the user's nothing that goes wrong here may be seen."""
+        if self.failure is not None:
+            return None
+        try:
+            return write()
+        except Exception as error:
+            self.failure = error
+            return None
 
     def _look(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an op that is not written down: what it reads and makes is known afterwards."""
@@ -281,31 +389,66 @@ class Recorder:
         return out
 
     def _write_down(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        begun = self._begin_op(info, args, kwargs)
+        out, seconds = self._run(functools.partial(info.func, *args, **kwargs))
+        self._end_op(info, args, kwargs, begun, out, seconds)
+        return out
+
+    def _write_down_beside(
+        self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """The same of an op that an engine runs, of which nothing is known any more once it has failed."""
+        begun = self._guarded(lambda: self._begin_op(info, args, kwargs))
+        try:
+            out, seconds = self._run(run)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+        if begun is not None:
+            self._guarded(lambda: self._end_op(info, args, kwargs, begun, out, seconds))
+        return out
+
+    def _run(self, run: Callable[[], Any]) -> tuple[Any, Seconds]:
+        self._ledger.running = True
+        began = self._now()
+        try:
+            out = run()
+            return out, max(self._now() - began, 0.0)
+        finally:
+            self._ledger.running = False
+
+    @unheard
+    def _begin_op(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Begun:
+        self._newcomers = []
+        self._meet()
         phase = self._phase if info.func.namespace == "profiler" else self._turn()  # marks, which optimizers set
         reads, writes, opaque = self._operands(info, args, kwargs)
-        self._ledger.running = True
-        began = time.perf_counter()
-        try:
-            out = info.func(*args, **kwargs)
-        finally:
-            seconds = time.perf_counter() - began
-            self._ledger.running = False
-        creates, resized = [self._ledger.write(entry) for entry, _ in writes], False
+        return Begun(phase, reads, writes, opaque or bool(self._newcomers), self._newcomers)
+
+    @unheard
+    def _end_op(
+        self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any], begun: Begun, out: Any, seconds: Seconds
+    ) -> None:
+        phase, reads, writes, opaque, newcomers = begun
+        new = set(newcomers)  # created by this op: it cannot read them, and writing them makes no other value
+        writes = [(entry, tensor) for entry, tensor in writes if entry.value not in new]
+        creates, resized = [*newcomers, *(self._ledger.write(entry) for entry, _ in writes)], False
         for entry, tensor in writes:
             resized |= self._ledger.resized(entry)
             creates += self._new(tensor)
         for tensor in tensors_of(out):
             creates += self._new(tensor)
+        self._newcomers = creates
+        self._meet()
         self._append(
             Op(
-                number=self._ledger.now, name=str(info.func), phase=phase, reads=tuple(reads), creates=tuple(creates),
-                seconds=seconds, seeded=info.seeded,
+                number=self._ledger.now, name=str(info.func), phase=phase, creates=tuple(creates),
+                reads=tuple(value for value in reads if value not in new), seconds=seconds, seeded=info.seeded,
                 replayable=not (opaque or resized or info.exactness == NEVER),
                 module=self._modules.of_op(backward=phase is Phase.BACKWARD),
                 flops=flops_of(info, args, kwargs, out), traffic=traffic_of(info, args, kwargs, out),
             )
         )  # fmt: skip
-        return out
 
     def _operands(
         self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]
@@ -333,6 +476,9 @@ class Recorder:
         entry, new = self._ledger.see(tensor)
         if entry is not None and new:
             entry.kind = Kind.INPUT
+            if self._within_engine:
+                self._newcomers.append(entry.value)
+                return entry
             self._append(
                 Op(
                     number=self._ledger.now, name=OUTSIDE, phase=self._phase, reads=(), creates=(entry.value,),
@@ -366,7 +512,7 @@ class Recorder:
 
     def _begin_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updating += 1
-        self._ledger.label(self._named())
+        self._guarded(lambda: self._ledger.label(self._named()))
 
     def _end_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._updating -= 1

@@ -15,6 +15,7 @@ import torch
 
 from spillway.internals.private import is_wrapper, storage_address, storage_of
 from spillway.ir import Kind, StorageInfo, Value, ValueId
+from spillway.memory.records import Storage
 from spillway.units import Bytes
 
 
@@ -34,7 +35,7 @@ class Entry:
     key: int
     nbytes: Bytes
     watch: Watch
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     kind: Kind | None = None
     name: str = ""
     number: int = -1
@@ -66,7 +67,29 @@ class Ledger:
         self._recording = True
         for entry in list(self._table.values()):
             entry.at_start = True
-            self._enter(entry)
+            self.enter(entry)
+
+    def begin_among(self, present: Iterable[tuple[Storage, bool]]) -> None:
+        """From here on likewise, in a step of an engine: what exists at the start is what the engine knows, in its
+        order. Of what is left over, the second of each pair, only what the step turns out to use is a part of it."""
+        self._recording = True
+        for storage, left_over in present:
+            entry = self.take_in(storage)
+            if entry is None:
+                continue
+            entry.at_start = True
+            if storage.kind is not None and not left_over:
+                entry.kind = Kind(storage.kind)
+                self.enter(entry)
+
+    def take_in(self, storage: Storage) -> Entry | None:
+        """The entry of a storage that an engine has met and nobody has seen here; None if it has been, or is gone."""
+        real = storage.handle() if storage.handle is not None else None
+        if real is None or storage.key in self._table:
+            return None
+        watch = Watch(real, self._bury)
+        entry = watch.entry = self._table[storage.key] = Entry(storage.key, storage.nbytes, watch, None)
+        return entry
 
     def find(self, tensor: torch.Tensor) -> Entry | None:
         """The entry of the tensor's storage; None if it has none, or none that was seen."""
@@ -79,12 +102,16 @@ class Ledger:
             return None, False
         known = self._table.get(key)
         if known is not None:
+            if known.dtype is None:
+                known.dtype = tensor.dtype
+            if self._recording and known.number < 0:
+                self._enter_late(known)
             return known, False
         storage = storage_of(tensor)
         watch = Watch(storage, self._bury)
         entry = watch.entry = self._table[key] = Entry(key, storage.nbytes(), watch, tensor.dtype)
         if self._recording:
-            self._enter(entry)
+            self.enter(entry)
         return entry, True
 
     def write(self, entry: Entry) -> ValueId:
@@ -107,7 +134,7 @@ class Ledger:
         """Say what storages are for; the first name of a storage counts."""
         for kind, name, tensor in named:
             entry = self.find(tensor) if self._recording else self.see(tensor)[0]
-            if entry is not None and entry.kind is None:
+            if entry is not None and entry.kind in (None, kind) and not entry.name:
                 entry.kind, entry.name = kind, name
 
     def close(self, needed: Iterable[ValueId]) -> tuple[StorageInfo, ...]:
@@ -126,13 +153,19 @@ class Ledger:
         return StorageInfo(
             id=entry.number, nbytes=entry.nbytes, kind=entry.kind or kind, alive_from=entry.born,
             alive_until=self.now if entry.died is None else entry.died, present_at_start=entry.at_start,
-            present_at_end=entry.died is None, name=entry.name, dtype=str(entry.dtype)[6:],
+            present_at_end=entry.died is None, name=entry.name,
+            dtype="" if entry.dtype is None else str(entry.dtype)[6:],
         )  # fmt: skip
 
-    def _enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry) -> None:
+        """It is a part of the step from here on."""
         entry.number, entry.born = len(self.entries), self.now
         self.entries.append(entry)
         self.write(entry)
+
+    def _enter_late(self, entry: Entry) -> None:
+        self.enter(entry)
+        entry.born, entry.kind = 0, entry.kind or Kind.INPUT
 
     def _bury(self, watch: weakref.ref[torch.UntypedStorage]) -> None:
         entry: Entry = cast(Watch, watch).entry

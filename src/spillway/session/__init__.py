@@ -12,7 +12,7 @@ import torch
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
-from spillway.methods import METHODS, AbstractPolicy, resolve
+from spillway.methods import METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header
 from spillway.session.block_session import BlockSession
@@ -32,7 +32,7 @@ def manage(
     optimizer: Optimizers = None,
     *,
     budget: int | str | None,
-    method: str | AbstractPolicy | AbstractBlockMethod = "lru",
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "lru",
     spill: SpillOptions = _SPILL,
     blocks: BlockOptions = _BLOCKS,
     report: ReportOptions = _REPORT,
@@ -47,7 +47,8 @@ def manage(
             hands out to anybody else in the process. None only keeps account.
         method: How to decide what leaves: a name of `spillway.methods.METHODS`, or an object (of a block engine's
             method its options count). Policies, such as "lru" and "delta", run on the tensor engine, which watches
-            every op; "mimose", "mimose-published" and "checkpoint" on the block engine, which recomputes blocks and
+            every op; so do planners, such as "window": a step of each size is recorded, and those after it follow the
+            plan. "mimose", "mimose-published" and "checkpoint" run on the block engine, which recomputes blocks and
             costs nothing per op.
         spill: Where bytes wait that have left.
         blocks: What a method of the block engine is told of the model.

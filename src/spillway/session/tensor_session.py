@@ -7,7 +7,7 @@ import operator
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -23,9 +23,11 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.methods.planned import SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
 from spillway.session.inputs import signature_of
+from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
@@ -63,6 +65,8 @@ class TensorSession(Session):
         self._told_eager = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
+        policy = engine.controller.policy
+        self._plans = PlannedSteps(policy, engine, models, optimizers) if isinstance(policy, SelfPlanned) else None
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = self._named_bytes(())
@@ -181,8 +185,13 @@ class _Step(AbstractStep):
         self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
-        abandon = functools.partial(self._calls.abandon, engine.close, self.deferred.shut)
+        close: Callable[[], None] = engine.close
+        if session._plans is not None:
+            close = functools.partial(session._plans.abandon, close)
+        abandon = functools.partial(self._calls.abandon, close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        if session._plans is not None:
+            session._plans.begin(self._circumstances, self._batch)
         reset_peak()
         engine.begin_step(
             named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
@@ -200,6 +209,8 @@ class _Step(AbstractStep):
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
         finally:
+            if self._session._plans is not None:
+                self._session._plans.end()
             end_turn(self._engine)
         self._ended = True
         return late
@@ -229,6 +240,8 @@ class _Step(AbstractStep):
             engine.history = None
         session._conclude(report, timeline)
         session._say_what_ran_eagerly()
+        if session._plans is not None:
+            session._plans.conclude()
 
     def _is_whole(self) -> bool:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation

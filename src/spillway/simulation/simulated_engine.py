@@ -160,7 +160,7 @@ def _policy(
 ) -> AbstractPolicy:
     if isinstance(method, AbstractPlanner):
         plan = method.plan(Problem(step=step, allowed=allowed, device=device))
-        return Planned(plan, step, begin=method.begin) if method.copies_beside else Planned(plan, step, ahead=0)
+        return Planned.as_meant(plan, step, method)
     return Planned(method, step) if isinstance(method, Plan) else method
 
 

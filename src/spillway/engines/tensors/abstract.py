@@ -367,6 +367,15 @@ class AbstractTensorEngine(ABC):
         """Say what storages are for, taking them into account if need be."""
 
     @abstractmethod
+    def present(self) -> list[Storage]:
+        """All storages that there are, in an order that stays the same from step to step: batches of earlier steps
+        that somebody keeps come last."""
+
+    @abstractmethod
+    def newer_than(self, number: int) -> list[Storage]:
+        """Storages that were taken into account after the one of that number, in their order."""
+
+    @abstractmethod
     def restore_all(self) -> None:
         """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any, final
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
@@ -25,7 +24,7 @@ class Followed:
     def begin_step(self) -> None:
         """After the controller's."""
         with self._undisturbed():
-            self._following.begin_step(list(self._engine.table.values()))
+            self._following.begin_step(self._engine.present())
         self._created()
 
     def before_op(self) -> None:
@@ -53,17 +52,11 @@ class Followed:
         return asking
 
     def _created(self) -> list[Storage]:
-        """Storages taken into account since the last time, in their order: they stand at the end of the table."""
-        newest = self._newest
-        while True:
-            try:
-                found = list(takewhile(lambda storage: storage.number > newest, reversed(self._engine.table.values())))
-                break
-            except RuntimeError:  # a collection of garbage took something out of the table meanwhile
-                continue
+        """Storages taken into account since the last time."""
+        found = self._engine.newer_than(self._newest)
         if found:
-            self._newest = found[0].number
-        return found[::-1]
+            self._newest = found[-1].number
+        return found
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

@@ -112,6 +112,10 @@ class TensorEngine(AbstractTensorEngine):
         self.began: Seconds = 0.0
         """When the step began, by `time.perf_counter`."""
         self.history: StepHistory | None = None
+        self.recorded: Callable[[Around | None], Around] | None = None
+        """What writes the next step down stands around handlers, and within what asks the policy."""
+        self.inputs: set[Storage] = set()
+        """Storages of the step's batch."""
         self.following = Followed(self) if policy.follows and self.budget.limited else None
         self._first_op = 0
         PATCHES.add(self)
@@ -516,6 +520,7 @@ class TensorEngine(AbstractTensorEngine):
         """
         self.began = time.perf_counter()
         self.recording = recipes
+        self.inputs.clear()
         self.label(tensors)
         controller = self.controller
         for storage in list(self.table.values()):
@@ -547,8 +552,26 @@ class TensorEngine(AbstractTensorEngine):
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
-        timed = self.history.timed if self.history is not None else None
-        return timed if self.following is None else self.following.around(timed)
+        inner: Around | None = self.history.timed if self.history is not None else None
+        if self.recorded is not None:
+            inner = self.recorded(inner)
+        return inner if self.following is None else self.following.around(inner)
+
+    def present(self) -> list[Storage]:
+        """All storages that there are, in an order that stays the same from step to step: batches of earlier steps
+        that somebody keeps come last."""
+        return sorted(self.table.values(), key=self.left_over)
+
+    def newer_than(self, number: int) -> list[Storage]:
+        """Storages that were taken into account after the one of that number: they stand at the end of the table."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # a collection of garbage took something out of it meanwhile
+                newer = itertools.takewhile(lambda one: one.number > number, reversed(self.table.values()))
+                return list(newer)[::-1]
+
+    def left_over(self, storage: Storage) -> bool:
+        """Whether it was input of an earlier step and not of this one."""
+        return storage.kind is Kind.INPUT and storage not in self.inputs
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Say what storages are for, taking them into account if need be."""
@@ -557,6 +580,8 @@ class TensorEngine(AbstractTensorEngine):
             storage = self.lookup(tensor)
             if storage is not None:
                 storage.kind = kind
+                if kind is Kind.INPUT:
+                    self.inputs.add(storage)
         if self._newcomers:
             self._leave_alone_what_others_hold(tensors)
 
@@ -578,6 +603,7 @@ class TensorEngine(AbstractTensorEngine):
                 self.controller.end_step()
         finally:
             self.geometries.clear()
+            self.inputs.clear()
             try:
                 self.backend.end_step()
             finally:

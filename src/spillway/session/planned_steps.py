@@ -1,0 +1,173 @@
+"""Which steps of a session are recorded, planned and followed, where its method is a planner.
+
+NOTE [From a policy to a plan]. Steps are told apart by the signature of their batch, and by what trains and how.
+
+ 1. The first runs as it is: the optimizer's state comes to be.
+ 2. The next is recorded while storages move as room gets short, and a plan is made when it is over: for the budget, for
+    the seconds that its ops took, and for the link as copies have shown it to be.
+ 3. From then on the plan is followed. A step that turns out to be another is finished as room gets short, and the one
+    after it recorded anew, at most `MOST_RECORDINGS` times.
+ 4. Where there is no plan, steps run as before there was one, and a warning says so once.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+
+from spillway.costs.device import HERE, HIGHEST, LOWEST, Device
+from spillway.engines.tensors.abstract import Around
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.errors import SpillwayError
+from spillway.ir import Step, verify
+from spillway.memory.lanes import TransferLog
+from spillway.methods import Planned, Problem
+from spillway.methods.planned import SelfPlanned
+from spillway.recording.recorder import Recorder
+from spillway.recording.steps import named_tensors
+from spillway.units import Bytes, MiB, Seconds
+
+MOST_RECORDINGS: Final = 3
+"""Of steps that are told apart by nothing that is known before they run."""
+_LARGE: Final[Bytes] = 64 * MiB
+"""Of a copy whose bytes are nearly all that it takes time for."""
+
+
+@final
+@dataclass(slots=True)
+class _Known:
+    """What is known about steps of one kind."""
+
+    seen: bool = False
+    recordings: int = 0
+    planned: Planned | None = None
+    left: bool = False
+    """Whether they are left to moving what is stale."""
+
+
+@final
+class _OpClock:
+    """A clock that stands still while bytes are copied: what an op takes is its own."""
+
+    def __init__(self, log: TransferLog) -> None:
+        self._log = log
+        self._counted = 0
+        self._copying: Seconds = 0.0
+
+    def __call__(self) -> Seconds:
+        now, copies = time.perf_counter(), self._log.transfers
+        for copy in copies[self._counted :]:
+            self._copying += copy.ended - copy.began
+        self._counted = len(copies)
+        return now - self._copying
+
+
+@final
+class PlannedSteps:
+    """See NOTE [From a policy to a plan].
+
+    Arguments:
+        policy: What the engine asks.
+    """
+
+    def __init__(
+        self,
+        policy: SelfPlanned,
+        engine: TensorEngine,
+        models: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._policy = policy
+        self._engine = engine
+        self._models = models
+        self._optimizers = optimizers
+        self._kinds: dict[Hashable, _Known] = {}
+        self._now = _Known()
+        self._recorder: Recorder | None = None
+        self._open = ExitStack()
+
+    def begin(self, kind: Hashable, batch: Any) -> None:
+        """Before the engine begins a step of that kind."""
+        self._now = now = self._kinds.setdefault(kind, _Known())
+        self._policy.planned = now.planned
+        self._recorder = None
+        if now.planned is None and now.seen and not now.left and self._engine.budget.limited:
+            named = partial(named_tensors, self._models, self._optimizers, batch)
+            self._recorder = Recorder(self._models, named, _OpClock(self._engine.log))
+            self._open.callback(self._let_go)
+            self._open.enter_context(self._recorder.writing_within())
+            self._engine.recorded = partial(self._around, self._recorder)
+
+    def end(self) -> None:
+        """When the engine has ended it. Calling it again does nothing."""
+        self._open.close()
+
+    def conclude(self) -> None:
+        """Of a step that nothing went wrong in: make a plan if it was recorded, and see whether it was as planned."""
+        now, recorder, engine, why = self._now, self._recorder, self._engine, ""
+        now.seen, self._recorder = True, None
+        if recorder is not None:
+            now.recordings += 1
+            try:
+                now.planned = self._plan(recorder)
+            except (SpillwayError, ValueError) as error:
+                why = str(error)
+        elif now.planned is not None and (now.planned.diverged is not None or engine.ops != now.planned.ops):
+            now.planned = None
+            if now.recordings >= MOST_RECORDINGS:
+                why = f"after {now.recordings} recordings, steps on inputs of this size are still others."
+        if why:
+            now.left = True
+            warnings.warn(
+                f"{self._policy.name!r} has no plan for steps such as this one, in which the stalest storages are "
+                f"moved instead when room gets short: {why}",
+                stacklevel=6,
+            )
+
+    def abandon(self, close: Callable[[], None]) -> None:
+        """Nobody can end the step any more: let go, then `close` the engine."""
+        try:
+            self.end()
+        finally:
+            close()
+
+    def _let_go(self) -> None:
+        self._engine.recorded = None
+
+    def _around(self, recorder: Recorder, inner: Around | None) -> Around:
+        present = [(storage, self._engine.left_over(storage)) for storage in self._engine.present()]
+        return recorder.around(inner, present, self._engine.newer_than)
+
+    def _plan(self, recorder: Recorder) -> Planned:
+        planner, allowed = self._policy.planner, self._engine.budget.allowed
+        if recorder.failure is not None:
+            raise SpillwayError(f"It could not be recorded ({recorder.failure}).")
+        step = recorder.finish()
+        plan = planner.plan(Problem(step=step, allowed=allowed, device=self._device(step)))
+        verify(plan, step, allowed)
+        return Planned.as_meant(plan, step, planner)
+
+    def _device(self, step: Step) -> Device:
+        """This machine as it showed itself: its ops in this step, its link in the copies so far."""
+        machine, seconds = self._engine.machine, sum(op.seconds or 0.0 for op in step.ops)
+        with self._engine.controller.lock:
+            machine.measure_link()
+            least, large = machine.transfer_seconds(0) / 2, machine.transfer_seconds(_LARGE) / 2
+        link = _rate(_LARGE, large - least)
+        return Device(
+            name=HERE, flops_per_second=_rate(sum(op.flops for op in step.ops), seconds),
+            bytes_per_second=_rate(sum(op.traffic for op in step.ops), seconds), memory=self._engine.budget.allowed,
+            out_per_second=link, in_per_second=link, copy_seconds=least, overlaps=machine.overlaps,
+            source="measured in the recorded step",
+        )  # fmt: skip
+
+
+def _rate(amount: float, seconds: Seconds) -> float:
+    return min(max(amount / seconds if seconds > 0 else HIGHEST, LOWEST), HIGHEST)
