@@ -37,7 +37,7 @@ def test_a_budget_that_makes_no_sense_is_refused(budget: Any) -> None:
 
 @pytest.mark.parametrize("method", ["lur", "", 5, None, ORDERS])
 def test_an_unknown_method_is_refused_with_those_that_there_are(method: Any) -> None:
-    with pytest.raises(UnknownMethodError, match="keep-all, largest, lru"):
+    with pytest.raises(UnknownMethodError, match="keep-all, largest, lms, lru"):
         spillway.manage(network(), budget=None, method=method)
 
 

@@ -63,3 +63,12 @@ def test_the_planner_of_the_page_makes_a_plan_that_runs() -> None:
     assert plan.gaps
     drawn = spillway.simulate(step, budget=0.8, method=Planned(plan, step), device="a100")
     assert drawn.peak_bytes <= plan.allowed
+
+
+def test_the_planner_of_the_page_trains_to_the_same_bits_by_its_own_plans() -> None:
+    plain, reports = trained(None, "keep-all")
+    budget = int(0.8 * max(report.peak_bytes for report in reports))
+    found, under = trained(budget, example("LargestAway")())  # a warning, which is an error here, would say: no plan
+    assert found == plain
+    assert all(report.peak_bytes <= budget for report in under)
+    assert all(report.moves > 0 for report in under[2:])

@@ -24,7 +24,8 @@ from spillway.methods import AbstractPlanner, Planned, Problem, Window
 from spillway.recording.steps import record_step
 from spillway.session.planned_steps import MOST_RECORDINGS
 from spillway.session.tensor_session import TensorSession
-from tests.cpu.families import State, difference, state_of
+from tests.cpu.families import FAMILIES, State, difference, state_of
+from tests.cpu.family import Built
 
 STEPS = 9
 SHARES = (0.75, 0.5, 0.34)
@@ -430,3 +431,50 @@ def test_a_step_without_a_batch_is_followed_whatever_the_user_keeps(keep: bool) 
             assert (made is None) == (number == 0)
             assert made is None or made.diverged is None
     assert difference(state_of(setting.model, setting.optimizer), plain("encoder")[0]) is None
+
+
+def test_a_session_that_keeps_timelines_follows_its_plans_too() -> None:
+    budget = plain("encoder")[2] // 2
+    torch.manual_seed(0)
+    setting = encoder()
+    with spillway.manage(
+        setting.model, setting.optimizer, budget=budget, method="window", report=spillway.ReportOptions(timeline=True)
+    ) as memory:
+        for x in setting.batches:
+            with memory.step(x):
+                train(setting, x)
+        made = followed(memory)
+    assert made is not None
+    assert made.diverged is None
+    assert memory.timeline is not None
+    assert difference(state_of(setting.model, setting.optimizer), plain("encoder")[0]) is None
+
+
+TWELVE = (
+    "resnet", "unet", "gan", "lstm", "tied-lm", "bert", "gpt2", "t5", "vit", "swin", "mixture-of-experts",
+    "gradient-penalty",
+)  # fmt: skip
+
+
+def several_times(built: Built, memory: spillway.Session | None = None) -> State:
+    """Two batches, each so often that it is recorded and followed."""
+    for batch in built.batches[:2]:
+        for _ in range(4):
+            with memory.step(batch) if memory is not None else contextlib.nullcontext():
+                built.step(built.model, built.optimizers, batch)
+    return state_of(built.model, built.optimizers)
+
+
+@pytest.mark.parametrize("name", TWELVE)
+def test_families_train_to_the_same_bits(name: str) -> None:
+    expected, counted = several_times(FAMILIES[name](0)), FAMILIES[name](0)
+    with spillway.manage(counted.model, counted.optimizers, budget=None, method="keep-all") as memory:
+        several_times(counted, memory)
+    managed, budget = FAMILIES[name](0), int(0.6 * max(report.peak_bytes for report in memory.history))
+    with spillway.manage(managed.model, managed.optimizers, budget=budget, method="window") as memory:
+        assert difference(several_times(managed, memory), expected) is None
+        made = followed(memory)
+    assert max(report.peak_bytes for report in memory.history) <= budget
+    if name != "mixture-of-experts":  # whose steps are others on other parameters
+        assert made is not None
+        assert made.diverged is None
