@@ -69,7 +69,8 @@ def native() -> Finding:
         hook, problems = None, [Problem(what=f"The native hook is not to be had: {reason}", fix=fix)]
     return Finding(
         topic="native part", facts={"library": path, "hook": hook}, problems=problems,
-        sentence=f"There, as {path}: pages that tensors free serve the next ones, and are never faulted in twice.",
+        sentence=f"There, as {path}: pages that tensors free serve the next ones, and are never faulted in twice."
+        + (" Most ops of a watched step are handled in C++." if hook else ""),
     )  # fmt: skip
 
 
