@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 import spillway
+from spillway.engines.environment import GENERAL, OpEnvironment
 from spillway.engines.tensors import native_hook
 from spillway.engines.tensors.calls import Call
 from spillway.engines.tensors.tensor_engine import TensorEngine
@@ -31,6 +32,7 @@ from spillway.native import library
 from tests.cpu.program_judge import ALIKE, POLICIES
 from tests.cpu.program_runs import managed
 from tests.cpu.programs import random_program
+from tests.cpu.test_settings import CHANGES
 
 pytestmark = pytest.mark.skipif(not library.wanted(library.HOOK), reason="SPILLWAY_NATIVE says so")
 
@@ -245,6 +247,33 @@ def test_a_replay_computes_under_the_settings_of_the_first_time() -> None:
     assert bytes(real.tolist()) == bytes(tiny.untyped_storage().tolist())
     (flushed,) = engine.machine.run(other, [value.storage for value in other.reads])
     assert not any(flushed.tolist())
+    engine.end_step()
+    engine.close()
+
+
+def test_every_setting_of_an_op_is_heard_when_it_changes() -> None:
+    others = {"default dtype": (torch.set_default_dtype, torch.float64, torch.float32)}
+    before = [(flag, flag[0]()) for flag in GENERAL.flags]
+    x = torch.rand(4, 4)
+    engine = engine_for(LRU(), 1 << 30, x)
+    heard = set()
+    torch.mm(x, x)  # when it is first met, an op is Python's
+    try:
+        for put, first, then in (CHANGES | others).values():
+            seen = []
+            for value in (first, then):
+                put(value)
+                torch.mm(x, x)
+                expected = OpEnvironment.now(GENERAL).values
+                assert engine.controller.recipes[-1].payload.environment.values == expected
+                seen.append(expected)
+            heard |= {place for place, pair in enumerate(zip(*seen, strict=True)) if pair[0] != pair[1]}
+    finally:
+        for (_, put), value in before:
+            put(value)
+    half_sums = 7  # which not every processor has
+    assert heard | {half_sums} == set(range(len(GENERAL.flags)))
+    assert engine.ops_taken_natively >= 2 * len(CHANGES)
     engine.end_step()
     engine.close()
 
