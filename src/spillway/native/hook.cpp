@@ -430,7 +430,7 @@ class Hook {
   class Turn;
   bool create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
   bool write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
-  bool look(const Plan& plan, c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found,
+  bool look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found,
             Arguments& seen);
   std::int64_t needed(Plan& plan, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args, Arguments& seen);
   PyObject* environment(std::size_t settings);
@@ -450,7 +450,7 @@ class Hook {
   Ref watcher_, table_, interrupts_, ledger_, budget_, plain_, acquire_, release_;
   Ref storage_type_, value_type_, recipe_type_, watch_type_;
   Ref died_, expect_, created_, look_ahead_, odd_;
-  Ref zero_, gone_, none_outputs_, empty_, first_;
+  Ref zero_, gone_, empty_, first_;
   struct {
     Slot escaped, exposed, handle, held, key, kind, locks, nbytes, number, touched, value, written;
   } storage_;
@@ -468,7 +468,7 @@ class Hook {
   } watcher_at_;
   Slot record_;
   std::int64_t* cells_ = nullptr;
-  bool limited_ = false, sparse_ = false;
+  bool limited_ = false;
   std::atomic<bool> armed_{false};
   bool recording_ = false, op_raised_ = false;
   std::int64_t taken_ = 0;
@@ -654,7 +654,7 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
 }
 
 // Finds the storages of an op's tensors; false where the handlers in Python have to look themselves.
-bool Hook::look(const Plan& plan, c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found,
+bool Hook::look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found,
                 Arguments& seen) {
   for (std::size_t place = 0; place < args.size(); ++place) {
     const IValue& given = args[place];
@@ -876,7 +876,7 @@ bool Hook::create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   const Ref clock = number(ledger_at_.clock.number_of(ledger_.get()) + 1);
   Operands found;
   Arguments seen;
-  if (!look(plan, args, clock.get(), recorded, found, seen)) return false;
+  if (!look(args, clock.get(), recorded, found, seen)) return false;
   if (limited_) {
     const std::int64_t bound = needed(plan, op, args, seen);
     PyObject* const budget = budget_.get();
@@ -936,7 +936,7 @@ bool Hook::write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys,
   const Ref clock = number(ledger_at_.clock.number_of(ledger_.get()) + 1);
   Operands found;
   Arguments seen;
-  if (!look(plan, args, clock.get(), false, found, seen) || found.empty() || found[0].place != 0) return false;
+  if (!look(args, clock.get(), false, found, seen) || found.empty() || found[0].place != 0) return false;
   PyObject* const budget = budget_.get();
   if (budget_at_.resident.number_of(budget) > budget_at_.allowed.number_of(budget)) return false;
   const Ref target = std::move(found[0].storage), old = Ref::to(found[0].value.get());
