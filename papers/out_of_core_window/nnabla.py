@@ -287,7 +287,7 @@ class WholeChunks(AbstractAllocator):
             self.reserved -= rounded_up(token, self._chunk)
             return
         self.allocated -= token.asked
-        block = self._shared.give(token)
+        block = self._shared.free(token)
         if block.whole:
             self.reserved -= self._shared.remove_whole(block)
 
