@@ -40,8 +40,8 @@ MiB = 1 << 20
 
 
 def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_hook, "module", lambda: None)
-    monkeypatch.setattr("spillway.engines.tensors.mode.module", lambda: None)
+    monkeypatch.setattr(native_hook, "native_module", lambda: None)
+    monkeypatch.setattr("spillway.engines.tensors.mode.native_module", lambda: None)
 
 
 # ------------------------------------------------------------------ the same books

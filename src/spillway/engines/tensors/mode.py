@@ -28,7 +28,7 @@ from spillway.engines.tensors.calls import (
 from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
-from spillway.engines.tensors.native_hook import NativeHook, module
+from spillway.engines.tensors.native_hook import NativeHook, native_module
 from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
 from spillway.internals.dispatch_key import Handler, Watcher, unwatched
@@ -60,7 +60,7 @@ class Dispatch:
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked
-        native = module() if hooked is not None else None
+        native = native_module() if hooked is not None else None
         if hooked is not None and native is not None:
             self._hook = NativeHook(self._engine, self._watcher, hooked, native)
 

@@ -25,7 +25,7 @@ from spillway.native.library import HOOK, load_hook, wanted
 _told: Final[set[str]] = set()
 
 
-def module() -> Any | None:
+def native_module() -> Any | None:
     """The hook's module, or None where there cannot be one; why not is said once."""
     if not wanted(HOOK) or _told:  # it would not be compiled by another try
         return None
@@ -50,7 +50,7 @@ class NativeHook:
         self._native = native.Hook(
             watcher=watcher, table=engine.table, interrupts=engine.interrupts, ledger=engine.controller,
             budget=engine.budget, plain=tuple(PLAIN_TENSORS), storage=Storage, value=Value, recipe=Recipe, watch=Watch,
-            died=engine.died, expect=engine.creations.expect, created=engine.creations.created,
+            died=engine.died, creations=engine.creations,
             look_ahead=engine.look_ahead if engine.foresees else None, odd=engine.pass_by,
             limited=engine.budget.limited, cells=hooked.cells,
         )  # fmt: skip
@@ -83,7 +83,8 @@ class NativeHook:
         recorded = bool(self._engine.controller.policy.uses_recipes and info.exactness)
         self._native.teach(
             info.func.name(), kind, info.name, recorded, info.resized, info.seeded, info.safety,
-            info.exactness, info.bound, environment, *self._hooked.around(info),
+            info.exactness, info.bound, environment, -1 if info.training is None else info.training,
+            tuple(info.scratch), *self._hooked.around(info),
         )  # fmt: skip
 
     def _kind(self, info: OpInfo) -> str | None:
@@ -92,8 +93,12 @@ class NativeHook:
             return None
         if info.view:
             return "view" if self._engine.machine.readable_in_place else None
+        if info.writes_statistics and info.bound is not None:
+            return "normalises" if self._engine.controller.policy.uses_recipes and info.exactness else None
         if not info.fast or info.resizes:
             return None
         if info.fresh and not info.writes:
             return "creates"
-        return "writes" if not info.fresh and info.writes == (0,) and info.exactness == EXACT else None
+        if info.fresh or info.writes not in ((), (0,)):
+            return None
+        return "reads" if not info.writes else "writes" if info.exactness == EXACT else None
