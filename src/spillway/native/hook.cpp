@@ -63,7 +63,7 @@ constexpr std::int64_t UNBOUNDED = -1;
 constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the long way
 
 enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp
-enum Cell { RESIDENT, STATE };                                // as there
+enum Cell { RESIDENT, STATE, UNWATCHED = 8 };                 // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
 enum class Kind { VIEW, READS, CREATES, WRITES, NORMALISES };
 
@@ -442,10 +442,12 @@ class Hook {
     acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
     release_ = Ref(PyObject_GetAttrString(turn.get(), "release"));
     recording_ = recording;
+    thread_ = PyThread_get_thread_ident(), elsewhere_ = false;
     armed_ = true;
   }
   void disarm() { armed_ = false; }
   std::int64_t taken() const { return taken_; }
+  bool elsewhere() const { return elsewhere_; }
   std::size_t settings(PyObject* now);
 
   // For the garbage collector: whom it knows knows it.
@@ -526,6 +528,8 @@ class Hook {
   std::atomic<bool> armed_{false};
   bool recording_ = false, op_raised_ = false;
   std::int64_t taken_ = 0;
+  unsigned long thread_ = 0;
+  bool elsewhere_ = false;  // whether ops came from another thread
   std::vector<std::shared_ptr<Plan>> plans_;
   std::vector<Settings> settings_;
 };
@@ -688,6 +692,7 @@ bool Hook::is_plain(const at::Tensor& tensor) const {
 bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
   const Gil gil;
   const Ref kept = Ref::to(self_);  // what runs may end the session
+  elsewhere_ |= PyThread_get_thread_ident() != thread_;
   if (place >= plans_.size() || plans_[place] == nullptr) return false;
   const std::shared_ptr<Plan> plan = plans_[place];  // what runs may have all of them forgotten
   if (c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return false;
@@ -1114,7 +1119,9 @@ void Hook::died(PyObject* watch) {
   if (PyDict_GetItemWithError(table_.get(), key) != nullptr && PyDict_DelItem(table_.get(), key) != 0) raise();
   storage_.handle.put(self, Py_None);
   storage_.value.put(self, Py_None);
-  budget_at_.resident.put(budget, budget_at_.resident.number_of(budget) - storage_.nbytes.number_of(self));
+  const std::int64_t size = storage_.nbytes.number_of(self);
+  budget_at_.resident.put(budget, budget_at_.resident.number_of(budget) - size);
+  if (cells_ != nullptr && cells_[UNWATCHED] != 0) cells_[RESIDENT] -= size;
   value_.absent.put(value.get(), gone_.get());
   if (storage_.escaped.of(self) == Py_True) value_.recipe.put(value.get(), Py_None);
   if (value_.home.of(value.get()) != Py_None || value_.leaves.of(value.get()) != Py_None) {
@@ -1291,7 +1298,12 @@ PyMethodDef hook_methods[] = {
     {"teach", &hook_teach, METH_VARARGS, "What is known of an op; false if it does not arrive here."},
     {"forget", &hook_forget, METH_NOARGS, "Nothing is known of any op."},
     {nullptr, nullptr, 0, nullptr}};
+PyObject* hook_elsewhere(PyObject* self, void*) {
+  return PyBool_FromLong(object_of(self).hook != nullptr && object_of(self).hook->elsewhere() ? 1 : 0);
+}
 PyGetSetDef hook_getters[] = {{"taken", &hook_taken, nullptr, "Ops that ran here.", nullptr},
+                              {"elsewhere", &hook_elsewhere, nullptr, "Whether other threads had ops, since `arm`.",
+                               nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot hook_slots[] = {{Py_tp_new, reinterpret_cast<void*>(&hook_new)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(&hook_dealloc)},

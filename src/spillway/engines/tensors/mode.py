@@ -57,6 +57,11 @@ class Dispatch:
         """Ops that ran in the native hook."""
         return self._hook.taken if self._hook is not None else 0
 
+    @property
+    def heard_one_thread(self) -> bool:
+        """Whether all ops of this step came from its own thread, as far as that is known."""
+        return self._hook is not None and not self._hook.heard_other_threads
+
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked

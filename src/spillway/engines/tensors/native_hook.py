@@ -61,6 +61,12 @@ class NativeHook:
         taken: int = self._native.taken
         return taken
 
+    @property
+    def heard_other_threads(self) -> bool:
+        """Whether an op of this step came from another thread than the step's."""
+        elsewhere: bool = self._native.elsewhere
+        return elsewhere
+
     def arm(self, *, recording: bool) -> None:
         """In a step that is watched, with recipes or without."""
         self._native.arm(recording)

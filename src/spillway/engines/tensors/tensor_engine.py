@@ -98,6 +98,12 @@ class TensorEngine(AbstractTensorEngine):
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
         """Whether ops are watched."""
+        self.unwatched = False
+        """Whether a step runs that nobody watches."""
+        self._after_unwatched = False
+        """Whether the step that ended last was one."""
+        self.from_outside: Bytes = 0
+        """What this step met that it had not made, and that nobody had named."""
         self._begun = False
         """Whether a step began whose end is not done."""
         self.recording = True
@@ -205,6 +211,7 @@ class TensorEngine(AbstractTensorEngine):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             self.note_odd_tensors()
         if self.in_step:
+            self.from_outside += _storage_of(tensor).nbytes()
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
@@ -520,6 +527,8 @@ class TensorEngine(AbstractTensorEngine):
         """
         self.began = time.perf_counter()
         self.recording = recipes
+        self._after_unwatched = False
+        self.from_outside = 0
         self.inputs.clear()
         self.label(tensors)
         controller = self.controller
@@ -610,6 +619,49 @@ class TensorEngine(AbstractTensorEngine):
                 self._begun = False
                 self._add_up_lanes()
 
+    # ------------------------------------------------------------------ steps that nobody watches
+
+    @property
+    def needs_no_watch(self) -> bool:
+        """Whether a step like the one that ended last may run unwatched: the arena would have seen all that it made."""
+        odd = self.unmanaged or self.sparse_tensors or self.ran_eagerly or len(self.controller.flights)
+        return self.backend.unwatched is not None and self._dispatch.heard_one_thread and not odd
+
+    @property
+    def resident(self) -> Bytes:
+        """What is there between steps, with what unwatched ones left behind."""
+        known, meter = self.budget.resident, self.backend.unwatched
+        return known if meter is None or not self._after_unwatched else meter.counted(known)
+
+    def begin_unwatched(self, inputs: Iterable[torch.Tensor], unseen: Bytes) -> None:
+        """A step begins that is known to fit, and runs as if nothing were there: no op of it is seen. The arena counts
+        what it takes; what has no room in the budget, less what is `unseen` in such steps, lies in the spill directory.
+        """
+        meter = self.backend.unwatched
+        assert meter is not None, "it needs no watch"
+        self.began = time.perf_counter()
+        self.recording, self.ops = False, 0
+        new = {_address(one): one.untyped_storage().nbytes() for one in inputs if _has_storage(one)}
+        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
+        self.budget.begin()
+        self._after_unwatched = self.unwatched = True
+        self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
+
+    def end_unwatched(self) -> None:
+        """It ended. Does nothing where none began."""
+        if self.unwatched:
+            self.unwatched = False
+            assert self.backend.unwatched is not None, "it began"
+            self.backend.unwatched.end()
+
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Of these what an unwatched step left in the spill directory, as far as there is room."""
+        memory, left = self._on_cpu.machine, self.budget.allowed - self.resident
+        for tensor in tensors:
+            nbytes = tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
+            if nbytes <= left and memory.bring_into_memory([tensor], lambda _: None):
+                left -= nbytes
+
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
         counters, log, device = self.controller.counters, self.log, self.backend.measured().lanes
@@ -659,6 +711,7 @@ class TensorEngine(AbstractTensorEngine):
         """
         if self._closed:
             return
+        self.end_unwatched()
         try:
             with contextlib.suppress(BudgetInfeasible, SpillFullError):  # everything is back all the same
                 self.end_step()
@@ -709,6 +762,8 @@ def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], 
         table.pop(storage.key, None)
         storage.handle = None
         forget(storage)
+        if engine.unwatched and engine.backend.unwatched is not None:
+            engine.backend.unwatched.died(storage.nbytes)
 
     def register(tensor: torch.Tensor, key: int) -> Storage:
         real = _storage_of(tensor)
