@@ -641,7 +641,7 @@ class TensorEngine(AbstractTensorEngine):
         assert meter is not None, "it needs no watch"
         self.began = time.perf_counter()
         self.recording, self.ops = False, 0
-        new = {_address(one): one.untyped_storage().nbytes() for one in inputs if _has_storage(one)}
+        new = {_address(one): _storage_of(one).nbytes() for one in inputs if _has_storage(one)}
         beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
         self.budget.begin()
         self._after_unwatched = self.unwatched = True
@@ -658,7 +658,7 @@ class TensorEngine(AbstractTensorEngine):
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
         memory, left = self._on_cpu.machine, self.budget.allowed - self.resident
         for tensor in tensors:
-            nbytes = tensor.untyped_storage().nbytes() if _has_storage(tensor) else 0
+            nbytes = _storage_of(tensor).nbytes() if _has_storage(tensor) else 0
             if nbytes <= left and memory.bring_into_memory([tensor], lambda _: None):
                 left -= nbytes
 
