@@ -521,7 +521,10 @@ class OpMemory {
     step_ = 0;
     __atomic_store_n(&cells_[HELD], 0, __ATOMIC_RELAXED);
   }
-  std::int64_t counted() const { return cells_[RESIDENT] + __atomic_load_n(&cells_[HELD], __ATOMIC_RELAXED) + small(); }
+  std::int64_t counted() const {
+    return cells_[RESIDENT] + __atomic_load_n(&cells_[HELD], __ATOMIC_RELAXED) +
+           __atomic_load_n(small(), __ATOMIC_RELAXED);
+  }
   bool fits_unwatched(std::size_t nbytes) const {
     return counted() + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
   }
@@ -534,13 +537,15 @@ class OpMemory {
     __atomic_fetch_sub(&cells_[HELD], static_cast<std::int64_t>(block.born.nbytes), __ATOMIC_RELAXED);
   }
   void holds_small(void* memory) {
-    small() += static_cast<std::int64_t>(::malloc_usable_size(memory));
+    __atomic_fetch_add(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
     cells_[PEAK] = std::max(cells_[PEAK], counted());
   }
-  static void gone_small(void* memory) { small() -= static_cast<std::int64_t>(::malloc_usable_size(memory)); }
-  static std::atomic<std::int64_t>& small() {
-    static std::atomic<std::int64_t> held{0};
-    return held;
+  static void gone_small(void* memory) {
+    __atomic_fetch_sub(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
+  }
+  static std::int64_t* small() {  // of all sessions
+    static std::int64_t held = 0;
+    return &held;
   }
 
   bool fits(std::size_t nbytes) const {
@@ -804,7 +809,7 @@ void spillway_op_memory_here(OpMemory* memory, int unwatched) {
   if (memory == nullptr) return;
   unwatched != 0 ? memory->begin_unwatched() : memory->begin_watched();
 }
-std::int64_t spillway_op_memory_counted(OpMemory* memory) { return memory->counted(); }
+std::int64_t* spillway_op_memory_small() { return OpMemory::small(); }
 void spillway_op_memory_close(OpMemory* memory) { memory->close(); }
 int spillway_op_memory_has(void* address) { return OpMemory::has(address) ? 1 : 0; }
 }

@@ -69,11 +69,11 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.spillway_op_memory.argtypes = [ctypes.c_char_p]
-    library.spillway_op_memory.restype = library.spillway_op_memory_cells.restype = ctypes.c_void_p
-    for name in ("cells", "counted", "close", "has"):
+    for name in ("", "_cells", "_small"):
+        getattr(library, f"spillway_op_memory{name}").restype = ctypes.c_void_p
+    for name in ("cells", "close", "has"):
         getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
     library.spillway_op_memory_here.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    library.spillway_op_memory_counted.restype = ctypes.c_int64
     error = library.spillway_arena_reserve(_SPAN)
     if error:
         raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
@@ -205,6 +205,11 @@ IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
 """What `STATE` says. Python writes the first two; an op that allocated nothing stays at the second."""
 
 
+def _numbers(address: int, count: int) -> memoryview:
+    """Of memory that is never freed."""
+    return memoryview((ctypes.c_int64 * count).from_address(address)).cast("B").cast("q")
+
+
 @final
 class OpMemory:
     """What the ops of a session take for themselves while they run, on top of its account, in the thread of its step.
@@ -215,8 +220,9 @@ class OpMemory:
         self._library = _opened()
         self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
         self.address: int = self._library.spillway_op_memory_cells(self._memory)
-        self.cells = memoryview((ctypes.c_int64 * 10).from_address(self.address)).cast("B").cast("q")
-        """Never freed."""
+        self.cells = _numbers(self.address, 10)
+        self._small = _numbers(self._library.spillway_op_memory_small(), 1)
+        """What is small of what unwatched steps of all sessions made."""
         weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 
     def begin(self, allowed: Bytes) -> None:
@@ -238,9 +244,11 @@ class OpMemory:
 
     def counted(self, resident: Bytes) -> Bytes:
         """What is resident by the account, and what unwatched steps made since one was watched."""
-        self.cells[RESIDENT] = resident
-        counted: int = self._library.spillway_op_memory_counted(self._memory)
-        return counted
+        return resident + self.cells[HELD] + self._small[0]
+
+    def taken(self) -> tuple[Bytes, Bytes]:
+        """The most that the last step had at once, and what of it lay above the budget."""
+        return self.cells[PEAK], self.cells[BEYOND]
 
     def end(self) -> None:
         """This thread's ops count for nobody."""

@@ -172,7 +172,7 @@ class Session(ABC):
         self._given_up = False
         """Whether closing is done."""
         self._closes_with_step = False
-        self._told_left_out = False
+        self._told_left_out = self._grouped = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -294,7 +294,8 @@ class Session(ABC):
         """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
-        if process_groups():
+        self._grouped = bool(process_groups())
+        if self._grouped:
             check_not_sharded(self._models, self._optimizers)  # since the session was opened
         running = self._running
         if running is not None:
@@ -379,6 +380,8 @@ class Session(ABC):
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)
+        if self._live is None and self._writer is None:
+            return
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.callback(self._live.update, report)

@@ -151,10 +151,10 @@ class TensorSession(Session):
         them, so that a little has to be left."""
         engine, meter = self._engine, self._engine.backend.unwatched
         growth, unseen = self._unwatched.get(circumstances, (0, -1))
-        if meter is None or unseen < 0 or engine.recorded is not None or self._plans is not None or process_groups():
+        if meter is None or unseen < 0 or engine.recorded is not None or self._plans is not None:
             return False
         needed = meter.counted(engine.budget.resident) + growth + growth // SPARE + unseen
-        return needed <= engine.budget.allowed
+        return needed <= engine.budget.allowed and not self._grouped
 
     def _learn_to_fit(self, circumstances: tuple[Any, ...], report: StepReport) -> None:
         """A step kept everything, and was a whole one."""
@@ -208,6 +208,7 @@ class _Step(AbstractStep):
         self._engine = session._engine
         self._calls = Calls()
         self._ended = self._unwatched = False
+        self._taken = (0, 0)
 
     @unheard
     def begin(self) -> None:
@@ -259,9 +260,9 @@ class _Step(AbstractStep):
 
     def _end_unwatched(self) -> None:
         """What took more than there was room for is watched the next time."""
-        session, engine = self._session, self._engine
-        engine.end_unwatched()
-        if engine.backend.measured().beyond:
+        session = self._session
+        self._taken = self._engine.end_unwatched()
+        if self._taken[1]:
             session._varying.add(self._circumstances)
             session._forget_to_fit(self._circumstances)
             session._bring_into_memory()
@@ -280,7 +281,7 @@ class _Step(AbstractStep):
         session, engine = self._session, self._engine
         seconds = time.perf_counter() - self._began
         if self._unwatched:
-            session._conclude(unwatched_report(engine, len(session.history), self._signature, seconds, self.logged), None)
+            session._finish(self._unwatched_report(seconds))
             return
         report = report_of(engine, len(session.history), self._signature, seconds, self.logged)
         kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
@@ -296,6 +297,17 @@ class _Step(AbstractStep):
         session._say_what_ran_eagerly()
         if session._plans is not None:
             session._plans.conclude()
+
+    def _unwatched_report(self, seconds: Seconds) -> StepReport:
+        """What the arena counted."""
+        engine, (peak, beyond) = self._engine, self._taken
+        return StepReport(
+            step=len(self._session.history), signature=self._signature, managed=False, allowed=engine.budget.named,
+            start_bytes=engine.start_bytes, peak_bytes=peak, end_bytes=engine.resident, peak_rss_bytes=0,
+            working_bytes=0, seconds=seconds, stall_seconds=0.0, recomputed_ops=0, recomputed_seconds=0.0, ops=0,
+            bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0, refusals={}, escaped=0, unmanaged=0,
+            logged=self.logged, device_peak_bytes=peak, beyond_bytes=beyond, reserved_bytes=engine.budget.reserved,
+        )  # fmt: skip
 
     def _is_whole(self) -> bool:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation
@@ -333,18 +345,4 @@ def report_of(
         hidden_seconds=engine.transfers.hidden_seconds, bytes_out_beside=counters.early_out,
         bytes_in_beside=counters.early_in, device_peak_bytes=measured.peak, beyond_bytes=measured.beyond,
         reserved_bytes=engine.budget.reserved,
-    )  # fmt: skip
-
-
-def unwatched_report(
-    engine: TensorEngine, number: int, signature: str, seconds: Seconds, logged: dict[str, float]
-) -> StepReport:
-    """Of a step that nobody watched: what the arena counted."""
-    measured = engine.backend.measured()
-    return StepReport(
-        step=number, signature=signature, managed=False, allowed=engine.budget.named, start_bytes=engine.start_bytes,
-        peak_bytes=measured.peak, end_bytes=engine.resident, peak_rss_bytes=0, working_bytes=0, seconds=seconds,
-        stall_seconds=0.0, recomputed_ops=0, recomputed_seconds=0.0, ops=0, bytes_out=0, bytes_in=0, dropped_bytes=0,
-        drops=0, moves=0, refusals={}, escaped=0, unmanaged=0, logged=logged, device_peak_bytes=measured.peak,
-        beyond_bytes=measured.beyond, reserved_bytes=engine.budget.reserved,
     )  # fmt: skip

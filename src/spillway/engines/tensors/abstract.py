@@ -106,6 +106,9 @@ class Unwatched(Protocol):
     def counted(self, resident: Bytes) -> Bytes:
         """All that is there between steps, on top of the account."""
 
+    def taken(self) -> tuple[Bytes, Bytes]:
+        """The most that the last one had in memory, and the most that it had above the budget."""
+
     def end(self) -> None:
         """It ended."""
 

@@ -647,12 +647,15 @@ class TensorEngine(AbstractTensorEngine):
         self._after_unwatched = self.unwatched = True
         self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
 
-    def end_unwatched(self) -> None:
-        """It ended. Does nothing where none began."""
+    def end_unwatched(self) -> tuple[Bytes, Bytes]:
+        """It ended: the most that it had in memory, and the most above the budget. Called again it says that again."""
+        meter = self.backend.unwatched
+        if meter is None:
+            return 0, 0
         if self.unwatched:
             self.unwatched = False
-            assert self.backend.unwatched is not None, "it began"
-            self.backend.unwatched.end()
+            meter.end()
+        return meter.taken()
 
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
