@@ -536,9 +536,13 @@ class OpMemory {
     if (block.op != step_) return;  // a watched step has begun since
     __atomic_fetch_sub(&cells_[HELD], static_cast<std::int64_t>(block.born.nbytes), __ATOMIC_RELAXED);
   }
-  void holds_small(void* memory) {
-    __atomic_fetch_add(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
+  // Whether there is room for what malloc gave.
+  bool holds_small(void* memory) {
+    const std::size_t size = ::malloc_usable_size(memory);
+    if (!fits_unwatched(size)) return false;
+    __atomic_fetch_add(small(), static_cast<std::int64_t>(size), __ATOMIC_RELAXED);
     cells_[PEAK] = std::max(cells_[PEAK], counted());
+    return true;
   }
   static void gone_small(void* memory) {
     __atomic_fetch_sub(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
@@ -699,13 +703,16 @@ class ArenaAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
     OpMemory* const unwatched = op_memory() != nullptr && op_memory()->unwatched() ? op_memory() : nullptr;
-    void* memory = unwatched != nullptr ? take(nbytes, *unwatched) : nbytes < SMALL ? nullptr : take(nbytes);
+    void* memory = nbytes < SMALL ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
-      arena().born_outside(outside.get(), nbytes);
-      memory = outside.release_context();
-      if (unwatched != nullptr) unwatched->holds_small(memory);
-      return {memory, memory, unwatched != nullptr ? &free_small : &free, c10::Device(c10::DeviceType::CPU)};
+      if (unwatched == nullptr || unwatched->holds_small(outside.get())) {
+        arena().born_outside(outside.get(), nbytes);
+        memory = outside.release_context();
+        return {memory, memory, unwatched != nullptr ? &free_small : &free, c10::Device(c10::DeviceType::CPU)};
+      }
+      outside.clear();
+      memory = unwatched->beyond(nbytes, c10::memoryProfilingEnabled());
     }
     report(memory, static_cast<std::int64_t>(nbytes));
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
@@ -732,7 +739,6 @@ class ArenaAllocator final : public c10::Allocator {
   static void* take(std::size_t nbytes, OpMemory& unwatched) {
     const bool told = c10::memoryProfilingEnabled();
     if (!unwatched.fits_unwatched(nbytes)) return unwatched.beyond(nbytes, told);
-    if (nbytes < SMALL) return nullptr;
     void* const memory = arena().take(nbytes, told, unwatched.op(), &unwatched);
     if (memory != nullptr) unwatched.holds(nbytes);
     return memory;
