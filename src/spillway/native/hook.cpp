@@ -469,6 +469,10 @@ class Hook {
   // `died` of `build_register`, and `AbstractLedger.forget`.
   void died(PyObject* watch);
 
+  // Between steps: storages whose size has to be asked for in Python, as it has changed or they are no usual ones; bytes
+  // of all others that are present; and how many storages have escaped.
+  PyObject* survey() const;
+
   // Whether the op ran here; if not, nothing has changed.
   bool run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
 
@@ -1129,6 +1133,26 @@ void Hook::died(PyObject* watch) {
   }
 }
 
+PyObject* Hook::survey() const {
+  const Ref odd(PyList_New(0));
+  std::int64_t present = 0, escaped = 0;
+  PyObject *key = nullptr, *storage = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(table_.get(), &place, &key, &storage) != 0;) {
+    escaped += storage_.escaped.of(storage) == Py_True ? 1 : 0;
+    PyObject *const value = storage_.value.of(storage), *const handle = storage_.handle.of(storage);
+    const auto* const real = static_cast<const c10::StorageImpl*>(PyLong_AsVoidPtr(key));
+    const std::int64_t size = storage_.nbytes.number_of(storage);
+    const bool here = value != Py_None && value_.absent.number_of(value) == HERE;
+    const bool alive = real != nullptr && PyWeakref_Check(handle) != 0 && PyWeakref_GET_OBJECT(handle) != Py_None;
+    if (!here || !alive || static_cast<std::int64_t>(real->nbytes()) != size) {
+      if (PyList_Append(odd.get(), storage) != 0) raise();
+    } else {
+      present += size;
+    }
+  }
+  return Py_BuildValue("OLL", odd.get(), static_cast<long long>(present), static_cast<long long>(escaped));
+}
+
 PyObject* deaths_heard(PyObject* self, PyObject* watch) {
   BEGIN_CALL
   const Deaths& deaths = *reinterpret_cast<Deaths*>(self);
@@ -1251,6 +1275,12 @@ PyObject* hook_disarm(PyObject* self, PyObject*) {
   set_armed(self, false);
   Py_RETURN_NONE;
 }
+PyObject* hook_survey(PyObject* self, PyObject*) {
+  BEGIN_CALL
+  if (const Hook* const hook = object_of(self).hook; hook != nullptr) return hook->survey();
+  Py_RETURN_NONE;
+  END_CALL
+}
 PyObject* hook_forget(PyObject* self, PyObject*) {
   if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->forget();
   Py_RETURN_NONE;
@@ -1296,6 +1326,7 @@ PyMethodDef hook_methods[] = {
     {"arm", &hook_arm, METH_O, "From now on ops of watched threads are taken; whether recipes are written."},
     {"disarm", &hook_disarm, METH_NOARGS, "From now on none is."},
     {"teach", &hook_teach, METH_VARARGS, "What is known of an op; false if it does not arrive here."},
+    {"survey", &hook_survey, METH_NOARGS, "Storages to be asked for their size, bytes of the others, how many escaped."},
     {"forget", &hook_forget, METH_NOARGS, "Nothing is known of any op."},
     {nullptr, nullptr, 0, nullptr}};
 PyObject* hook_elsewhere(PyObject* self, void*) {

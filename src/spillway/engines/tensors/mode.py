@@ -35,6 +35,7 @@ from spillway.internals.dispatch_key import Handler, Watcher, unwatched
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import unheard
 from spillway.memory.records import DROPPED, Recipe, Storage, Value
+from spillway.units import Bytes
 
 
 @final
@@ -61,6 +62,14 @@ class Dispatch:
     def heard_one_thread(self) -> bool:
         """Whether all ops of this step came from its own thread, as far as that is known."""
         return self._hook is not None and not self._hook.heard_other_threads
+
+    def survey(self) -> tuple[list[Storage], Bytes, int]:
+        """Between steps: storages that have to be looked at one by one, the bytes of all others, which are present and
+        have the size that is known, and how many storages have escaped."""
+        if self._hook is not None:
+            return self._hook.survey()
+        storages = list(self._engine.table.values())
+        return storages, 0, sum(storage.escaped for storage in storages)
 
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""

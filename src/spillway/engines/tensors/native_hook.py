@@ -21,6 +21,7 @@ from spillway.errors import NativeError
 from spillway.internals.dispatch_key import Watcher, serve_first
 from spillway.memory.records import EXACT, Recipe, Storage, Value
 from spillway.native.library import HOOK, load_hook, wanted
+from spillway.units import Bytes
 
 _told: Final[set[str]] = set()
 
@@ -74,6 +75,12 @@ class NativeHook:
     def disarm(self) -> None:
         """Between steps, and where something stands around the handlers."""
         self._native.disarm()
+
+    def survey(self) -> tuple[list[Storage], Bytes, int]:
+        """Between steps: storages whose size may have changed or that are absent, the bytes of all others, and how many
+        storages have escaped."""
+        found: tuple[list[Storage], Bytes, int] = self._native.survey()
+        return found
 
     def forget(self) -> None:
         """What is known about ops has changed."""

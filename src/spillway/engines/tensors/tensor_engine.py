@@ -532,11 +532,8 @@ class TensorEngine(AbstractTensorEngine):
         self.inputs.clear()
         self.label(tensors)
         controller = self.controller
-        for storage in list(self.table.values()):
-            self.check_size(storage)  # the user may have changed it between steps
         self.collectives.land()
-        there = [s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent]
-        self.budget.begin(controller.flights.beside + sum(there))
+        self.budget.begin(controller.flights.beside + self._present_bytes())
         self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
@@ -558,6 +555,13 @@ class TensorEngine(AbstractTensorEngine):
             with contextlib.suppress(BudgetInfeasible, SpillFullError):
                 self.end_step()
             raise
+
+    def _present_bytes(self) -> Bytes:
+        """What is there. The user may have changed sizes between steps."""
+        odd, present, _ = self._dispatch.survey()
+        for storage in odd:
+            self.check_size(storage)
+        return present + sum(s.nbytes for s in odd if s.value is not None and not s.value.absent)
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
@@ -584,9 +588,12 @@ class TensorEngine(AbstractTensorEngine):
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Say what storages are for, taking them into account if need be."""
-        tensors = list(tensors)
+        tensors, known = list(tensors), self.table.get
         for kind, tensor in tensors:
-            storage = self.lookup(tensor)
+            try:
+                storage = known(_address(tensor)) or self.adopt(tensor)
+            except (RuntimeError, TypeError):  # as in `lookup`
+                storage = self.adopt(tensor)
             if storage is not None:
                 storage.kind = kind
                 if kind is Kind.INPUT:
@@ -748,7 +755,7 @@ class TensorEngine(AbstractTensorEngine):
 
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
-        return sum(storage.escaped for storage in list(self.table.values()))
+        return self._dispatch.survey()[2]
 
 
 def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], Storage], Callable[[Any], None]]:
