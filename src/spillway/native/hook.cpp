@@ -59,6 +59,7 @@ constexpr DispatchKey ARRIVES = DispatchKey::Fake;
 constexpr DispatchKey LONG_WAY = DispatchKey::TESTING_ONLY_GenericWrapper;  // where the handlers in Python stand
 constexpr std::int64_t LARGE = std::int64_t{256} << 10;                     // as in `memory/records.py`
 constexpr std::int64_t SMALLEST_MOVABLE = 4096;                             // as in `memory/ledger.py`
+constexpr std::int64_t SMALL = 16384;  // elements that an op goes through in some microseconds
 constexpr std::int64_t UNBOUNDED = -1;
 constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the long way
 
@@ -126,6 +127,20 @@ class WithoutGil {
   ~WithoutGil() { PyEval_RestoreThread(state_); }
   WithoutGil(const WithoutGil&) = delete;
   WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+// While an op runs others may have the GIL, but where giving it up and taking it again takes as long as the op.
+class WhileOpRuns {
+ public:
+  explicit WhileOpRuns(bool small) : state_(small ? nullptr : PyEval_SaveThread()) {}
+  ~WhileOpRuns() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WhileOpRuns(const WhileOpRuns&) = delete;
+  WhileOpRuns& operator=(const WhileOpRuns&) = delete;
 
  private:
   PyThreadState* state_;
@@ -398,6 +413,7 @@ struct Plan {
   bool recorded;  // whether recipes are written of it, where any are
   bool resized;   // whether what it writes may have grown out of sight
   bool seeded;
+  bool small;     // whether it takes next to no time on little: it goes through its elements once
   std::int64_t safety;
   std::int64_t training;                     // where `training` stands, of what normalises; -1 where it always trains
   c10::SmallVector<std::size_t, 2> scratch;  // what that writes, and a replay does without
@@ -531,6 +547,7 @@ class Hook {
   bool limited_ = false;
   std::atomic<bool> armed_{false};
   bool recording_ = false, op_raised_ = false;
+  bool small_ = false;  // whether the op takes next to no time
   std::int64_t taken_ = 0;
   unsigned long thread_ = 0;
   bool elsewhere_ = false;  // whether ops came from another thread
@@ -705,7 +722,6 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
     if (!viewed.isTensor() || !viewed.toTensor().defined() || !is_plain(viewed.toTensor())) return false;
     if (PyLong_AsUnsignedLong(watcher_at_.within.of(watcher_.get())) == PyThread_get_thread_ident()) return false;
     ++taken_;
-    const WithoutGil without;
     const Hidden hidden;
     op.redispatchBoxed(below(keys), &stack);
     return true;
@@ -714,6 +730,7 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
   const Turn turn(*this);
   if (!turn.ours) return false;
   op_raised_ = false;
+  small_ = plan->small;
   try {
     const bool ran = plan->kind == Kind::CREATES      ? create(*plan, op, keys, stack)
                      : plan->kind == Kind::NORMALISES ? normalise(*plan, op, keys, stack)
@@ -753,6 +770,7 @@ bool Hook::look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Oper
     PyObject* const value = storage_.value.of(storage);
     if (value == Py_None || value_.absent.number_of(value) != HERE) return false;
     if (recorded && (c10::isComplexType(tensor.scalar_type()) || c10::isQIntType(tensor.scalar_type()))) return false;
+    small_ = small_ && tensor.numel() <= SMALL;
     seen.tensor(tensor);
     found.push_back({place, Ref::to(storage), Ref::to(value)});
   }
@@ -825,7 +843,7 @@ double Hook::call(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   }
   timespec began{}, ended{};
   try {
-    const WithoutGil without;
+    const WhileOpRuns without(small_);
     ::clock_gettime(CLOCK_MONOTONIC, &began);
     op.redispatchBoxed(below(keys), &stack);
     ::clock_gettime(CLOCK_MONOTONIC, &ended);
@@ -884,7 +902,9 @@ Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   const Ref nbytes = number(size);
   const Ref real(THPStorage_Wrap(storage));
-  const Ref watch(PyObject_CallFunctionObjArgs(watch_type_.get(), real.get(), heard_.get(), nullptr));
+  const Ref given(PyTuple_Pack(2, real.get(), heard_.get()));
+  auto* const type = reinterpret_cast<PyTypeObject*>(watch_type_.get());
+  const Ref watch(type->tp_new(type, given.get(), nullptr));  // of a weak reference, `__init__` does nothing
 
   PyObject* const ledger = ledger_.get();
   const Ref next = number(ledger_at_.next_number.number_of(ledger) + 1);
@@ -953,6 +973,7 @@ bool Hook::fits(Plan& plan, const c10::OperatorHandle& op, c10::ArrayRef<IValue>
   const std::int64_t left = budget_at_.allowed.number_of(budget) - budget_at_.resident.number_of(budget);
   if (bound == UNBOUNDED || bound > left) return false;
   if (bound >= LARGE) expect(bound / plan.safety);
+  small_ = small_ && bound < SMALL;
   return true;
 }
 
@@ -973,15 +994,18 @@ void Hook::finish(const Plan& plan, const c10::OperatorHandle& op, Stack& stack,
   }
   if (!payload || created.empty()) return;
   const auto count = static_cast<Py_ssize_t>(created.size());
-  const Ref creates(PyTuple_New(count)), outputs(PyTuple_New(count));
+  const Ref creates(PyTuple_New(count));
   for (Py_ssize_t place = 0; place < count; ++place) {
-    const auto which = static_cast<std::size_t>(place);
-    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(created[which].get())));
-    PyTuple_SET_ITEM(outputs.get(), place, number(positions[which]).release());
+    PyObject* const storage = created[static_cast<std::size_t>(place)].get();
+    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(storage)));
   }
   if (position > 1 || positions[0] != 0) {
+    Ref outputs(PyTuple_New(count));
+    for (Py_ssize_t place = 0; place < count; ++place) {
+      PyTuple_SET_ITEM(outputs.get(), place, number(positions[static_cast<std::size_t>(place)]).release());
+    }
     auto* const written = reinterpret_cast<Payload*>(payload.get());
-    Py_DECREF(std::exchange(written->outputs, Py_NewRef(outputs.get())));
+    Py_DECREF(std::exchange(written->outputs, outputs.release()));
   }
   remember(plan, clock, std::move(reads), std::move(payload), seconds, creates.get(), empty_.get(), nbytes, nullptr);
 }
@@ -1288,12 +1312,12 @@ PyObject* hook_forget(PyObject* self, PyObject*) {
 PyObject* hook_teach(PyObject* self, PyObject* args) {
   BEGIN_CALL
   const char *name = nullptr, *kind = nullptr;
-  int recorded = 0, resized = 0, seeded = 0;
+  int recorded = 0, resized = 0, seeded = 0, small = 0;
   long long safety = 1, training = -1;
   PyObject *schema = nullptr, *exactness = nullptr, *bound = nullptr, *settings = nullptr, *beyond = nullptr;
   PyObject *refused = nullptr, *scratch = nullptr;
-  if (PyArg_ParseTuple(args, "ssOpppLOOOLO!OO", &name, &kind, &schema, &recorded, &resized, &seeded, &safety,
-                       &exactness, &bound, &settings, &training, &PyTuple_Type, &scratch, &beyond, &refused) == 0) {
+  if (PyArg_ParseTuple(args, "ssOppppLOOOLO!OO", &name, &kind, &schema, &recorded, &resized, &seeded, &small,
+                       &safety, &exactness, &bound, &settings, &training, &PyTuple_Type, &scratch, &beyond, &refused) == 0) {
     return nullptr;
   }
   const auto place = places().find(name);
@@ -1307,6 +1331,7 @@ PyObject* hook_teach(PyObject* self, PyObject* args) {
                : which == "writes"  ? Kind::WRITES
                                     : Kind::NORMALISES;
   plan->recorded = recorded != 0, plan->resized = resized != 0, plan->seeded = seeded != 0;
+  plan->small = small != 0;
   plan->safety = safety, plan->training = training;
   for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(scratch); ++place) {
     plan->scratch.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(scratch, place)));

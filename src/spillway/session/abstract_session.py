@@ -373,20 +373,21 @@ class Session(ABC):
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
         parameters, gradients, buffers, states = NAMED  # looking a member up takes as long as the rest
+        tensor, mappings = torch.Tensor, (dict, Mapping)
         for module in modules_of(self._models):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     yield parameters, parameter
-                    if parameter.grad is not None:
-                        yield gradients, parameter.grad
+                    if (gradient := parameter.grad) is not None:
+                        yield gradients, gradient
             for buffer in module._buffers.values():
                 if buffer is not None:
                     yield buffers, buffer
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                if isinstance(state, dict | Mapping):
+                if isinstance(state, mappings):
                     for value in state.values():
-                        if isinstance(value, torch.Tensor):
+                        if isinstance(value, tensor):
                             yield states, value
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 

@@ -76,7 +76,7 @@ class CpuBackend(AbstractBackend):
         self.resident_set = ResidentSet()
         self._heap = HeldHeap()
         self._arena = Arena.for_session()
-        self.creations = self.reclaimer = Reclaimer(self.resident_set)
+        self.creations = self.reclaimer = Reclaimer(self.resident_set, kept=self._arena is not None)
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
         self._learned: Bytes = 0  # what is to be reserved

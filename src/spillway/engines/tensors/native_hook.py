@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, final
 
+import torch
+
 from spillway.engines.environment import OpEnvironment, Settings
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Hooked
 from spillway.engines.tensors.collectives import NAMESPACES
@@ -95,8 +97,8 @@ class NativeHook:
         environment = self._environments.setdefault(settings, partial(OpEnvironment.now, settings))
         recorded = bool(self._engine.controller.policy.uses_recipes and info.exactness)
         self._native.teach(
-            info.func.name(), kind, info.name, recorded, info.resized, info.seeded, info.safety,
-            info.exactness, info.bound, environment, -1 if info.training is None else info.training,
+            info.func.name(), kind, info.name, recorded, info.resized, info.seeded,
+            torch.Tag.pointwise in info.func.tags, info.safety, info.exactness, info.bound, environment, -1 if info.training is None else info.training,
             tuple(info.scratch), *self._hooked.around(info),
         )  # fmt: skip
 
