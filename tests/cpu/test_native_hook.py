@@ -310,6 +310,25 @@ def test_who_knows_an_engine_does_not_keep_it() -> None:
     assert seen() is None
 
 
+def test_an_engine_that_is_dropped_in_a_step_leaves_no_recipes_behind() -> None:
+    x, norm = torch.rand(64, 64), nn.BatchNorm1d(64)
+    for _ in range(3):
+        engine = engine_for(LRU(), 1 << 30, x, *norm.parameters())
+        for _ in range(2):
+            made = norm(x).mul(2).add_(x).exp()
+        recipe = engine.current(engine.table[storage_address(made)]).recipe
+        assert recipe is not None
+        name = recipe.name
+        engine._dispatch.pop()  # nobody ends its step
+        seen = weakref.ref(engine)
+        del engine, recipe
+        gc.collect()
+        assert seen() is None
+        del made
+        gc.collect()
+        assert sys.getrefcount(name) == 2  # no recipe has it
+
+
 def test_a_hook_that_cannot_be_built_is_named_once_and_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot() -> Any:
         raise NativeError("Python.h is not there.")

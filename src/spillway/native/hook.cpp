@@ -480,7 +480,7 @@ class Hook {
     return 0;
   }
 
-  // Before the garbage collector takes an engine apart that no step was ended of: the circles that it does not see.
+  // Before the garbage collector takes an engine apart whose step did not end: the circles that it does not see.
   void part();
   // `died` of `build_register`, and `AbstractLedger.forget`.
   void died(PyObject* watch);
@@ -1192,6 +1192,7 @@ PyObject* deaths_heard(PyObject* self, PyObject* watch) {
 }
 
 void Hook::part() {
+  reinterpret_cast<Deaths*>(deaths_.get())->hook = nullptr;  // the books may be taken apart before a storage dies
   PyObject* const recipes = ledger_at_.recipes.of(ledger_.get());
   if (recipes == nullptr) return;
   for (Py_ssize_t place = 0; place < PyList_GET_SIZE(recipes); ++place) {
@@ -1205,6 +1206,7 @@ void Hook::part() {
       value_.recipe.put(PyTuple_GET_ITEM(PyTuple_GET_ITEM(writes.get(), one), 1), Py_None);
     }
   }
+  if (PyList_SetSlice(recipes, 0, PyList_GET_SIZE(recipes), nullptr) != 0) raise();
 }
 
 // ------------------------------------------------------------------------------------------- where ops of torch arrive

@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen, Unwatched
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.cpu_backend import CpuBackend
@@ -91,6 +91,8 @@ class TensorEngine(AbstractTensorEngine):
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
+        self.unwatched: list[Unwatched] = []
+        """What counts, in a step that nobody watches."""
         self.register, self.died = build_register(self)
         self.fused_updates = 0
         """Fused optimizer ops in this step; torch counts no version for what they write."""
@@ -98,8 +100,6 @@ class TensorEngine(AbstractTensorEngine):
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
         """Whether ops are watched."""
-        self.unwatched = False
-        """Whether a step runs that nobody watches."""
         self._after_unwatched = False
         """Whether the step that ended last was one."""
         self.from_outside: Bytes = 0
@@ -651,7 +651,8 @@ class TensorEngine(AbstractTensorEngine):
         new = {_address(one): _storage_of(one).nbytes() for one in inputs if _has_storage(one)}
         beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
         self.budget.begin()
-        self._after_unwatched = self.unwatched = True
+        self._after_unwatched = True
+        self.unwatched.append(meter)
         self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
 
     def end_unwatched(self) -> tuple[Bytes, Bytes]:
@@ -660,7 +661,7 @@ class TensorEngine(AbstractTensorEngine):
         if meter is None:
             return 0, 0
         if self.unwatched:
-            self.unwatched = False
+            self.unwatched.clear()
             meter.end()
         return meter.taken()
 
@@ -761,7 +762,7 @@ class TensorEngine(AbstractTensorEngine):
 def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], Storage], Callable[[Any], None]]:
     """The function that begins to account for the storage of a tensor, at a key, and the one that hears of its death:
     they are called by nearly every op."""
-    controller, table = engine.controller, engine.table
+    controller, table, unwatched = engine.controller, engine.table, engine.unwatched
     adopt, forget, created = controller.adopt, controller.forget, engine.creations.created
 
     def died(watch: Any) -> None:
@@ -769,11 +770,13 @@ def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], 
             storage: Storage = watch.record
         except AttributeError:  # Ctrl-C came before it had one
             return
+        if not hasattr(controller, "budget"):  # the garbage collector is taking the engine apart
+            return
         table.pop(storage.key, None)
         storage.handle = None
         forget(storage)
-        if engine.unwatched and engine.backend.unwatched is not None:
-            engine.backend.unwatched.died(storage.nbytes)
+        for meter in unwatched:
+            meter.died(storage.nbytes)
 
     def register(tensor: torch.Tensor, key: int) -> Storage:
         real = _storage_of(tensor)
