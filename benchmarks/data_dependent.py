@@ -73,10 +73,11 @@ NOTES: Final = (
     "The budget is a tenth above the median peak of 100 steps without one. Known to fit: the step began without "
     "recipes, because one of the same signature had kept everything, and ended without. Something left: the step was "
     "one that needs more, whether it began with recipes or not.",
-    "Peaks counted: watched steps from which nothing left and to which nothing came back. Their reported peak has to be, to "
-    "the byte above the step's start, that of a dispatch mode above the session, which keeps an account of its own. "
-    "Unwatched: known to fit, and held to the budget by the arena, which counts what is small as malloc gives it: never "
-    "less than the witness, what lay in the spill directory included. "
+    "Peaks counted: watched steps from which nothing left and to which nothing came back. Their reported peak has to "
+    "be, to the byte above the step's start, that of a dispatch mode above the session, which keeps an account of its "
+    "own. "
+    "Unwatched: known to fit, and held to the budget by the arena, which counts what is small as malloc gives it: "
+    "never less than the witness, what lay in the spill directory included. "
     "Looked at: steps in which that mode reads at every op, for every storage alive, the address of its bytes, and "
     "from the system whose memory that is. That is never more than was reported.",
 )

@@ -39,9 +39,7 @@ def _train(turns: list[int], budget: int | None, method: str = "lru") -> tuple[A
 
 
 @pytest.mark.parametrize("method", ["lru", "delta", "dtr", "keep-all"])
-def test_a_loop_with_more_turns_than_ever_stays_within_the_budget(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_with_more_turns_than_ever_stays_within_the_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watched(monkeypatch)
     turns = [4, 4, 4, 40, 4, 4, 4]
     expected, free = _train(turns, None)

@@ -129,7 +129,9 @@ def test_what_dies_in_a_later_step_or_between_two_is_counted_no_longer(clears: s
     reports = one.under("64 MiB", [4] * 12, clears=clears, between=zero)
     assert unwatched(reports) == [False] * 2 + [True] * 10
     for figures in ({report.start_bytes for report in reports[3:]}, {report.peak_bytes for report in reports[3:]}):
-        assert max(figures) - min(figures) < KiB  # malloc gives a little more than it is asked for, and not always as much
+        assert (
+            max(figures) - min(figures) < KiB
+        )  # malloc gives a little more than it is asked for, and not always as much
     assert reports[3].peak_bytes - reports[1].peak_bytes < reports[1].peak_bytes // 32
 
 

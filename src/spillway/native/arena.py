@@ -232,8 +232,8 @@ class OpMemory:
         self._library.spillway_op_memory_here(self._memory, 0)
 
     def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
-        """A step of this thread begins that nobody watches: what it takes counts as if it were one op, on top of what is
-        resident by the account, and of what was made in earlier ones since a step was watched. Returns all that."""
+        """A step of this thread begins that nobody watches: what it takes counts as if it were one op, on top of what
+        is resident by the account, and of what earlier ones made since a step was watched. Returns all that."""
         self.cells[ALLOWED], self.cells[RESIDENT] = allowed, resident
         self._library.spillway_op_memory_here(self._memory, 1)
         return self.cells[PEAK]

@@ -61,7 +61,8 @@ def header(allowed: Bytes, method: str, device: torch.device) -> dict[str, Any]:
 
 def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     """As `Module.modules` has them, in its order, in a third of the time."""
-    waiting, seen = [*models][::-1], set()
+    waiting: list[Any] = [*models][::-1]
+    seen = set()
     while waiting:
         module = waiting.pop()
         if module is None or module in seen:

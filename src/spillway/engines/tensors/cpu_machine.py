@@ -125,13 +125,12 @@ class CpuMachine:
             f"SpillOptions(directory=...) or --spill-directory."
         )
 
-    def bring_into_memory(self, tensors: Iterable[torch.Tensor], learn: Callable[[Bytes], object]) -> Bytes:
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor], learn: Callable[[Bytes], object]) -> None:
         """What lies above the budget of these is needed after the op that made it, and there is room now. Not what has
-        given its address away already (which torch notes for NumPy). `learn` is told what the op took for itself.
-        Returns how much it was."""
+        given its address away already (which torch notes for NumPy). `learn` is told what the op took for itself."""
         memory = self.op_memory
         assert memory is not None, "it went beyond"
-        inside, brought = memory.inside(), 0
+        inside = memory.inside()
         for tensor in tensors:
             if tensor.layout is torch.strided and tensor.device.type == "cpu":
                 real = storage_of(tensor)
@@ -139,9 +138,7 @@ class CpuMachine:
                     fresh = self._fresh(real.nbytes())
                     ctypes.memmove(fresh.data_ptr(), real.data_ptr(), real.nbytes())
                     swap_bytes(real, fresh)
-                    brought += real.nbytes()
         learn(inside)
-        return brought
 
     def page_out(self, storage: Storage) -> Slot:
         """Write the bytes to a slot and point the storage at its mapping."""

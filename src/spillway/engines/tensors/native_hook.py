@@ -96,9 +96,10 @@ class NativeHook:
         settings = self._engine.backend.settings_of(info)
         environment = self._environments.setdefault(settings, partial(OpEnvironment.now, settings))
         recorded = bool(self._engine.controller.policy.uses_recipes and info.exactness)
+        training = -1 if info.training is None else info.training
         self._native.teach(
             info.func.name(), kind, info.name, recorded, info.resized, info.seeded,
-            torch.Tag.pointwise in info.func.tags, info.safety, info.exactness, info.bound, environment, -1 if info.training is None else info.training,
+            torch.Tag.pointwise in info.func.tags, info.safety, info.exactness, info.bound, environment, training,
             tuple(info.scratch), *self._hooked.around(info),
         )  # fmt: skip
 

@@ -667,11 +667,7 @@ class TensorEngine(AbstractTensorEngine):
 
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
-        memory, left = self._on_cpu.machine, self.budget.allowed - self.resident
-        for tensor in tensors:
-            nbytes = _storage_of(tensor).nbytes() if _has_storage(tensor) else 0
-            if nbytes <= left and memory.bring_into_memory([tensor], lambda _: None):
-                left -= nbytes
+        self._on_cpu.bring_into_memory(tensors, self.budget.allowed - self.resident)
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
