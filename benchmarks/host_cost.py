@@ -241,8 +241,8 @@ NOTES: Final = (
     "Times are medians of whole steps, begin and end of the session's step included. us/op: the difference to plain, "
     "by the ops that the dispatcher hands over, views included. Its target is checked on CPU time. begin, end: what of "
     "it the step takes beside its ops (CPU). Without the hook: `SPILLWAY_NATIVE=arena`.",
-    "Known to fit: nobody watches the step but the arena. There and in real steps plain steps and steps of the session alternate in "
-    "one process; the ratio is the median over pairs.",
+    "Known to fit: nobody watches the step but the arena. There and in real steps plain steps and steps of the session "
+    "alternate in one process; the ratio is the median over pairs.",
 )
 
 
