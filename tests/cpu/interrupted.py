@@ -130,7 +130,8 @@ def needs_known(method: str) -> Iterator[None]:
     work_out = needs._peak
 
     def known(call: needs.Call, environment: Any, goes_on: Any, **options: bool) -> Any:
-        key = method, goes_on, *options.items(), *call.gradients.items()
+        shapes = (parameter.shape for parameter in call.engine.model.parameters())
+        key = method, goes_on, *options.items(), *call.gradients.items(), *shapes
         if key not in _NEEDS:
             _NEEDS[key] = work_out(call, environment, goes_on, **options)
         return _NEEDS[key]
