@@ -101,7 +101,6 @@ class TensorEngine(AbstractTensorEngine):
         self.in_step = False
         """Whether ops are watched."""
         self._after_unwatched = False
-        """Whether the step that ended last was one."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
