@@ -660,8 +660,8 @@ class TensorEngine(AbstractTensorEngine):
         if meter is None:
             return 0, 0
         if self.unwatched:
-            self.unwatched.clear()
             meter.end()
+            self.unwatched.clear()  # now: what was interrupted is called again
         return meter.taken()
 
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
