@@ -149,7 +149,7 @@ class Window(AbstractPlanner):
 
     def schedule(self, problem: Problem) -> Schedule:
         """What the window does, and how often. Raises what `plan` raises."""
-        row = _Row.of(problem.step, self._counted(problem.step), self.smallest, comes_in=not self.drained)
+        row = _Row.of(problem.step, self.counted(problem.step), self.smallest, comes_in=not self.drained)
         budget = problem.allowed - row.small
         window = int(budget * self.window)
         needed, fullest = max(((row.needed(op), -op) for op in range(len(row.ops))), default=(0, 0))
@@ -172,7 +172,7 @@ class Window(AbstractPlanner):
             made = self._made(row, budget, window, staying - row.through)
         return made.schedule(problem.allowed, self.issue)
 
-    def _counted(self, step: Step) -> list[Bytes]:
+    def counted(self, step: Step) -> list[Bytes]:
         """Of every storage its bytes, in whole chunks."""
         return [
             nbytes if nbytes < self.exempt else -(-nbytes // self.chunk) * self.chunk
@@ -258,7 +258,7 @@ class _Row:
         return sum(self.sizes[self.accesses[place][0]] for place in self.of_op(op))
 
 
-class _Gone(NamedTuple):
+class Gone(NamedTuple):
     """A storage without its bytes during a half-open interval of ops."""
 
     storage: int
@@ -305,7 +305,7 @@ class _Made:
         self._left = [-1] * storages  # the op after which it left the window; -1 before the step
         self._pending: deque[tuple[int, int]] = deque()  # storages that are out, by when they left
         self._gone = [-1] * storages  # where the gap began that is open; -1 if none is
-        self._gaps: list[_Gone] = []
+        self._gaps: list[Gone] = []
         self._dead = [False] * storages  # nobody reads it before it is written or dies
         self._swapped_in = self._waited = self._cancelled = self._precleared = 0
         self.unsteady: set[int] = set()
@@ -330,9 +330,10 @@ class _Made:
 
     def schedule(self, allowed: Bytes, issue: Issue) -> Schedule:
         """Gaps of values, from those of storages."""
-        gaps = self._gaps if issue == "at op" else _earlier(self._row, self._gaps, allowed)
+        step, sizes = self._row.step, self._row.sizes
+        gaps = _of_values(step, self._gaps) if issue == "at op" else earlier(step, sizes, self._gaps, allowed)
         return Schedule(
-            gaps=tuple(_of_values(self._row.step, gaps)), swapped_in=self._swapped_in, waited=self._waited,
+            gaps=tuple(gaps), swapped_in=self._swapped_in, waited=self._waited,
             cancelled=self._cancelled, precleared=self._precleared, restarts=self._restarts,
         )  # fmt: skip
 
@@ -455,7 +456,7 @@ class _Made:
         """A gap ends. What was waited for and wanted before one op has none: it might as well have stayed."""
         gone, self._gone[storage] = self._gone[storage], -1
         if 0 <= gone < op:
-            self._gaps.append(_Gone(storage, gone, op, read))
+            self._gaps.append(Gone(storage, gone, op, read))
 
     def _end(self) -> None:
         """What is out and was not there when the step began leaves, if the next one begins without it too."""
@@ -471,7 +472,7 @@ class _Made:
             self._close(storage, min(row.dies[storage], len(row.ops)), read=False)
 
 
-def _of_values(step: Step, gaps: Iterable[_Gone]) -> Iterator[Gap]:
+def _of_values(step: Step, gaps: Iterable[Gone]) -> Iterator[Gap]:
     created: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for value in step.values:
         if value.version == 0:
@@ -487,17 +488,20 @@ def _of_values(step: Step, gaps: Iterable[_Gone]) -> Iterator[Gap]:
 # ---------------------------------------------------------------------- host ahead
 
 
-def _earlier(row: _Row, gaps: Sequence[_Gone], allowed: Bytes) -> Iterator[_Gone]:
+def earlier(step: Step, sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes) -> Iterator[Gap]:
     """The same gaps with copies in that begin as early as there is room for them, none in front of the one before.
 
     What would come back as it goes stays.
     """
-    levels = _Levels(_levels(row, gaps))
+    return _of_values(step, _earlier(sizes, gaps, allowed, _Levels(_levels(step, sizes, gaps))))
+
+
+def _earlier(sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes, levels: _Levels) -> Iterator[Gone]:
     reached = 0
     for gap in gaps:
         end = gap.end
         if gap.read:
-            nbytes = row.sizes[gap.storage]
+            nbytes = sizes[gap.storage]
             full = levels.last_above(end, allowed - nbytes)
             end = min(max(full + 1, gap.start, reached), end)
             levels.add(end, gap.end, nbytes)
@@ -506,15 +510,15 @@ def _earlier(row: _Row, gaps: Sequence[_Gone], allowed: Bytes) -> Iterator[_Gone
             yield gap._replace(end=end)
 
 
-def _levels(row: _Row, gaps: Iterable[_Gone]) -> list[Bytes]:
+def _levels(step: Step, sizes: Sequence[Bytes], gaps: Iterable[Gone]) -> list[Bytes]:
     """Bytes in memory during every op."""
-    changes = [0] * (len(row.ops) + 1)
-    for storage in row.step.storages:
-        changes[storage.alive_from] += row.sizes[storage.id]
-        changes[storage.alive_until] -= row.sizes[storage.id]
+    changes = [0] * (len(step.ops) + 1)
+    for storage in step.storages:
+        changes[storage.alive_from] += sizes[storage.id]
+        changes[storage.alive_until] -= sizes[storage.id]
     for gap in gaps:
-        changes[gap.start] -= row.sizes[gap.storage]
-        changes[gap.end] += row.sizes[gap.storage]
+        changes[gap.start] -= sizes[gap.storage]
+        changes[gap.end] += sizes[gap.storage]
     return list(accumulate(changes[:-1]))
 
 
