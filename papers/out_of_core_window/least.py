@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from spillway.ir import Gap, Step
 from spillway.ir.lives import lives_of
-from spillway.methods.absent_bytes import fewest_bytes, idle, read_again
+from spillway.methods.absent_bytes import fewest_bytes, wanted
 from spillway.methods.window import SMALLEST
 from spillway.units import Bytes
 
@@ -17,7 +17,7 @@ def bytes_in(step: Step, gaps: Iterable[Gap]) -> Bytes:
     return sum(
         step.storages[step.values[gap.value].storage].nbytes
         for gap in gaps
-        if read_again(lives[gap.value], gap.end, len(step.ops))
+        if wanted(lives[gap.value], gap.end, len(step.ops))
     )
 
 
@@ -27,5 +27,5 @@ def least_bytes_in(step: Step, allowed: Bytes) -> Bytes:
     Raises ArithmeticError if the program has none: an op alone needs more.
     """
     lives, sizes = lives_of(step), [storage.nbytes for storage in step.storages]
-    _, nbytes = fewest_bytes(step, lives, allowed, idle(step, lives, SMALLEST), sizes, tie=0.0)
+    _, nbytes = fewest_bytes(step, lives, allowed, sizes, SMALLEST, tie=0.0)
     return round(nbytes)

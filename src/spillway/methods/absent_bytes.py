@@ -26,18 +26,19 @@ that swaps whole intervals and recomputes these values by these recipes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
 from spillway.ir import Recompute, Step
 from spillway.ir.lives import Life, idle_intervals
-from spillway.ir.step import ValueId
+from spillway.ir.step import StorageId, ValueId
 from spillway.units import Bytes, Seconds
 
 UNIT: Final = 1e9
@@ -72,19 +73,30 @@ class Replay:
     """What they take."""
 
 
-def idle(step: Step, lives: Sequence[Life], smallest: Bytes) -> list[Interval]:
+Together: TypeAlias = tuple[Interval, ...]
+"""One interval; or two that are gone together: what a step begins without, the step before has ended without."""
+
+
+def idle(step: Step, lives: Sequence[Life], smallest: Bytes) -> list[Together]:
     """The longest intervals of every value that is large enough to leave."""
-    return [
-        Interval(value.id, start, end)
-        for life, value in zip(lives, step.values, strict=True)
-        if step.storages[value.storage].nbytes >= max(smallest, 1)
-        for start, end in idle_intervals(life, len(step.ops))
-    ]
+    found, ends, ops = list[Together](), dict[StorageId, Interval](), len(step.ops)
+    last = {value.storage: value.id for value in step.values}
+    for value in reversed(step.values):
+        storage = step.storages[value.storage]
+        through = storage.present_at_start and storage.present_at_end
+        large = storage.nbytes >= max(smallest, 1)
+        for start, end in reversed(list(idle_intervals(lives[value.id], ops))) if large else ():
+            one = Interval(value.id, start, end)
+            if through and start and end == ops and last[storage.id] == value.id:
+                ends[storage.id] = one
+            else:
+                found.append((one, ends[storage.id]) if not start and storage.id in ends else (one,))
+    return found  # what is used by op 0 is there when the step ends
 
 
-def read_again(life: Life, end: int, ops: int) -> bool:
-    """Whether what is gone until then comes back."""
-    return end in life.reads or end < min(life.ends, ops)
+def wanted(life: Life, end: int, ops: int) -> bool:
+    """Whether what is gone until then comes back. An engine also brings in what is written over."""
+    return end in life.reads or end <= life.ends < life.dies or end < min(life.ends, ops)
 
 
 def during(step: Step, intervals: Iterable[Interval], sizes: Sequence[Bytes]) -> list[Bytes]:
@@ -125,10 +137,9 @@ def waited_late(
 
 
 def fewest_bytes(
-    step: Step, lives: Sequence[Life], allowed: Bytes, intervals: Sequence[Interval], sizes: Sequence[Bytes], *,
-    tie: float = TIE,
-) -> tuple[dict[Interval, float], float]:  # fmt: skip
-    """The share of every interval, and the bytes that come in.
+    step: Step, lives: Sequence[Life], allowed: Bytes, sizes: Sequence[Bytes], smallest: Bytes, *, tie: float = TIE
+) -> tuple[dict[Together, float], float]:
+    """The share of everything idle, and the bytes that come in.
 
     Raises:
         ArithmeticError: An op alone needs more than is allowed.
@@ -137,22 +148,18 @@ def fewest_bytes(
     ops, program = len(step.ops), _Program()
     clock = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))
     over = [(there - allowed) / UNIT for there in during(step, (), sizes)]
-    absent = [program.variable(lower=max(nbytes, 0.0)) for nbytes in over]
-    rows = _differences(program, absent)
-    shares = {}
-    for one in intervals:
-        nbytes = sizes[step.values[one.value].storage] / UNIT
-        short = 1.0 - (clock[one.end] - clock[one.start]) / (clock[-1] or 1.0)
-        cost = nbytes * (1.0 + tie * short) if read_again(lives[one.value], one.end, ops) else nbytes * tie
-        shares[one] = share = program.variable(cost=cost, upper=1.0)
-        _change(program, rows, one.start, one.end, share, nbytes)
+    rows = _differences(program, [program.variable(lower=max(nbytes, 0.0)) for nbytes in over])
+    shares, costs = dict[Together, int](), dict[Together, float]()
+    for gone in idle(step, lives, smallest):
+        nbytes = sizes[step.values[gone[0].value].storage] / UNIT
+        long = sum(clock[one.end] - clock[one.start] for one in gone) / (clock[-1] or 1.0)
+        costs[gone] = nbytes if any(wanted(lives[one.value], one.end, ops) for one in gone) else 0.0
+        shares[gone] = share = program.variable(cost=costs[gone] + nbytes * tie * (1.0 - long), upper=1.0)
+        for one in gone:
+            _change(program, rows, one.start, one.end, share, nbytes)
     found = program.solved()
-    back = sum(
-        found[share] * sizes[step.values[one.value].storage]
-        for one, share in shares.items()
-        if read_again(lives[one.value], one.end, ops)
-    )
-    return {one: found[share] for one, share in shares.items()}, back
+    back = sum(found[share] * costs[gone] for gone, share in shares.items()) * UNIT
+    return {gone: found[share] for gone, share in shares.items()}, back
 
 
 @final
@@ -234,112 +241,129 @@ def _change(program: _Program, rows: Sequence[int], start: int, end: int, variab
 
 # ---------------------------------------------------------------------- fewest seconds
 
+MOMENTS: Final = 1000
+"""Ops whose bytes are held against the budget; of a longer step those that are fullest among their neighbours."""
+
 
 @final
 class _Seconds:
-    """The second program, as it is written down."""
+    """The second program, as it is written down. A moment is an op whose bytes are held against the budget, with all
+    that runs from there to the next."""
 
     def __init__(
         self, step: Step, lives: Sequence[Life], allowed: Bytes, sizes: Sequence[Bytes], device: Device
     ) -> None:
-        self._step, self._lives, self._sizes = step, lives, sizes
+        self._step, self._lives, self._sizes, self._rate = step, lives, sizes, device.in_per_second
+        there = during(step, (), sizes)
+        self._ops, seconds = _moments(step, there)
         self.program = program = _Program()
-        ops, moments = len(step.ops), len(step.ops) + 1
-        self.lasting = [program.variable(cost=1.0, lower=op.seconds or 0.0) for op in step.ops]
-        self._going, self._coming = ([program.variable() for _ in range(ops)] for _ in range(2))
-        gone, back, may, must = ([program.variable() for _ in range(moments)] for _ in range(4))
-        self._dropped = [program.variable(lower=-inf) for _ in range(ops)]
-        self._gone_rows, self._back_rows, self._may_rows, self._must_rows, self._dropped_rows = (
-            _differences(program, sums) for sums in (gone, back, may, must, self._dropped)
+        self.lasting = [program.variable(cost=1.0, lower=least) for least in seconds]
+        self.replaying = [
+            program.row((one, 1.0), least=least) for one, least in zip(self.lasting, seconds, strict=True)
+        ]
+        going, coming = ([program.variable() for _ in self._ops] for _ in range(2))
+        gone, back, may, must = ([program.variable() for _ in range(len(self._ops) + 1)] for _ in range(4))
+        dropped = [program.variable(lower=-inf) for _ in self._ops]
+        self._gone, self._back, self._may, self._must, self._dropped = (
+            _differences(program, sums) for sums in (gone, back, may, must, dropped)
         )
-        for op, there in enumerate(during(step, (), sizes)):
-            program.add(self._gone_rows[op + 1], self._going[op], -1.0)
-            program.add(self._back_rows[op + 1], self._coming[op], -1.0)
-            self._link(op, device)
-            program.row((gone[op], 1.0), (back[op], -1.0), (self._dropped[op], 1.0), least=(there - allowed) / UNIT)
-        for moment in range(moments):
+        for moment, op in enumerate(self._ops):
+            program.add(self._gone[moment + 1], going[moment], -1.0)
+            program.add(self._back[moment + 1], coming[moment], -1.0)
+            out, into = (going[moment], UNIT / device.out_per_second), (coming[moment], UNIT / device.in_per_second)
+            for terms in ([out], [into]) if device.duplex else ([out, into],):
+                program.row(*terms, (self.lasting[moment], -1.0), most=0.0)
+            least = (there[op] - allowed) / UNIT
+            program.row((gone[moment], 1.0), (back[moment], -1.0), (dropped[moment], 1.0), least=least)
+        for moment in range(len(self._ops) + 1):
             program.row((may[moment], 1.0), (gone[moment], -1.0), least=0.0)
             program.row((back[moment], 1.0), (must[moment], -1.0), least=0.0)
             program.row((gone[moment], 1.0), (back[moment], -1.0), least=0.0)
         self.swapped: dict[Interval, int] = {}
         self.recomputed: dict[ValueId, int] = {}
-        self._rate = device.in_per_second
 
-    def _link(self, op: int, device: Device) -> None:
-        out = (self._going[op], UNIT / device.out_per_second)
-        into = (self._coming[op], UNIT / device.in_per_second)
-        for terms in ([out], [into]) if device.duplex else ([out, into],):
-            self.program.row(*terms, (self.lasting[op], -1.0), most=0.0)
+    def _at(self, op: int) -> int:
+        """The first moment from there on; one behind the last if there is none."""
+        return bisect_left(self._ops, op)
+
+    def _drop(self, start: int, end: int, share: int, nbytes: float) -> None:
+        """So much is gone without a copy during these ops."""
+        if self._at(start) < self._at(end):
+            _change(self.program, self._dropped, self._at(start), self._at(end), share, nbytes)
 
     def _nbytes(self, value: ValueId) -> float:
         return self._sizes[self._step.values[value].storage] / UNIT
 
-    def swap(self, one: Interval, wrapped: int | None) -> None:
-        """A share of the interval is swapped; `wrapped` is that of the interval with which the step ends."""
-        program, ops, life, nbytes = self.program, len(self._step.ops), self._lives[one.value], self._nbytes(one.value)
-        share = program.variable(cost=TIE * nbytes * UNIT / self._rate, upper=1.0) if wrapped is None else wrapped
-        self.swapped[one] = share
-        back = read_again(life, one.end, ops)
-        if not back and (life.overwritten is not None or life.dies <= ops):  # nobody reads it again
-            _change(program, self._dropped_rows, one.start, one.end, share, nbytes)
-            return
-        program.add(self._may_rows[one.start], share, -nbytes)
-        if life.created < 0:  # host memory has it, from this step's begin or the last one's
-            program.add(self._gone_rows[one.start], share, -nbytes)
-        if back:
-            program.add(self._must_rows[one.end], share, -nbytes)
+    def swap(self, together: Together) -> None:
+        """A share of it is swapped."""
+        program, ops, nbytes = self.program, len(self._step.ops), self._nbytes(together[0].value)
+        share = program.variable(cost=TIE * nbytes * UNIT / self._rate, upper=1.0)
+        for one in together:
+            self.swapped[one], life, start, end = share, self._lives[one.value], self._at(one.start), self._at(one.end)
+            back = wanted(life, one.end, ops)
+            if not back and (life.overwritten is not None or life.dies <= ops):  # nobody reads it again
+                self._drop(one.start, one.end, share, nbytes)
+            elif start < end:
+                program.add(self._may[start], share, -nbytes)
+                if life.created < 0:  # host memory has it, from this step's begin or the last one's
+                    program.add(self._gone[start], share, -nbytes)
+                if back:
+                    program.add(self._must[end], share, -nbytes)
 
     def recompute(self, value: ValueId) -> None:
         """A share of the value is recomputed."""
         self.recomputed[value] = self.program.variable(upper=1.0)
 
-    def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Interval]], row: int) -> None:
-        """What that takes. Its seconds are in the row of its op."""
-        program, share = self.program, self.recomputed[value]
-        _change(program, self._dropped_rows, replay.start, replay.end, share, self._nbytes(value))
-        program.add(row, share, -replay.seconds)
-        made = sum(
-            self._nbytes(one) for one in self._step.ops[replay.end].creates if not self._step.values[one].version
-        )
+    def replay(self, value: ValueId, replay: Replay, of: Mapping[ValueId, Sequence[Interval]]) -> None:
+        """What that takes."""
+        program, share, op = self.program, self.recomputed[value], self._step.ops[replay.end]
+        self._drop(replay.start, replay.end, share, self._nbytes(value))
+        program.add(self.replaying[min(self._at(replay.end), len(self._ops) - 1)], share, -replay.seconds)
+        made = sum(self._nbytes(one) for one in op.creates if not self._step.values[one].version)
         more = max(replay.home.temporaries / UNIT - made, 0.0)
-        _change(program, self._dropped_rows, replay.end, replay.end + 1, share, -more)
+        self._drop(replay.end, replay.end + 1, share, -more)
         for one in of.get(value, ()):
             if one.start <= replay.start < one.end:
                 program.row((self.swapped[one], 1.0), (share, 1.0), most=1.0)
-        for leaf in replay.leaves:
+        for leaf in sorted(replay.leaves):
             for one in of.get(leaf, ()):
                 if one.start <= replay.end < one.end:
                     both = program.variable(upper=1.0)
                     also = [(self.recomputed[leaf], 1.0)] if leaf in self.recomputed else []
                     program.row((self.swapped[one], 1.0), *also, (share, 1.0), (both, -1.0), most=1.0)
-                    _change(program, self._dropped_rows, replay.end, one.end, both, -self._nbytes(leaf))
+                    self._drop(replay.end, one.end, both, -self._nbytes(leaf))
+
+
+def _moments(step: Step, there: Sequence[Bytes]) -> tuple[list[int], list[Seconds]]:
+    """The ops whose bytes are held against the budget, and how long all takes from one to the next."""
+    fullest, wide = dict[int, int](), max(len(step.ops) / MOMENTS, 1.0)
+    for op, nbytes in enumerate(there):
+        known = fullest.setdefault(int(op / wide), op)
+        if nbytes > there[known]:
+            fullest[int(op / wide)] = op
+    ops = list(fullest.values())
+    clock = list(accumulate((op.seconds or 0.0 for op in step.ops), initial=0.0))
+    edges = [0.0, *(clock[op] for op in ops[1:]), clock[-1]]
+    return ops, [after - before for before, after in pairwise(edges)]
 
 
 def fewest_seconds(
-    step: Step, lives: Sequence[Life], allowed: Bytes, intervals: Iterable[Interval], sizes: Sequence[Bytes],
+    step: Step, lives: Sequence[Life], allowed: Bytes, sizes: Sequence[Bytes], smallest: Bytes,
     replays: Mapping[ValueId, Replay], device: Device,
 ) -> tuple[dict[ValueId, float], Seconds]:  # fmt: skip
     """Of every value that may be recomputed the share that is, and the seconds of the step.
 
     Raises what `fewest_bytes` raises.
     """
-    made, of = _Seconds(step, lives, allowed, sizes, device), dict[ValueId, list[Interval]]()
-    ends, last = dict[int, int](), {value.storage: value.id for value in step.values}
-    for one in sorted(intervals, key=lambda one: -one.end):
-        storage = step.storages[step.values[one.value].storage]
-        wraps = not one.start and storage.present_at_end
-        made.swap(one, ends.get(storage.id) if wraps else None)
-        if one.end == len(step.ops) and storage.present_at_start and last[storage.id] == one.value:
-            ends[storage.id] = made.swapped[one]
-        of.setdefault(one.value, []).append(one)
-    rows: dict[int, int] = {}
-    for value, replay in replays.items():
+    made, of = _Seconds(step, lives, allowed, sizes, device), defaultdict[ValueId, list[Interval]](list)
+    for together in idle(step, lives, smallest):
+        made.swap(together)
+        for one in together:
+            of[one.value].append(one)
+    for value in replays:
         made.recompute(value)
-        if replay.end not in rows:
-            least = step.ops[replay.end].seconds or 0.0
-            rows[replay.end] = made.program.row((made.lasting[replay.end], 1.0), least=least)
     for value, replay in replays.items():
-        made.replay(value, replay, of, rows[replay.end])
+        made.replay(value, replay, of)
     found = made.program.solved()
     shares = {value: found[share] for value, share in made.recomputed.items()}
     return shares, sum(found[one] for one in made.lasting)

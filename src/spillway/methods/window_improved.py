@@ -35,7 +35,7 @@ import numpy as np
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.ir import Gap, Kind, Plan, Recompute, Step, StorageInfo, Value
+from spillway.ir import Gap, Host, Kind, Plan, Recompute, Step, StorageInfo, Value
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
 from spillway.ir.recipes import recipe
@@ -43,13 +43,13 @@ from spillway.ir.step import StorageId, ValueId
 from spillway.methods.absent_bytes import (
     Interval,
     Replay,
+    Together,
     during,
     fewest_bytes,
     fewest_seconds,
-    idle,
     load_solver,
-    read_again,
     waited_late,
+    wanted,
 )
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.window import SMALLEST, Gone, Window, earlier
@@ -127,16 +127,22 @@ class ImprovedWindow(AbstractPlanner):
     def _least(self, problem: Problem, lives: Sequence[Life]) -> tuple[Gap, ...]:
         """Gaps by the linear program, stretched."""
         step, sizes = problem.step, self.window.counted(problem.step)
-        intervals = idle(step, lives, self.window.smallest)
-        shares, _ = fewest_bytes(step, lives, problem.allowed, intervals, sizes)
+        shares, _ = fewest_bytes(step, lives, problem.allowed, sizes, self.window.smallest)
         chosen, there = _whole(step, shares, problem.allowed, sizes)
         gone = [
-            Gone(
-                step.values[one.value].storage, one.start, one.end, read_again(lives[one.value], one.end, len(step.ops))
-            )
+            Gone(step.values[one.value].storage, one.start, one.end, wanted(lives[one.value], one.end, len(step.ops)))
             for one in waited_late(step, chosen, there, problem.allowed, sizes)
         ]
-        return tuple(earlier(step, sizes, sorted(gone, key=lambda one: (one.end, one.start)), problem.allowed))
+        gone.sort(key=lambda one: (one.end, one.start, one.storage))
+        gaps = list(earlier(step, sizes, gone, problem.allowed))
+        # What the step before ended without is fetched while ops run, even if there is room for it from the beginning.
+        left = {gap.value for gap in gaps if not gap.start}
+        gaps += (
+            Gap(value=one.value, start=0, end=1, home=Host())
+            for one in chosen
+            if not one.start and one.value not in left
+        )
+        return tuple(gaps)
 
     def _worth_it(self, problem: Problem, lives: Sequence[Life]) -> dict[ValueId, Replay]:
         """What is faster to recompute than to swap."""
@@ -144,9 +150,8 @@ class ImprovedWindow(AbstractPlanner):
         cheap = dict(_cheap(problem, lives, self.window.smallest))
         if not cheap:
             return {}
-        intervals = idle(step, lives, self.window.smallest)
-        sizes = self.window.counted(step)
-        shares, _ = fewest_seconds(step, lives, problem.allowed, intervals, sizes, cheap, problem.device)
+        sizes, smallest = self.window.counted(step), self.window.smallest
+        shares, _ = fewest_seconds(step, lives, problem.allowed, sizes, smallest, cheap, problem.device)
         return {value: cheap[value] for value, share in shares.items() if share > HALF}
 
 
@@ -212,9 +217,9 @@ class _Again:
             second[value] = made(replace(first, alive_from=replay.end), replay.end)
             storages[first.id] = replace(first, alive_until=replay.start)
             reads[replay.end] |= replay.leaves
-        for op, more in _temporaries(step, replays).items():
+        for at, more in _temporaries(step, replays).items():
             if more:
-                made(StorageInfo(id=0, nbytes=more, kind=Kind.TEMPORARY, alive_from=op, alive_until=op + 1), op)
+                made(StorageInfo(id=0, nbytes=more, kind=Kind.TEMPORARY, alive_from=at, alive_until=at + 1), at)
 
         def now(value: ValueId, op: int) -> ValueId:
             return second[value] if value in second and op >= replays[value].end else value
@@ -283,17 +288,19 @@ def _temporaries(step: Step, replays: Mapping[ValueId, Replay]) -> dict[int, Byt
 
 
 def _whole(
-    step: Step, shares: Mapping[Interval, float], allowed: Bytes, sizes: Sequence[Bytes]
+    step: Step, shares: Mapping[Together, float], allowed: Bytes, sizes: Sequence[Bytes]
 ) -> tuple[list[Interval], list[Bytes]]:
-    """The intervals that have any share, without those that there is room for, and the bytes during every op."""
-    chosen = [one for one, share in shares.items() if share > NOTHING]
-    there, left = np.array(during(step, chosen, sizes)), list[Interval]()
-    for one in sorted(chosen, key=lambda one: (shares[one], -sizes[step.values[one.value].storage], one)):
-        nbytes = sizes[step.values[one.value].storage]
-        if there[one.start : one.end].max() + nbytes <= allowed:
-            there[one.start : one.end] += nbytes
+    """What has any share of it gone, without that for which there is room, and the bytes during every op."""
+    chosen = [gone for gone, share in shares.items() if share > NOTHING]
+    there = np.array(during(step, (one for gone in chosen for one in gone), sizes), dtype=np.int64)
+    left = list[Interval]()
+    for gone in sorted(chosen, key=lambda gone: (shares[gone], -sizes[step.values[gone[0].value].storage], gone)):
+        nbytes = sizes[step.values[gone[0].value].storage]
+        if all(there[one.start : one.end].max() + nbytes <= allowed for one in gone):
+            for one in gone:
+                there[one.start : one.end] += nbytes
         else:
-            left.append(one)
+            left += gone
     return sorted(left, key=lambda one: (one.start, one.value)), there.tolist()
 
 
@@ -352,20 +359,24 @@ class _Around:
             copied=[[] for _ in range(ops + 1)], waited=[[] for _ in range(ops + 1)],
             fetched=[[] for _ in range(ops + 1)], replayed=[[] for _ in range(ops + 1)],
         )  # fmt: skip
-        away, on_host = set[ValueId](), set[ValueId]()
-        for gap in sorted(gaps, key=lambda gap: (gap.start, gap.value)):
+        gaps = sorted(gaps, key=lambda gap: (gap.start, gap.value))
+        away = {step.values[gap.value].storage for gap in gaps if gap.end == ops < lives[gap.value].ends}
+        on_host = {one.id for one in step.values if not one.version and one.storage in away}
+        early = {gap.value for gap in gaps if not gap.start}
+        made.fetched[0].extend(step.values[value].storage for value in sorted(on_host - early))
+        for gap in gaps:
             life, storage = lives[gap.value], step.values[gap.value].storage
-            back = read_again(life, gap.end, ops)
+            back = wanted(life, gap.end, ops)
             if isinstance(gap.home, Recompute):
                 leaves = {step.values[value].storage for op in gap.home.ops for value in step.ops[op].reads}
                 seconds = sum(step.ops[op].seconds or 0.0 for op in gap.home.ops)
                 made.replayed[gap.end].append((tuple(leaves), seconds))
                 continue
-            if gap.start and gap.value not in on_host | away:
+            if gap.value not in on_host:
                 used = max(use for use in life.uses if use < gap.start)
                 made.copied[used + 1].append(storage)
                 made.waited[gap.start].append(storage)
-            (on_host if gap.start else away).add(gap.value)
+            on_host.add(gap.value)
             if back:
                 made.fetched[gap.end].append(storage)
         return made
