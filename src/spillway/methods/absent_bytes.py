@@ -115,11 +115,13 @@ def waited_late(
     step: Step, gone: Sequence[Interval], there: Sequence[Bytes], allowed: Bytes, sizes: Sequence[Bytes]
 ) -> list[Interval]:
     """The same intervals, each beginning where its bytes are wanted, the oldest first, and at the latest one op before
-    it ends. `there` are the bytes during every op with all of them gone."""
+    it ends; but for what the step begins without. `there` are the bytes during every op with all of them gone."""
     starting, ending = defaultdict[int, list[Interval]](list), defaultdict[int, list[Interval]](list)
+    late = [one for one in gone if not one.start]
     for one in gone:
-        starting[one.start].append(one)
-    pending, waited, late = deque[Interval](), set[Interval](), list[Interval]()
+        if one.start:
+            starting[one.start].append(one)
+    pending, waited = deque[Interval](), set[Interval]()
     more = 0  # bytes of what is pending
     for op, nbytes in enumerate(there):
         for one in starting.get(op, ()):
