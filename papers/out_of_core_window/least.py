@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from spillway.ir import Gap, Step
 from spillway.ir.lives import lives_of
-from spillway.methods.absent_bytes import fewest_bytes, wanted
+from spillway.methods.absent_bytes import comes_in, fewest_bytes
 from spillway.methods.window import SMALLEST
 from spillway.units import Bytes
 
@@ -17,7 +17,7 @@ def bytes_in(step: Step, gaps: Iterable[Gap]) -> Bytes:
     return sum(
         step.storages[step.values[gap.value].storage].nbytes
         for gap in gaps
-        if wanted(lives[gap.value], gap.end, len(step.ops))
+        if comes_in(lives[gap.value], gap.end, len(step.ops))
     )
 
 

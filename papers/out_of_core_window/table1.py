@@ -16,11 +16,12 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers import TABLES, table
 from papers.out_of_core_window.least import bytes_in, least_bytes_in
-from papers.out_of_core_window.nnabla import BucketAllocator, Script, WholeChunks
+from papers.out_of_core_window.nnabla import BucketAllocator, OneRegion, Script, WholeChunks
 from spillway.costs import Device, device_named, timed
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Host, Kind, Op, Phase, Plan, Step, StorageInfo, Value
 from spillway.methods import LMS, AbstractPlanner, ImprovedWindow, Problem, Window
+from spillway.methods.lms import SHARE
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes, MiB, Seconds
 from spillway.workloads.recorded import record
@@ -38,6 +39,8 @@ OURS: Final[Bytes] = 2 * MiB
 """Spillway's."""
 STEP: Final[Bytes] = GB // 10
 """Budgets for the schedule alone are tried from all that is usable down, so far apart."""
+SHARES: Final = 0.02
+"""Shares of memory for LMS's search are tried from IBM's down, so far apart."""
 ITERATIONS: Final = 3
 """What the allocator has to serve in a row."""
 FITTED: Final = 512
@@ -101,7 +104,10 @@ def run(size: Size, tell: Tell) -> Result:
     """Record every batch, fit both links, then fill the rows."""
     told = _published()
     lab = Lab(told, tell)
-    v100, p100 = lab.fitted("V100", _window(CHUNK), VA), lab.fitted("P100", LMS(smallest=0), LARGE_MODEL)
+    v100, p100 = (
+        lab.fitted("V100", _window(CHUNK), VA),
+        lab.fitted("P100", _served(lab.step(FITTED, "P100")), LARGE_MODEL),
+    )
     tell(f"links: {v100.out_per_second / GB:.1f} and {p100.out_per_second / GB:.1f} GB/s")
     cells: list[Cell] = []
     for batch in size.batches:
@@ -250,14 +256,29 @@ def _alone(lab: Lab, batch: int, device: Device) -> Cell:
 
 
 def _large_model(lab: Lab, batch: int, device: Device) -> Cell:
-    step, planner = lab.step(batch, "P100"), LMS(smallest=0)
+    step = lab.step(batch, "P100")
+    problem = Problem(step=step, allowed=USABLE, device=device)
     try:
-        found = planner.parameters(Problem(step=step, allowed=USABLE, device=device))
+        planner = _served(step)
     except BudgetInfeasible as refused:
         return Cell(method=LARGE_MODEL, batch=batch, ips=None, note=f"needs {refused.needed / GB:.1f} GB")
-    script = Script(step, planner.plan(Problem(step=step, allowed=USABLE, device=device)))
-    note = f"threshold {found.threshold}, ahead {found.ahead}, groupby {found.groupby}, mode {found.mode}"
+    found, script = planner.parameters(problem), Script(step, planner.plan(problem))
+    note = (
+        f"threshold {found.threshold}, ahead {found.ahead}, groupby {found.groupby}, mode {found.mode}, "
+        f"{planner.share:.0%} of memory"
+    )  # fmt: skip
     return _cell(LARGE_MODEL, batch, script, device, note)
+
+
+def _served(step: Step) -> LMS:
+    """With the largest share of memory for its search whose plan TensorFlow's allocator can serve, all copies out done
+    as they begin. Raises BudgetInfeasible if the search finds nothing before that."""
+    problem, share = Problem(step=step, allowed=USABLE, device=device_named(DEVICES["P100"])), SHARE
+    while True:
+        planner = LMS(smallest=0, share=share)
+        if Script(step, planner.plan(problem), at_once=True).fits(OneRegion(USABLE), ITERATIONS):
+            return planner
+        share = round(share - SHARES, 6)
 
 
 def _own(lab: Lab, batch: int, device: Device, method: str) -> Cell:

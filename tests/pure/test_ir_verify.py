@@ -347,3 +347,25 @@ def test_a_rejection_is_a_sentence_that_names_the_op(given: Plan, sentence: str)
 def test_the_note_lists_the_rules_by_name_and_in_order() -> None:
     note = sys.modules[verify.__module__].__doc__
     assert re.findall(r"^ ?\d+\. ([a-z-]+):", note or "", flags=re.MULTILINE) == list(Rule)
+
+
+@pytest.mark.parametrize("home", [Host(), Recompute(ops=())])
+def test_judging_grows_no_faster_than_n_log_n(home: Home) -> None:
+    module, counts = sys.modules[verify.__module__], {}
+    for layers in (200, 800, 3200):
+        step = linear_step(layers, nbytes=8192)
+        gaps = [(value, value + 1, 2 * layers - value) for value in range(1, layers - 1)]
+        plan = Plan(
+            step=step.digest(), allowed=step.plain_peak(), projected=step.plain_peak(),
+            gaps=tuple(
+                Gap(value=value, start=start, end=end, home=home if isinstance(home, Host) else again(value))
+                for value, start, end in gaps
+            ),
+        )  # fmt: skip
+        counts[len(step.ops)] = lines_run(module, lambda: verify(plan, step, plan.allowed))
+    assert grows_no_faster_than_n_log_n(counts)
+
+
+def again(value: int) -> Recompute:
+    """By the op of a chain that made it, from the value before, which comes back one op later; held through its gap."""
+    return Recompute(ops=(value - 1,))

@@ -94,7 +94,7 @@ def idle(step: Step, lives: Sequence[Life], smallest: Bytes) -> list[Together]:
     return found  # what is used by op 0 is there when the step ends
 
 
-def wanted(life: Life, end: int, ops: int) -> bool:
+def comes_in(life: Life, end: int, ops: int) -> bool:
     """Whether what is gone until then comes back. An engine also brings in what is written over."""
     return end in life.reads or end <= life.ends < life.dies or end < min(life.ends, ops)
 
@@ -155,7 +155,7 @@ def fewest_bytes(
     for gone in idle(step, lives, smallest):
         nbytes = sizes[step.values[gone[0].value].storage] / UNIT
         long = sum(clock[one.end] - clock[one.start] for one in gone) / (clock[-1] or 1.0)
-        costs[gone] = nbytes if any(wanted(lives[one.value], one.end, ops) for one in gone) else 0.0
+        costs[gone] = nbytes if any(comes_in(lives[one.value], one.end, ops) for one in gone) else 0.0
         shares[gone] = share = program.variable(cost=costs[gone] + nbytes * tie * (1.0 - long), upper=1.0)
         for one in gone:
             _change(program, rows, one.start, one.end, share, nbytes)
@@ -302,7 +302,7 @@ class _Seconds:
         share = program.variable(cost=TIE * nbytes * UNIT / self._rate, upper=1.0)
         for one in together:
             self.swapped[one], life, start, end = share, self._lives[one.value], self._at(one.start), self._at(one.end)
-            back = wanted(life, one.end, ops)
+            back = comes_in(life, one.end, ops)
             if not back and (life.overwritten is not None or life.dies <= ops):  # nobody reads it again
                 self._drop(one.start, one.end, share, nbytes)
             elif start < end:

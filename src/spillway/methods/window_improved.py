@@ -44,12 +44,12 @@ from spillway.methods.absent_bytes import (
     Interval,
     Replay,
     Together,
+    comes_in,
     during,
     fewest_bytes,
     fewest_seconds,
     load_solver,
     waited_late,
-    wanted,
 )
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.window import SMALLEST, Gone, Window, earlier
@@ -117,7 +117,9 @@ class ImprovedWindow(AbstractPlanner):
         if self.gaps == "least":
             yield self._least(problem, lives)
         replays = self._worth_it(problem, lives) if self.recompute else {}
-        again = _Again.of(problem, lives, replays, self.window.counted(problem.step))
+        small = sum(one.nbytes for one in problem.step.storages if one.nbytes < self.window.smallest)
+        room = problem.allowed - small - self.window.smallest
+        again = _Again.of(problem.step, lives, replays, self.window.counted(problem.step), room)
         if again.replays:
             inner = replace(problem, step=again.step)
             yield again.gaps(self.window.plan(inner).gaps)
@@ -125,12 +127,16 @@ class ImprovedWindow(AbstractPlanner):
                 yield again.gaps(self._least(inner, lives_of(again.step)))
 
     def _least(self, problem: Problem, lives: Sequence[Life]) -> tuple[Gap, ...]:
-        """Gaps by the linear program, stretched."""
+        """Gaps by the linear program, stretched; the window's where it has no answer, as it leaves what op 0 uses
+        there when a step ends."""
         step, sizes = problem.step, self.window.counted(problem.step)
-        shares, _ = fewest_bytes(step, lives, problem.allowed, sizes, self.window.smallest)
+        try:
+            shares, _ = fewest_bytes(step, lives, problem.allowed, sizes, self.window.smallest)
+        except ArithmeticError:
+            return self.window.plan(problem).gaps
         chosen, there = _whole(step, shares, problem.allowed, sizes)
         gone = [
-            Gone(step.values[one.value].storage, one.start, one.end, wanted(lives[one.value], one.end, len(step.ops)))
+            Gone(step.values[one.value].storage, one.start, one.end, comes_in(lives[one.value], one.end, len(step.ops)))
             for one in waited_late(step, chosen, there, problem.allowed, sizes)
         ]
         gone.sort(key=lambda one: (one.end, one.start, one.storage))
@@ -151,7 +157,10 @@ class ImprovedWindow(AbstractPlanner):
         if not cheap:
             return {}
         sizes, smallest = self.window.counted(step), self.window.smallest
-        shares, _ = fewest_seconds(step, lives, problem.allowed, sizes, smallest, cheap, problem.device)
+        try:
+            shares, _ = fewest_seconds(step, lives, problem.allowed, sizes, smallest, cheap, problem.device)
+        except ArithmeticError:
+            return {}
         return {value: cheap[value] for value, share in shares.items() if share > HALF}
 
 
@@ -196,11 +205,10 @@ class _Again:
 
     @classmethod
     def of(
-        cls, problem: Problem, lives: Sequence[Life], wanted: Mapping[ValueId, Replay], sizes: Sequence[Bytes]
+        cls, step: Step, lives: Sequence[Life], wanted: Mapping[ValueId, Replay], sizes: Sequence[Bytes], room: Bytes
     ) -> _Again:
-        """With those of the wanted replays for which there is room."""
-        step = problem.step
-        replays = _with_room(problem, lives, wanted, sizes)
+        """With those of the wanted replays for which an op has so much room."""
+        replays = _with_room(step, lives, wanted, sizes, room)
         storages, values = list(step.storages), list(step.values)
         creates: dict[int, list[ValueId]] = defaultdict(list)
         reads: dict[int, set[ValueId]] = defaultdict(set)
@@ -243,15 +251,15 @@ class _Again:
 
 
 def _with_room(
-    problem: Problem, lives: Sequence[Life], wanted: Mapping[ValueId, Replay], sizes: Sequence[Bytes]
+    step: Step, lives: Sequence[Life], wanted: Mapping[ValueId, Replay], sizes: Sequence[Bytes], room: Bytes
 ) -> dict[ValueId, Replay]:
     """What later values are made from is back when they are."""
-    step, found = problem.step, dict[ValueId, Replay]()
+    found = dict[ValueId, Replay]()
     ends = {value: replay.end for value, replay in wanted.items()}
     for value in sorted(wanted, key=lambda value: -lives[value].created):
         kept = Kept(value=value, last=wanted[value].start - 1, needed=ends[value])
         replay = wanted[value] if ends[value] == wanted[value].end else _replay(step, lives, kept, ends[value])
-        if replay is None or not _fits(problem, {**found, value: replay}, replay.end, sizes):
+        if replay is None or _needed(step, {**found, value: replay}, replay.end, sizes) > room:
             continue
         found[value] = replay
         for leaf in replay.leaves & wanted.keys():
@@ -260,14 +268,12 @@ def _with_room(
     return found
 
 
-def _fits(problem: Problem, replays: Mapping[ValueId, Replay], op: int, sizes: Sequence[Bytes]) -> bool:
-    """Whether the op has room for itself and the replays in front of it."""
-    step = problem.step
+def _needed(step: Step, replays: Mapping[ValueId, Replay], op: int, sizes: Sequence[Bytes]) -> Bytes:
+    """Bytes that the op uses, with the replays in front of it."""
     here = {value: replay for value, replay in replays.items() if replay.end == op}
     used = {*step.ops[op].reads, *step.ops[op].creates, *here, *(leaf for one in here.values() for leaf in one.leaves)}
     storages = {step.values[value].storage for value in used}
-    more = _temporaries(step, here)[op]
-    return sum(sizes[storage] for storage in storages) + more <= problem.allowed
+    return sum(sizes[storage] for storage in storages) + _temporaries(step, here)[op]
 
 
 def _temporaries(step: Step, replays: Mapping[ValueId, Replay]) -> dict[int, Bytes]:
@@ -366,7 +372,7 @@ class _Around:
         made.fetched[0].extend(step.values[value].storage for value in sorted(on_host - early))
         for gap in gaps:
             life, storage = lives[gap.value], step.values[gap.value].storage
-            back = wanted(life, gap.end, ops)
+            back = comes_in(life, gap.end, ops)
             if isinstance(gap.home, Recompute):
                 leaves = {step.values[value].storage for op in gap.home.ops for value in step.ops[op].reads}
                 seconds = sum(step.ops[op].seconds or 0.0 for op in gap.home.ops)
