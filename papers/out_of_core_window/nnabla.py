@@ -205,7 +205,8 @@ SMALL: Final[Bytes] = MiB
 SMALL_ROUNDING: Final[Bytes] = 512
 LARGE_ROUNDING: Final[Bytes] = 128 * KiB
 REGION_ROUNDING: Final[Bytes] = 256
-"""Of TensorFlow's allocator."""
+MOST_REST: Final[Bytes] = 128 * MiB
+"""Both of TensorFlow's allocator: `kMinAllocationSize`, `kMaxInternalFragmentation`."""
 
 
 @final
@@ -258,8 +259,7 @@ class BucketAllocator(AbstractAllocator):
 @final
 class OneRegion(AbstractAllocator):
     """TensorFlow's allocator ("best fit with coalescing"): all memory is one region, in pieces of 256 bytes; the
-    smallest free block that fits is split. TensorFlow leaves a block whole that is less than twice what is asked for,
-    if less than 128 MiB would be left; here that is split too, so that less is lost.
+    smallest free block that fits is split if it is twice what is asked for, or 128 MiB would be left.
     """
 
     def __init__(self, limit: Bytes) -> None:
@@ -270,7 +270,8 @@ class OneRegion(AbstractAllocator):
 
     def allocate(self, nbytes: Bytes) -> Block:
         """A block of the region."""
-        block = self._blocks.take(rounded_up(max(nbytes, 1), REGION_ROUNDING))
+        rounded = rounded_up(max(nbytes, 1), REGION_ROUNDING)
+        block = self._blocks.take(rounded, min(rounded, MOST_REST))
         if block is None:
             raise self._full(nbytes)
         block.asked = nbytes

@@ -45,7 +45,7 @@ as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
+from spillway.ir.timeline import WindowAt
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.units import Bytes, KiB, format_bytes
 
@@ -91,6 +92,8 @@ class Schedule:
     """Storages that went without being read again."""
     restarts: int
     """How often backtracking made the schedule anew."""
+    window: tuple[WindowAt, ...]
+    """The same, op by op, in bytes."""
 
 
 @final
@@ -143,9 +146,11 @@ class Window(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if an op needs more than is allowed, or than the window holds."""
         step, lives = problem.step, lives_of(problem.step)
-        gaps = self.schedule(problem).gaps
-        peak = account(step, gaps, lives).peak
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=peak, gaps=gaps)
+        made = self.schedule(problem)
+        peak = account(step, made.gaps, lives).peak
+        return Plan(
+            step=step.digest(), allowed=problem.allowed, projected=peak, gaps=made.gaps, window=made.window
+        )  # fmt: skip
 
     def schedule(self, problem: Problem) -> Schedule:
         """What the window does, and how often. Raises what `plan` raises."""
@@ -308,6 +313,10 @@ class _Made:
         self._gaps: list[Gone] = []
         self._dead = [False] * storages  # nobody reads it before it is written or dies
         self._swapped_in = self._waited = self._cancelled = self._precleared = 0
+        ops = len(row.ops)
+        self._until = [0] * ops
+        # Bytes, op by op.
+        self._in_at, self._cancelled_at, self._waited_at, self._precleared_at = ([0] * ops for _ in range(4))
         self.unsteady: set[int] = set()
         """What is in memory when the step begins, as it would be when the next one does, but not when this one ends."""
         for source in row.sources:
@@ -322,6 +331,7 @@ class _Made:
             for storage in self._row.dying.get(op, ()):
                 self._dies(storage, op)
             self._swap_in(op)
+            self._until[op] = self._head
             if not self._reserve(op):
                 return False
             self._swap_out(op)
@@ -335,7 +345,18 @@ class _Made:
         return Schedule(
             gaps=tuple(gaps), swapped_in=self._swapped_in, waited=self._waited,
             cancelled=self._cancelled, precleared=self._precleared, restarts=self._restarts,
+            window=self._slid(),
         )  # fmt: skip
+
+    def _slid(self) -> tuple[WindowAt, ...]:
+        """What happened, op by op."""
+        ops, places = self._row.ops, len(self._row.accesses)
+        until = (len(ops) if head >= places else bisect_right(ops, head) - 1 for head in self._until)
+        rows = zip(until, self._in_at, self._cancelled_at, self._waited_at, self._precleared_at, strict=True)
+        return tuple(
+            WindowAt(until=until, swapped_in=into, cancelled=cancelled, waited=waited, precleared=precleared)
+            for until, into, cancelled, waited, precleared in rows
+        )
 
     # ------------------------------------------------------------------ rule 1
 
@@ -352,10 +373,12 @@ class _Made:
                     self._out -= nbytes
                     self._in += nbytes
                     self._cancelled += 1
+                    self._cancelled_at[op] += nbytes
                 elif reads:
                     self._make_room(nbytes, op)
                     self._in += nbytes
                     self._swapped_in += 1
+                    self._in_at[op] += nbytes
                     self._comes(storage, op, read=True)
                 else:
                     states[storage] = _State.UNPREFETCHED
@@ -438,6 +461,8 @@ class _Made:
         self._gone[storage] = op
         self._precleared += self._dead[storage]
         self._waited += not self._dead[storage]
+        told = self._precleared_at if self._dead[storage] else self._waited_at
+        told[min(op, len(told) - 1)] += self._row.sizes[storage]
         if not op:
             self._there.discard(storage)
 

@@ -101,16 +101,15 @@ class ImprovedWindow(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if an op needs more than is allowed, UsageError if SciPy is not installed."""
         step, lives = problem.step, lives_of(problem.step)
-        best = self.window.plan(problem).gaps
-        if best:  # else all fits
+        best = self.window.plan(problem)
+        if best.gaps:  # else all fits
             load_solver("the improved window")
-            seconds = _seconds(step, lives, best, problem.device)
+            seconds = _seconds(step, lives, best.gaps, problem.device)
             for gaps in self._tried(problem, lives):
                 took = _seconds(step, lives, gaps, problem.device)
                 if took < seconds * (1 - SAME):
-                    best, seconds = gaps, took
-        peak = account(step, best, lives).peak
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=peak, gaps=best)
+                    best, seconds = replace(best, gaps=gaps, window=()), took
+        return replace(best, projected=account(step, best.gaps, lives).peak)
 
     def _tried(self, problem: Problem, lives: Sequence[Life]) -> Iterator[tuple[Gap, ...]]:
         """Plans beside the window's own."""
