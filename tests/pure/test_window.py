@@ -16,9 +16,11 @@ from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Kind, Lane, Phase, Step, verify
 from spillway.methods import Planned, Window, window
 from spillway.methods.window import Issue
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
 from tests.pure.planned_alone import holds, problem, ran_alone, random_problem
+from tests.pure.recorded import DEVICE
 from tests.pure.training_steps import Recorder, training_step
 
 UNIT = 1 << 20
@@ -71,6 +73,20 @@ def test_host_ahead_begins_a_copy_in_where_there_is_room_and_at_op_where_the_win
     # Before op 6 a unit of five is free; the window brings 0 in one op later.
     assert gaps(step, 5, Window()) == [(0, 4, 6)]
     assert gaps(step, 5, AT_OP) == [(0, 4, 7)]
+
+
+def test_a_plan_tells_op_by_op_where_the_window_was_and_what_came_and_went() -> None:
+    step = linear_step(4)
+    told = AT_OP.plan(problem(step, 4 * UNIT)).window
+    made = AT_OP.schedule(problem(step, 4 * UNIT))
+    assert told == made.window
+    assert [(op, at.waited // UNIT) for op, at in enumerate(told) if at.waited] == [(3, 1), (4, 1)]  # values 0 and 1
+    assert [(op, at.swapped_in // UNIT) for op, at in enumerate(told) if at.swapped_in] == [(6, 1), (7, 1)]
+    assert sum(at.cancelled for at in told) == made.cancelled * UNIT
+    assert [at.until for at in told] == sorted(at.until for at in told)
+    assert all(op < at.until <= len(step.ops) for op, at in enumerate(told))
+    ran = simulate(step, allowed=4 * UNIT, method=AT_OP, device=DEVICE)
+    assert ran.timeline.window == told
 
 
 def test_what_nobody_reads_again_is_precleared_at_once_as_published_and_else_when_its_bytes_are_wanted() -> None:

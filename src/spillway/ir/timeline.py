@@ -129,6 +129,8 @@ class Timeline:
         _check_spans(self.spans, self.ops)
         if self.window and len(self.window) != self.ops:
             raise ValueError(f"a window over {len(self.window)} ops in a timeline of {self.ops} ops")
+        if furthest := next((at.until for at in self.window if at.until > self.ops), None):
+            raise ValueError(f"a window that reaches to op {furthest} in a timeline of {self.ops} ops")
         for _ in self._changes():
             pass  # Walking through them is the check.
 
