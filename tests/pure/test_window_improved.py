@@ -14,8 +14,9 @@ from spillway.costs import Device
 from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.lives import lives_of
-from spillway.methods import AbstractPlanner, ImprovedWindow, Problem, Window, absent_bytes, window_improved
+from spillway.methods import AbstractPlanner, ImprovedWindow, Problem, Window, absent_bytes
 from spillway.methods.absent_bytes import Interval, fewest_bytes, waited_late
+from spillway.methods.window import improved
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
 from tests.pure.linear_graphs import linear_step
@@ -213,9 +214,9 @@ def test_every_way_to_plan_keeps_the_budget_even_where_another_is_taken(seed: in
 def test_a_fault_in_the_planner_is_found_by_the_verifier(monkeypatch: pytest.MonkeyPatch) -> None:
     step, device = convolutions(6), linked(20)
     given_ = Problem(step=step, allowed=7 * UNIT, device=device)
-    monkeypatch.setattr(window_improved, "_temporaries", lambda step, replays: dict.fromkeys(range(99), 0))
+    monkeypatch.setattr(improved, "_temporaries", lambda step, replays: dict.fromkeys(range(99), 0))
     monkeypatch.setattr(absent_bytes, "during", lambda step, gone, sizes: [0] * len(step.ops))
-    monkeypatch.setattr(window_improved, "during", lambda step, gone, sizes: [0] * len(step.ops))
+    monkeypatch.setattr(improved, "during", lambda step, gone, sizes: [0] * len(step.ops))
     plan = ImprovedWindow(recompute=False)._least(given_, lives_of(step))
     with pytest.raises(PlanRejected, match="over-budget"):
         verify(Plan(step=step.digest(), allowed=7 * UNIT, projected=99 * UNIT, gaps=plan), step, 7 * UNIT)
@@ -228,7 +229,7 @@ def test_its_clock_agrees_with_the_simulated_engine() -> None:
         method = ImprovedWindow()
         for gaps in (method.window.plan(given_).gaps, *method._tried(given_, lives_of(step))):
             plan = Plan(step=step.digest(), allowed=given_.allowed, projected=given_.allowed, gaps=gaps)
-            reckoned = window_improved._seconds(step, lives_of(step), gaps, device)
+            reckoned = improved._seconds(step, lives_of(step), gaps, device)
             assert reckoned == pytest.approx(seconds(plan, step, device), rel=0.02)
 
 
@@ -249,7 +250,7 @@ def test_what_fits_needs_no_solver(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(what: str) -> None:
         raise UsageError(what)
 
-    monkeypatch.setattr(window_improved, "load_solver", missing)
+    monkeypatch.setattr(improved, "load_solver", missing)
     step = linear_step(4)
     assert ImprovedWindow().plan(problem(step, step.plain_peak())).gaps == ()
     with pytest.raises(UsageError):

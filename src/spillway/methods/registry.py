@@ -24,7 +24,7 @@ from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
-from spillway.methods.window_improved import ImprovedWindow
+from spillway.methods.window.improved import ImprovedWindow
 from spillway.methods.zero_offload import ZeroOffload
 
 Runs: TypeAlias = Literal["tensor engine", "block engine"]

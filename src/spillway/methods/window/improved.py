@@ -1,6 +1,6 @@
 """The improved window: beyond the paper, what leaves is chosen by what is left to come, and cheap values run again.
 
-Three improvements over `methods/window.py`, each an option of its own:
+Three improvements over the window, each an option of its own:
 
 - *gaps*, "least": not the window but a linear program chooses which values are gone between which of their accesses
   (`fewest_bytes` in `absent_bytes.py`). What it has gone in part is gone, unless there is room for it after all. The
