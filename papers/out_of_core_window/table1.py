@@ -261,7 +261,8 @@ def _large_model(lab: Lab, batch: int, device: Device) -> Cell:
     try:
         planner = _served(step)
     except BudgetInfeasible as refused:
-        return Cell(method=LARGE_MODEL, batch=batch, ips=None, note=f"needs {refused.needed / GB:.1f} GB")
+        note = f"no plan that is served; the last search needs {refused.needed / GB:.1f} GB"
+        return Cell(method=LARGE_MODEL, batch=batch, ips=None, note=note)
     found, script = planner.parameters(problem), Script(step, planner.plan(problem))
     note = (
         f"threshold {found.threshold}, ahead {found.ahead}, groupby {found.groupby}, mode {found.mode}, "
