@@ -111,12 +111,13 @@ class Reclaimer:
     It looks when so much was created since the last look, or is about to be, that the limit may be near.
     """
 
-    __slots__ = ("_arriving", "_headroom", "_resident_set", "highest", "limit")
+    __slots__ = ("_arriving", "_headroom", "_resident_set", "_returned", "highest", "limit")
 
     def __init__(self, resident_set: ResidentSet) -> None:
         self._resident_set = resident_set
         self._headroom: Bytes = 0
         self._arriving: Bytes = 0
+        self._returned: Bytes = -_LEAST  # what was resident when all freed memory had been returned last
         self.limit: Bytes = _NO_LIMIT
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nothing is
         read here."""
@@ -148,9 +149,9 @@ class Reclaimer:
         if self.limit >= _NO_LIMIT:
             return
         resident = self._resident_set.read()
-        if resident + self._arriving + coming > self.limit:
+        if resident + self._arriving + coming > self.limit and resident > self._returned + _LEAST:
             self._resident_set.trim()
-            resident = self._resident_set.read()
+            self._returned = resident = self._resident_set.read()
             self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
