@@ -87,6 +87,7 @@ class Planned(AbstractPolicy):
         if begin not in get_args(Begin):
             raise UsageError(f"Copies begin {' or '.join(map(repr, get_args(Begin)))}, got {begin!r}.")
         self.plan = plan
+        self.step = step
         self.ahead = ahead
         self.begin = begin
         self.diverged: int | None = None
