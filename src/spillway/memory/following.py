@@ -43,4 +43,8 @@ class Following:
 
     def _grant(self, proposals: Generator[Proposal, bool, None]) -> None:
         self._controller.collect_dead()
-        self._controller.grant_in_turn(proposals, lambda: False)
+        self._controller.grant_in_turn(proposals, _never)
+
+
+def _never() -> bool:
+    return False

@@ -127,6 +127,9 @@ class MemoryView(Protocol):
     def available(self, storage: Candidate) -> bool:
         """Whether it is one of the candidates at this moment; `storage` may be known from an earlier look."""
 
+    def away(self, storage: Candidate) -> bool:
+        """Whether it lives and its bytes are not there, or only on their way."""
+
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`, everything absent that it needs included; None if that is not legal.
 

@@ -141,11 +141,11 @@ class Planned(AbstractPolicy):
             return
         for gap in self._waits.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and not view.available(storage):
+            if storage is not None and view.away(storage):
                 yield Restore(storage)
         for gap in self._fetches.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and not view.available(storage):
+            if storage is not None and view.away(storage):
                 yield Fetch(storage)
         if self.begin == "in time":
             yield from self._copy(view, op)
@@ -167,7 +167,7 @@ class Planned(AbstractPolicy):
     def _copy(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         for gap in self._copies.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and view.available(storage) and not view.copied(storage):
+            if storage is not None and not view.away(storage) and not view.copied(storage):
                 yield Copy(storage)
 
     def _back(self, view: MemoryView, storage: Candidate) -> Proposal:

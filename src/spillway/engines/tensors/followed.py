@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
@@ -24,14 +22,14 @@ class Followed:
 
     def begin_step(self) -> None:
         """After the controller's."""
-        with self._undisturbed():
+        with self._controller.lock, unwatched():
             self._following.begin_step(self._engine.present())
         self._created()
 
     def before_op(self) -> None:
         """Before an op; once more after the last."""
         if self._following.acts():
-            with self._undisturbed():
+            with self._controller.lock, unwatched():
                 self._following.before_op()
 
     def around(self, inner: Around | None) -> Around:
@@ -48,7 +46,7 @@ class Followed:
                     self.before_op()
                 out = handler(mode, func, types, args, kwargs)
                 if controller.newest != self._newest or acts():
-                    with self._undisturbed():
+                    with self._controller.lock, unwatched():
                         self._following.after_op(self._created())
                 return out
 
@@ -61,8 +59,3 @@ class Followed:
         found = self._engine.newer_than(self._newest)
         self._newest = self._controller.newest  # those that have died already are not among them
         return found
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with self._engine.controller.lock, unwatched():
-            yield
