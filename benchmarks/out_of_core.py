@@ -344,7 +344,7 @@ BENCHMARK: Final = Benchmark(
     quick=Size(
         tasks=(
             Task(
-                workload="stdlib-lm", options={"width": 128, "layers": 4, "longest": 48, "batch": 2, "grouped": 1},
+                workload="stdlib-lm", options={"width": 64, "layers": 3, "longest": 48, "batch": 2, "grouped": 1},
                 io="direct", rounds=4, warm=3,
             ),
         ),

@@ -433,6 +433,22 @@ def test_a_step_without_a_batch_is_followed_whatever_the_user_keeps(keep: bool) 
     assert difference(state_of(setting.model, setting.optimizer), plain("encoder")[0]) is None
 
 
+@pytest.mark.parametrize("numpy", [False, True])
+def test_what_nobody_may_move_is_set_aside_before_a_step_is_planned(numpy: bool) -> None:
+    setting, memory = session("pictures")
+    with memory:
+        x = torch.from_numpy(setting.batches[0].numpy().copy()) if numpy else setting.batches[0]
+        for _ in range(6):
+            with memory.step(x):
+                train(setting, x)
+        made = followed(memory)
+    assert made is not None
+    assert made.plan.allowed == memory.allowed - numpy * x.nbytes
+    out, back = planned_bytes(made)
+    assert all(report.bytes_out <= out and report.bytes_in <= back for report in memory.history[3:])
+    assert max(report.peak_bytes for report in memory.history) <= memory.allowed
+
+
 def test_a_session_that_keeps_timelines_follows_its_plans_too() -> None:
     budget = plain("encoder")[2] // 2
     torch.manual_seed(0)
@@ -480,7 +496,7 @@ def family_trained(name: str, method: str | None = None, budget: int | None = No
     return FamilyTrained(state, [] if memory is None else memory.history, planned)
 
 
-@pytest.mark.parametrize(("name", "share"), zip(TWELVE, SHARES * 4, strict=True))
+@pytest.mark.parametrize(("name", "share"), list(zip(TWELVE, SHARES * 4, strict=True)))
 def test_families_train_to_the_same_bits(name: str, share: float) -> None:
     """The benchmark `out_of_core` has all budgets for each."""
     expected, counted = family_trained(name), family_trained(name, "keep-all")
