@@ -289,7 +289,10 @@ def test_the_same_content_written_to_a_slot_of_an_earlier_step_is_a_write_all_th
 def test_where_the_system_tells_nothing_of_pages_a_slot_of_an_earlier_step_is_not_trusted_any_further(
     tier: DiskTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spillway.tiers.spill_file.open", lambda *_, **__: (_ for _ in ()).throw(OSError), raising=False)
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("spillway.tiers.spill_file.open", refuse, raising=False)
     slot = write(tier, content(50_000))
     tier.generation += 1
     back, unchanged = read(tier, slot)

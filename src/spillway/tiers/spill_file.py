@@ -158,7 +158,7 @@ def written_in_place(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: 
     own then. Also True where the system does not tell, as Linux does in /proc/self/pagemap."""
     first, count = (ctypes.addressof(window) + start) // PAGE, -(-nbytes // PAGE)
     try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:  # a descriptor kept would be the parent's after a fork
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:  # kept open, it would be the parent's after a fork
             told = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
     except OSError:
         return True
