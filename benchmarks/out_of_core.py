@@ -336,7 +336,7 @@ BENCHMARK: Final = Benchmark(
             ),
             Task(
                 workload="stdlib-lm", options={"width": 512, "heads": 8, "longest": 192, "grouped": 1}, io="buffered",
-                rounds=8, warm=4,
+                rounds=7, warm=3,
             ),
         ),
         families=TWELVE, percents=(75, 50, 34),

@@ -149,9 +149,10 @@ class Reclaimer:
         if self.limit >= _NO_LIMIT:
             return
         resident = self._resident_set.read()
-        if resident + self._arriving + coming > self.limit and resident > self._returned + _LEAST:
-            self._resident_set.trim()
-            self._returned = resident = self._resident_set.read()
+        if resident + self._arriving + coming > self.limit:
+            if resident > self._returned + _LEAST:  # else returning again would gain next to nothing
+                self._resident_set.trim()
+                self._returned = resident = self._resident_set.read()
             self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
         self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
