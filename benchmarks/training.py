@@ -20,22 +20,25 @@ from benchmarks.record import frozen
 from benchmarks.timing import Clock
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.internals.process_memory import PeakMemory
-from spillway.methods import LRU, AbstractPolicy, Delta, KeepAll
+from spillway.methods import LMS, LRU, AbstractPlanner, AbstractPolicy, Delta, KeepAll, Window
 from spillway.native.arena import Arena
 from spillway.native.arena import counts as counts_of_arena
+from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes
 from spillway.workloads import Batch, Workload
 from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
 
-METHODS: Mapping[str, Callable[[], AbstractPolicy]] = MappingProxyType(
+METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingProxyType(
     {
         "lru": LRU,
         "lru that moves only": lambda: LRU(short_chain=0),
         "delta": Delta,
         "delta-published": Delta.as_published,
         "keep-all": KeepAll,
+        "window": Window,
+        "lms": LMS,
     }
 )
 """What a session of a competitor may be told."""
@@ -118,7 +121,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.workload = workload
         self._batches: Iterator[Batch] = cycle(batches)
-        self._session = session
+        self.session = session
         self._memory = memory
         self._arena = arena  # which serves as long as somebody has it
 
@@ -128,7 +131,7 @@ class Trainer:
         with clock.running(), self._step(batch):
             loss = float(self.workload.train_step(batch))
         after = resource.getrusage(resource.RUSAGE_SELF)
-        report = None if self._session is None else self._session.history[-1].to_json()
+        report = None if self.session is None else self.session.history[-1].to_json()
         return {
             "wall": clock.wall[0],
             "cpu": clock.cpu[0],
@@ -141,13 +144,13 @@ class Trainer:
         }
 
     def _step(self, batch: Batch) -> AbstractContextManager[object]:
-        return nullcontext() if self._session is None else self._session.step(batch)
+        return nullcontext() if self.session is None else self.session.step(batch)
 
 
 def trainer(
     *, workload: str, options: dict[str, Any], batches: int = 1, method: str | None = None, budget: Bytes | None = None,
     checkpoints: bool = False, return_freed: bool = True, activation_budget: float | None = None,
-    arena: bool = False, native: bool = True,
+    arena: bool = False, native: bool = True, io: SpillIO = "buffered",
 ) -> Trainer:  # fmt: skip
     """A competitor that trains a workload on its long batches.
 
@@ -161,6 +164,7 @@ def trainer(
         activation_budget: Share of the activations that `torch.compile` keeps; None runs without it.
         arena: Whether tensors are born in the arena without a session, as they are with one.
         native: Whether sessions may use the native part.
+        io: As of `spillway.SpillOptions`.
     """
     if not native:  # in a process of its own
         os.environ["SPILLWAY_NATIVE"] = "0"
@@ -178,7 +182,7 @@ def trainer(
     if method is not None:
         session = spillway.manage(
             built.model, built.optimizers, budget=budget, method=METHODS[method](),
-            spill=spillway.SpillOptions(return_freed=return_freed),
+            spill=spillway.SpillOptions(return_freed=return_freed, io=io),
         )  # fmt: skip
     return Trainer(built, inputs, session, memory, served)
 

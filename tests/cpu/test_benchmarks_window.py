@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cpu.benchmarks_quick import quick
+from benchmarks.out_of_core import COPIES, OTHERS, PART, PLAIN, WINDOW
+from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
 
 
@@ -18,3 +19,20 @@ def test_links_are_fitted_at_one_batch_and_another_comes_out_near_the_paper() ->
     for method in ("schedule + VA", "schedule alone", "LMS"):
         assert abs(rows[method, 64]["off"]) < 0.1
     assert rows["Spillway's window", 64]["gb_out"] == 0.0  # it fits
+
+
+def test_out_of_core_trains_in_an_eighth_and_says_on_paper_what_is_moved() -> None:
+    result = quick("out_of_core")
+    rows = rows_by(result, "competitor")
+    assert list(rows) == [PLAIN, WINDOW, *OTHERS, COPIES, "lstm"]
+    for name in (WINDOW, *OTHERS):
+        assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"]
+        assert rows[name]["budget_bytes"] >= rows[PLAIN]["peak_bytes"] // PART
+        assert rows[name]["losses"] == "as plain"
+        assert rows[name]["of_bound"] <= rows[name]["ratio"]
+    window = rows[WINDOW]
+    assert window["simulated_in"] == window["bytes_in"] > 0
+    assert window["simulated_out"] == window["bytes_out"]
+    assert rows["lstm"]["losses"] == "identical"
+    unmet = [check.what for check in result.checks if not check.met]
+    assert [what for what in unmet if "time" not in what and "seconds" not in what] == []

@@ -228,10 +228,16 @@ def test_a_plan_for_another_size_is_left_and_the_step_is_finished(recorded: Reco
     if isinstance(others[0], dict):
         other = dict(zip(others[0], other, strict=True))  # type: ignore[assignment]
     with spillway.manage(made.model, made.optimizers, budget=plan.projected, method=followed) as memory:
-        with memory.step(other):
+        said = (
+            rf"^The plan is for another step, of {len(step.ops)} ops: this one, of \d+, is different from op \d+ on, "
+        )
+        with pytest.warns(UserWarning, match=said) as told, memory.step(other):
             made.train_step(other)
+        assert (len(told), told[0].filename) == (1, __file__)
         assert followed.diverged is not None
         assert memory.history[-1].peak_bytes <= plan.projected
+        with memory.step(other):  # said once
+            made.train_step(other)
 
 
 def _tensors(batch: Any) -> list[Any]:

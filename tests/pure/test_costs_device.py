@@ -59,8 +59,11 @@ def test_a_copy_takes_its_bytes_over_the_link_and_something_besides() -> None:
 
 @pytest.mark.parametrize("rate", [0, -1, float("inf"), float("nan")])
 def test_a_device_without_a_rate_is_refused(rate: float) -> None:
-    with pytest.raises(UsageError, match="needs rates from"):
+    said = "Device 'a100' needs rates from 0.001 to 1e+24 a second, those of its link among them, and times from 0 to "
+    with pytest.raises(UsageError, match=re.escape(f"{said}1000000 seconds; got bytes_per_second={rate}.")):
         replace(A100, bytes_per_second=rate)
+    with pytest.raises(UsageError, match=re.escape(f"; got out_per_second={rate}, in_per_second={rate}.")):
+        replace(A100, out_per_second=rate, in_per_second=rate)
 
 
 # Names
@@ -123,7 +126,7 @@ def changed(path: Path, **changes: Any) -> None:
         ({"memory": True}, "memory of the device is True, not a whole number"),
         ({"out_per_second": "fast"}, "out_per_second of the device is 'fast', not a number"),
         ({"duplex": 1}, "duplex of the device is 1, neither true nor false"),
-        ({"out_per_second": 0}, "needs rates from 0.001"),
+        ({"out_per_second": 0}, "seconds; got out_per_second=0."),
         ({"device": {}}, "the device lacks name, flops_per_second"),
     ],
 )

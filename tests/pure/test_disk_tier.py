@@ -265,7 +265,34 @@ def test_a_damaged_file_is_noticed_even_where_somebody_wrote_through_the_mapping
         read(tier, slot)
 
 
-def test_a_slot_of_an_earlier_step_is_read_and_not_trusted_any_further(tier: DiskTier) -> None:
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_a_slot_of_an_earlier_step_is_trusted_if_nobody_wrote_to_its_pages(tier: DiskTier, looked_at: bool) -> None:
+    slots = [write(tier, content(50_000, seed)) for seed in range(3)]
+    tier.generation += 1
+    if looked_at:
+        assert np.array_equal(mapping(tier, slots[1]), content(50_000, 1))
+    for neighbour in (0, 2):
+        mapping(tier, slots[neighbour])[:] = 99
+    back, unchanged = read(tier, slots[1])
+    assert (np.array_equal(back, content(50_000, 1)), unchanged) == (True, True)
+    assert [read(tier, slots[place])[1] for place in (0, 2)] == [False, False]
+
+
+def test_the_same_content_written_to_a_slot_of_an_earlier_step_is_a_write_all_the_same(tier: DiskTier) -> None:
+    slot = write(tier, content(50_000))
+    tier.generation += 1
+    mapping(tier, slot)[20_000] = content(50_000)[20_000]
+    back, unchanged = read(tier, slot)
+    assert (np.array_equal(back, content(50_000)), unchanged) == (True, False)
+
+
+def test_where_the_system_tells_nothing_of_pages_a_slot_of_an_earlier_step_is_not_trusted_any_further(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr("spillway.tiers.spill_file.open", refuse, raising=False)
     slot = write(tier, content(50_000))
     tier.generation += 1
     back, unchanged = read(tier, slot)

@@ -20,6 +20,15 @@ LONGEST: Final[Seconds] = 1e6
 """Of a time."""
 
 
+_RATES: Final = (
+    "flops_per_second", "bytes_per_second", "out_per_second", "in_per_second", "disk_out_per_second",
+    "disk_in_per_second",
+)  # fmt: skip
+_TIMES: Final = (
+    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds",
+)  # fmt: skip
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
@@ -61,19 +70,13 @@ class Device:
     """What compute waits for every question that a method asks about a storage; 0 likewise."""
 
     def __post_init__(self) -> None:
-        rates = (
-            self.flops_per_second, self.bytes_per_second, self.out_per_second, self.in_per_second,
-            self.disk_out_per_second, self.disk_in_per_second,
-        )  # fmt: skip
-        times = (
-            self.op_seconds, self.copy_seconds, self.watch_seconds, self.watch_root, self.handling_seconds,
-            self.question_seconds,
-        )  # fmt: skip
         # No rate is so low or so high that the time of a copy is no number any more.
-        if not all(LOWEST <= rate <= HIGHEST for rate in rates) or not all(0 <= time <= LONGEST for time in times):
+        wrong = [f"{name}={getattr(self, name)}" for name in _RATES if not LOWEST <= getattr(self, name) <= HIGHEST]
+        wrong += [f"{name}={getattr(self, name)}" for name in _TIMES if not 0 <= getattr(self, name) <= LONGEST]
+        if wrong:
             raise UsageError(
-                f"Device {self.name!r} needs rates from {LOWEST} to {HIGHEST} and times from 0 to {LONGEST:.0f}; got "
-                f"{self!r}."
+                f"Device {self.name!r} needs rates from {LOWEST} to {HIGHEST} a second, those of its link among them, "
+                f"and times from 0 to {LONGEST:.0f} seconds; got {', '.join(wrong)}."
             )
 
     def out_seconds(self, nbytes: Bytes) -> Seconds:

@@ -112,13 +112,14 @@ class Reclaimer:
     what is created lies in pages that were there, and the resident set grows by other things alone.
     """
 
-    __slots__ = ("_arriving", "_headroom", "_most", "_resident_set", "highest", "limit")
+    __slots__ = ("_arriving", "_headroom", "_most", "_resident_set", "_returned", "highest", "limit")
 
     def __init__(self, resident_set: ResidentSet, *, kept: bool = False) -> None:
         self._resident_set = resident_set
         self._most = 16 * _MOST if kept else _MOST
         self._headroom: Bytes = 0
         self._arriving: Bytes = 0
+        self._returned: Bytes = -_LEAST  # what was resident when all freed memory had been returned last
         self.limit: Bytes = _NO_LIMIT
         """Resident bytes from which freed memory is returned; without a limit the allocator keeps it, and nothing is
         read here."""
@@ -151,8 +152,9 @@ class Reclaimer:
             return
         resident = self._resident_set.read()
         if resident + self._arriving + coming > self.limit:
-            self._resident_set.trim()
-            resident = self._resident_set.read()
+            if resident > self._returned + _LEAST:  # else returning again would gain next to nothing
+                self._resident_set.trim()
+                self._returned = resident = self._resident_set.read()
             self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
         self._headroom = max(min(self.limit - resident, self._most), _LEAST)

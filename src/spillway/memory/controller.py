@@ -204,7 +204,7 @@ class Controller(AbstractLedger):
     def grant_in_turn(self, proposals: Generator[Proposal, bool, None], enough: Callable[[], bool]) -> None:
         """Grant or refuse one proposal after the other, until it is enough, the policy ends, or patience does."""
         granted, refused = None, 0
-        with contextlib.closing(proposals):
+        try:
             while not enough() and refused < PATIENCE:
                 try:
                     proposal = next(proposals) if granted is None else proposals.send(granted)
@@ -212,7 +212,10 @@ class Controller(AbstractLedger):
                     return
                 granted = self.grant(proposal)
                 refused += not granted
-                self.collect_dead()
+                if self._dead:
+                    self.collect_dead()
+        finally:
+            proposals.close()
 
     def grant(self, proposal: Proposal) -> bool:
         """Carry a proposal out, or refuse and count it (rule 9)."""

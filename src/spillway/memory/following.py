@@ -29,6 +29,10 @@ class Following:
         present = [storage for storage in storages if storage.value is not None]
         self._grant(self._controller.policy.begin_step(self._controller.view, present))
 
+    def acts(self) -> bool:
+        """Whether the policy has to be asked before the next op, and after the last even if that created nothing."""
+        return self._controller.policy.acts(self._controller.clock - self._controller.first_op)
+
     def before_op(self) -> None:
         """Before the clock moves on; once more when the last op has run."""
         self._grant(self._controller.policy.before_op(self._controller.view, self.op))
@@ -39,4 +43,8 @@ class Following:
 
     def _grant(self, proposals: Generator[Proposal, bool, None]) -> None:
         self._controller.collect_dead()
-        self._controller.grant_in_turn(proposals, lambda: False)
+        self._controller.grant_in_turn(proposals, _never)
+
+
+def _never() -> bool:
+    return False

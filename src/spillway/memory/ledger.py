@@ -95,6 +95,11 @@ class AbstractLedger(ABC):
 
     # ------------------------------------------------------------------ storages come and go
 
+    @property
+    def newest(self) -> int:
+        """The number of the storage that was taken into account last; temporaries of replays do not count."""
+        return self._next_number
+
     def adopt(self, key: int, nbytes: Bytes, handle: Any, *, temporary: bool = False) -> Storage:
         """Take a present storage into account. Its value is a source until somebody gives it a recipe."""
         if temporary:  # replays differ from step to step; the numbers of what the step itself creates do not

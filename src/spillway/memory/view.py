@@ -84,6 +84,11 @@ class View:
         value = storage.value if isinstance(storage, Storage) else None
         return value is not None and value.absent == HERE and self._ledger.may_leave(value.storage)
 
+    def away(self, storage: Candidate) -> bool:
+        """Whether its value lives and is absent, copies under way included."""
+        value = storage.value if isinstance(storage, Storage) else None
+        return value is not None and value.absent in (AWAY, DROPPED)
+
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`; None if that is not legal."""
         found = self._ancestry(storage)

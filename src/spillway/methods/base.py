@@ -127,6 +127,9 @@ class MemoryView(Protocol):
     def available(self, storage: Candidate) -> bool:
         """Whether it is one of the candidates at this moment; `storage` may be known from an earlier look."""
 
+    def away(self, storage: Candidate) -> bool:
+        """Whether it lives and its bytes are not there, or only on their way."""
+
     def chain(self, storage: Candidate) -> int | None:
         """Ops to run to recompute `storage`, everything absent that it needs included; None if that is not legal.
 
@@ -290,9 +293,14 @@ class AbstractPolicy(ABC):
     def begin_step(self, view: MemoryView, present: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Yield what is to come and go before the step. `present` are all storages that there are.
 
-        This and the next two are asked of a policy that `follows`.
+        This and the next three are asked of a policy that `follows`.
         """
         yield from ()
+
+    def acts(self, op: int) -> bool:
+        """Whether it proposes anything before op number `op`, or expects something of the op in front of it. Asked
+        around every op: be quick."""
+        return True
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Yield what is to come and go before op number `op` of the step; once more after the last op."""
@@ -300,7 +308,8 @@ class AbstractPolicy(ABC):
 
     def after_op(self, view: MemoryView, op: int, created: Sequence[Candidate]) -> Generator[Proposal, bool, None]:
         """Yield what is to go as op number `op` of the step ends, before anything that dies with it does. It has
-        created these storages, in this order; what was first seen at this op is among them."""
+        created these storages, in this order; what was first seen at this op is among them. Not asked if there are
+        none and it does not act before the next op."""
         yield from ()
 
     def link(self, device: Device) -> Device:

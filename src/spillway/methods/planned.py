@@ -9,7 +9,8 @@ NOTE [When]. A gap [start, end) begins as op `start - 1` ends, and what comes ba
  3. What is recomputed comes back right before op `end`, leaves first, by the plan's own ops; what has the same ops
     and the same `end` by one replay.
  4. Where copies begin at ops instead (`begin="at op"`), the copy out begins right after the last use before the gap,
-    and the copy in before op `end`: from there on its bytes count, and whoever reads them first waits for them.
+    and the copy in before op `end`: from there on its bytes count. The first op that uses them waits for them; if that
+    is op `end` itself, nobody else copies them.
  5. A recipe that the controller refuses becomes a move, and so does one of a value that dies or is written over
     without coming back, whose recipe nobody has verified: the same bytes leave.
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Self, final, get_args
@@ -75,7 +76,6 @@ class Planned(AbstractPolicy):
 
     name = "planned"
     follows = True
-    foresees = True  # copies that have arrived are taken in
 
     def __init__(self, plan: Plan, step: Step, *, ahead: float = 1.5, begin: Begin = "in time") -> None:
         if plan.step != step.digest():
@@ -87,6 +87,7 @@ class Planned(AbstractPolicy):
         if begin not in get_args(Begin):
             raise UsageError(f"Copies begin {' or '.join(map(repr, get_args(Begin)))}, got {begin!r}.")
         self.plan = plan
+        self.step = step
         self.ahead = ahead
         self.begin = begin
         self.diverged: int | None = None
@@ -99,6 +100,9 @@ class Planned(AbstractPolicy):
         self._storages: dict[StorageId, Candidate] = {}
         self._copies: dict[int, list[Gap]] = {}
         self._fetches: dict[int, list[Gap]] = {}
+        self._waits: dict[int, list[Gap]] = {}
+        self._busy: frozenset[int] = frozenset()
+        """Ops before which there is something to do, and those after which something is expected."""
         self._scheduled_for: tuple[Seconds, bool] | None = None
 
     @classmethod
@@ -118,26 +122,30 @@ class Planned(AbstractPolicy):
         self.diverged = None if len(self._storages) == len(self._sources) else 0
         if self.diverged is not None:
             return
-        yield from self._leave(0)
-        gone = {self._gaps.storage_of(gap) for gap in self._gaps.starting[0]}
         away = {storage.number for storage in view.moved()}
+        yield from self._leave(0, away)
+        gone = {self._gaps.storage_of(gap) for gap in self._gaps.starting.get(0, ())}
         for number, storage in self._storages.items():
             if number not in gone and storage.number in away:
                 yield self._back(view, storage)
         if self.begin == "at op":
             yield from self._copy(view, 0)
 
+    def acts(self, op: int) -> bool:
+        """As the plan has it; nothing in a step that has turned out to be another."""
+        return op in self._busy and self.diverged is None
+
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """Bring back what has to be there, then begin what takes long."""
         if self.diverged is not None or op > self.ops:
             return
-        for gap in self._gaps.ending[op]:
+        for gap in self._waits.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and not view.available(storage):
-                yield Restore(storage) if isinstance(gap.home, Recompute) else self._back(view, storage)
+            if storage is not None and view.away(storage):
+                yield Restore(storage)
         for gap in self._fetches.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and not view.available(storage):
+            if storage is not None and view.away(storage):
                 yield Fetch(storage)
         if self.begin == "in time":
             yield from self._copy(view, op)
@@ -147,7 +155,7 @@ class Planned(AbstractPolicy):
         if self.diverged is not None:
             return
         expected = self._created[op] if op < self.ops else []
-        found = _matched(expected, created)
+        found = _matched(expected, created) if expected else {}
         if len(found) < len(expected) or op >= self.ops:
             self.diverged = op
             return
@@ -159,7 +167,7 @@ class Planned(AbstractPolicy):
     def _copy(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         for gap in self._copies.get(op, ()):
             storage = self._storage(gap)
-            if storage is not None and view.available(storage) and not view.copied(storage):
+            if storage is not None and not view.away(storage) and not view.copied(storage):
                 yield Copy(storage)
 
     def _back(self, view: MemoryView, storage: Candidate) -> Proposal:
@@ -170,10 +178,10 @@ class Planned(AbstractPolicy):
         """Whether copies run beside ops."""
         return view.overlaps and self.ahead > 0
 
-    def _leave(self, start: int) -> Generator[Proposal, bool, None]:
-        for gap in self._gaps.starting[start]:
+    def _leave(self, start: int, away: Collection[int] = ()) -> Generator[Proposal, bool, None]:
+        for gap in self._gaps.starting.get(start, ()):
             storage = self._storage(gap)
-            if storage is None:
+            if storage is None or storage.number in away:
                 continue
             if isinstance(gap.home, Recompute) and gap in self._gaps.coming_back:
                 granted = yield Drop(storage, frozenset(gap.home.ops), gap.end)
@@ -193,15 +201,18 @@ class Planned(AbstractPolicy):
         if known is not None and known[1] == beside and known[0] / 2 <= rate <= known[0] * 2:
             return
         self._scheduled_for = (rate, beside)
-        self._copies, self._fetches = defaultdict(list), defaultdict(list)
-        if not beside:
-            return
-        at_op = self.begin == "at op"
-        for gap, op in self._gaps.copies_at_once() if at_op else self._gaps.copies_out(view, self.ahead):
-            self._copies[op].append(gap)
-        if not at_op:
-            for gap, op in self._gaps.fetches(view, self.ahead):
-                self._fetches[op].append(gap)
+        gaps, at_op = self._gaps, self.begin == "at op"
+        self._copies, self._fetches, self._waits = defaultdict(list), defaultdict(list), gaps.ending
+        if beside:
+            for gap, op in gaps.copies_at_once() if at_op else gaps.copies_out(view, self.ahead):
+                self._copies[op].append(gap)
+            if at_op:
+                self._fetches, self._waits = gaps.fetches_at_once()
+            else:
+                for gap, op in gaps.fetches(view, self.ahead):
+                    self._fetches[op].append(gap)
+        creating = (op + 1 for op, created in enumerate(self._created) if created)
+        self._busy = frozenset((*self._copies, *self._fetches, *self._waits, *gaps.starting, *creating))
 
 
 @final
@@ -217,7 +228,6 @@ class SelfPlanned(AbstractPolicy):
     """
 
     follows = True
-    foresees = True  # as `Planned`
 
     def __init__(self, planner: AbstractPlanner) -> None:
         self.planner = planner
@@ -235,6 +245,10 @@ class SelfPlanned(AbstractPolicy):
         """As the plan has it."""
         if self.planned is not None:
             yield from self.planned.begin_step(view, present)
+
+    def acts(self, op: int) -> bool:
+        """As the plan has it."""
+        return self.planned is not None and self.planned.acts(op)
 
     def before_op(self, view: MemoryView, op: int) -> Generator[Proposal, bool, None]:
         """As the plan has it."""
@@ -335,6 +349,24 @@ class _Gaps:
                 free = uses[gap.value][before - 1] + 1 if before else 0
                 if free < gap.start and not isinstance(gap.home, Recompute):
                     yield gap, free
+
+    def fetches_at_once(self) -> tuple[dict[int, list[Gap]], dict[int, list[Gap]]]:
+        """Before which op each fetch begins if it begins where the gap ends, and before which op it is waited for: by
+        the first that uses the storage. What that very op uses is not fetched before."""
+        uses: dict[StorageId, list[int]] = defaultdict(list)
+        for op in self._step.ops:
+            for storage in {self._step.values[value].storage for value in (*op.reads, *op.creates)}:
+                uses[storage].append(op.number)
+        begins, waits = defaultdict(list), defaultdict(list)
+        for end in sorted(self.ending):
+            for gap in self.ending[end]:
+                at = uses[self.storage_of(gap)]
+                place = bisect_left(at, end)
+                first = at[place] if place < len(at) else end
+                waits[end if isinstance(gap.home, Recompute) else first].append(gap)
+                if first > end and not isinstance(gap.home, Recompute):
+                    begins[end].append(gap)
+        return begins, waits
 
     def fetches(self, view: MemoryView, ahead: float) -> Iterable[tuple[Gap, int]]:
         """Before which op each fetch begins."""

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, final
 
@@ -25,7 +25,7 @@ import torch
 from spillway.costs.device import HERE, HIGHEST, LOWEST, Device
 from spillway.engines.tensors.abstract import Around
 from spillway.engines.tensors.tensor_engine import TensorEngine
-from spillway.errors import SpillwayError
+from spillway.errors import BudgetInfeasible, SpillwayError
 from spillway.ir import Step, verify
 from spillway.memory.lanes import TransferLog
 from spillway.methods import Planned, Problem
@@ -146,11 +146,20 @@ class PlannedSteps:
         return recorder.around(inner, present, self._engine.newer_than)
 
     def _plan(self, recorder: Recorder) -> Planned:
-        planner, allowed = self._policy.planner, self._engine.budget.allowed
+        """For what is left beside storages that nobody may move, of which a plan knows nothing; with them, where it
+        could not do with less."""
+        engine, planner = self._engine, self._policy.planner
         if recorder.failure is not None:
             raise SpillwayError(f"It could not be recorded ({recorder.failure}).")
-        step = recorder.finish()
-        plan = planner.plan(Problem(step=step, allowed=allowed, device=self._device(step)))
+        step, allowed = recorder.finish(), engine.budget.allowed
+        problem = Problem(step=step, allowed=allowed, device=self._device(step))
+        staying = sum(storage.nbytes for storage in engine.present() if storage.escaped)
+        try:
+            plan = planner.plan(replace(problem, allowed=max(allowed - staying, 0)))
+        except BudgetInfeasible:
+            if not staying:
+                raise
+            plan = planner.plan(problem)
         verify(plan, step, allowed)
         return Planned.as_meant(plan, step, planner)
 

@@ -23,7 +23,7 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
-from spillway.methods.planned import SelfPlanned
+from spillway.methods.planned import Planned, SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
 from spillway.session.inputs import leaves, signature_of
@@ -70,7 +70,7 @@ class TensorSession(Session):
         self._varying: set[tuple[Any, ...]] = set()
         """Of those that did and took more than the budget: they are watched."""
         self._most_pressure = (-1, 0)
-        self._told_eager = False
+        self._told_eager = self._told_other = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
         policy = engine.controller.policy
@@ -180,6 +180,20 @@ class TensorSession(Session):
                 "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
                 "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
                 "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
+                stacklevel=6,
+            )
+
+    def _say_that_the_plan_is_of_another_step(self) -> None:
+        policy, ops = self._engine.controller.policy, self._engine.ops
+        if not isinstance(policy, Planned) or self._told_other or self._engine.following is None:
+            return
+        if policy.diverged is not None or ops != policy.ops:
+            self._told_other = True
+            at = min(ops, policy.ops) if policy.diverged is None else policy.diverged
+            warnings.warn(
+                f"The plan is for another step, of {policy.ops} ops: this one, of {ops}, is different from op {at} on, "
+                f"and from there the stalest storages were moved when room got short; record the step that is trained, "
+                f"and plan that.",
                 stacklevel=6,
             )
 
@@ -295,6 +309,8 @@ class _Step(AbstractStep):
             engine.history = None
         session._conclude(report, timeline)
         session._say_what_ran_eagerly()
+        if self._is_whole():  # a first one makes the optimizer's state
+            session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:
             session._plans.conclude()
 

@@ -48,8 +48,6 @@ class PaperHome:
     storage: int
     ready: Seconds
     """When the copy into it is done."""
-    step: int
-    """The step in which it was."""
 
 
 @final
@@ -150,8 +148,6 @@ class PaperMachine:
         """Called when a storage dies because the machine or the controller let go of it."""
         self._time: Seconds = 0.0
         self._recomputing: Seconds = 0.0
-        self._step = 0
-        self._trusting = tier == "host"
         self._leaving: dict[Storage, None] = {}  # the program let go of them while they were copied
 
     # ------------------------------------------------------------------ what the driver does
@@ -167,7 +163,6 @@ class PaperMachine:
     def begin_step(self) -> None:
         """Count anew."""
         self._recomputing = 0.0
-        self._step += 1
         self.log.begin_step()
         self.allocator.reset_peak()
 
@@ -226,7 +221,7 @@ class PaperMachine:
 
     def start_out(self, storage: Storage) -> PaperHome:
         """Begin a copy out; the storage lives until it is done."""
-        home = PaperHome(storage.nbytes, storage.number, 0.0, self._step)
+        home = PaperHome(storage.nbytes, storage.number, 0.0)
         home.ready = self.lanes.copy(Lane.COPY_OUT, home, self._time)
         storage.handle.read_until = max(storage.handle.read_until, home.ready)
         return home
@@ -241,11 +236,10 @@ class PaperMachine:
         return arrival.ready <= self._time
 
     def finish_in(self, storage: Storage, arrival: PaperArrival) -> bool:
-        """Wait for the copy. The disk tier does not trust what an earlier step put away, as it might have been written
-        through the mapping."""
+        """Wait for the copy. Nobody wrote to the home meanwhile."""
         self._wait(arrival.ready)
         storage.handle.token = arrival.token
-        return self._trusting or arrival.home.step == self._step
+        return True
 
     def abandon(self, arrival: PaperArrival) -> None:
         """Its memory is free when the copy is done, for which compute waits."""

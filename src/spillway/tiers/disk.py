@@ -24,7 +24,7 @@ from spillway.errors import SpillBusyError, SpillCorruptedError, SpillError, Spi
 from spillway.ir import Lane
 from spillway.memory.lanes import CopySpan, TransferLog
 from spillway.tiers.forks import ForkedReaders
-from spillway.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages, memory_at
+from spillway.tiers.spill_file import PAGE, SpillFile, SpillIO, forget_pages, memory_at, written_in_place
 from spillway.units import Bytes, Seconds, format_bytes
 
 _WINDOW: Final = 256 << 20
@@ -49,7 +49,8 @@ class Slot:
     nbytes: Bytes
     capacity: Bytes
     generation: int
-    """The step in which it was written: between steps the user may write through the mapping, unseen."""
+    """The step in which it was last known to hold what is to come back: between steps the user may write through the
+    mapping, unseen."""
     checksum: int = 0
     writing: Future[None] | None = None
     """A write that nobody has waited for yet."""
@@ -172,14 +173,15 @@ class DiskTier:
         Raises:
             SpillCorruptedError: The file's bytes are not those that were written.
         """
-        began = time.perf_counter()
-        if slot.generation == self.generation:
+        began, mapped = time.perf_counter(), self.mapped(slot)
+        unchanged = slot.generation == self.generation or not written_in_place(mapped.buffer, mapped.start, slot.nbytes)
+        if unchanged:
             self._read_file(slot, address)
             on_disk = time.perf_counter()
             self._check(slot, address)
-            unchanged = True
+            slot.generation = self.generation
         else:
-            unchanged = self._read_mapping(slot, address)
+            self._read_mapping(mapped, slot, address)
             on_disk = time.perf_counter()
         self._note(Lane.COPY_IN, slot, began, on_disk)
         return unchanged
@@ -364,14 +366,12 @@ class DiskTier:
                 f"disk under {self.directory}."
             ) from error
 
-    def _read_mapping(self, slot: Slot, address: int) -> bool:
-        mapped = self.mapped(slot)
+    def _read_mapping(self, mapped: Mapped, slot: Slot, address: int) -> None:
         ctypes.memmove(address, ctypes.addressof(mapped.buffer) + mapped.start, slot.nbytes)
         if checksum(address, slot.nbytes) != slot.checksum:  # written through the mapping, or damaged
             original = np.empty(slot.nbytes, np.uint8)
             self._read_file(slot, original.ctypes.data)
             self._check(slot, original.ctypes.data)
-        return False  # what was read is right, but no sum of it proves that the file holds the same
 
     def _check(self, slot: Slot, address: int) -> None:
         if checksum(address, slot.nbytes) != slot.checksum:

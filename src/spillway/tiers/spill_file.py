@@ -23,6 +23,8 @@ import weakref
 from pathlib import Path
 from typing import Any, Final, Literal, final
 
+import numpy as np
+
 from spillway.errors import SpillCorruptedError, SpillDirectoryError, UsageError
 from spillway.units import Bytes, format_bytes
 
@@ -149,6 +151,19 @@ only one."""
 def forget_pages(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: Bytes) -> None:
     """Private copies of these pages are given up: what is read there comes from the file again."""
     _system.madvise(ctypes.addressof(window) + start, nbytes, mmap.MADV_DONTNEED)
+
+
+def written_in_place(window: ctypes.Array[ctypes.c_char], start: Bytes, nbytes: Bytes) -> bool:
+    """Whether somebody wrote to these pages of the mapping, from a page boundary on: they are copies of this process's
+    own then. Also True where the system does not tell, as Linux does in /proc/self/pagemap."""
+    first, count = (ctypes.addressof(window) + start) // PAGE, -(-nbytes // PAGE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:  # kept open, it would be the parent's after a fork
+            told = np.frombuffer(os.pread(file.fileno(), 8 * count, 8 * first), np.uint64)
+    except OSError:
+        return True
+    there, of_file = told >> np.uint64(62) != 0, told >> np.uint64(61) & np.uint64(1) != 0  # in RAM or swap
+    return len(told) < count or bool(np.any(there & ~of_file))
 
 
 def memory_at(address: int, nbytes: Bytes) -> memoryview:

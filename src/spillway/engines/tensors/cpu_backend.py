@@ -92,7 +92,8 @@ class CpuBackend(AbstractBackend):
     def attach(self, engine: AbstractTensorEngine) -> None:
         """Threads that copy are there before memory is short."""
         self._engine, self._controller = engine, engine.controller
-        self._measures_link = engine.foresees
+        copies_beside = engine.foresees or (engine.controller.policy.follows and engine.budget.limited)
+        self._measures_link = copies_beside
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
             self._machine.budget = engine.budget
@@ -101,7 +102,7 @@ class CpuBackend(AbstractBackend):
                 self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if self._arena is not None:
             self.hooked = Hooked(0 if self._op_memory is None else self._op_memory.address, self._around)
-        if engine.foresees:
+        if copies_beside:
             with contextlib.suppress(SpillError):  # there may be threads later
                 self.tier.start_workers()
 

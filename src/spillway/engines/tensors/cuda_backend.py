@@ -162,7 +162,7 @@ class CudaBackend(AbstractBackend):
         engine = self._attached()
         self.streams.synchronize()
         policy, limited = engine.controller.policy, engine.controller.budget.allowed < UNLIMITED
-        if limited and (policy.uses_recipes or policy.foresees):  # it weighs copies against ops, or begins them early
+        if limited and (policy.uses_recipes or policy.foresees or policy.follows):  # it weighs or begins copies
             self._machine.measure_link()
         self.reserve.look()
         self.meter.begin()

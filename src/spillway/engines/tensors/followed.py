@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, final
 
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Around, Known
@@ -18,22 +16,25 @@ class Followed:
 
     def __init__(self, engine: AbstractTensorEngine) -> None:
         self._engine = engine
+        self._controller = engine.controller
         self._following = Following(engine.controller)
         self._newest = 0
 
     def begin_step(self) -> None:
         """After the controller's."""
-        with self._undisturbed():
+        with self._controller.lock, unwatched():
             self._following.begin_step(self._engine.present())
         self._created()
 
     def before_op(self) -> None:
         """Before an op; once more after the last."""
-        with self._undisturbed():
-            self._following.before_op()
+        if self._following.acts():
+            with self._controller.lock, unwatched():
+                self._following.before_op()
 
     def around(self, inner: Around | None) -> Around:
         """What makes a handler ask; `inner` stands within. Views are no ops."""
+        controller, acts = self._controller, self._following.acts
 
         def asking(known: Known) -> Handler:
             handler = known.handler if inner is None else inner(known)
@@ -41,10 +42,12 @@ class Followed:
                 return handler
 
             def handle(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                self.before_op()
+                if acts():
+                    self.before_op()
                 out = handler(mode, func, types, args, kwargs)
-                with self._undisturbed():
-                    self._following.after_op(self._created())
+                if controller.newest != self._newest or acts():
+                    with self._controller.lock, unwatched():
+                        self._following.after_op(self._created())
                 return out
 
             return handle
@@ -54,11 +57,5 @@ class Followed:
     def _created(self) -> list[Storage]:
         """Storages taken into account since the last time."""
         found = self._engine.newer_than(self._newest)
-        if found:
-            self._newest = found[-1].number
+        self._newest = self._controller.newest  # those that have died already are not among them
         return found
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with self._engine.controller.lock, unwatched():
-            yield
