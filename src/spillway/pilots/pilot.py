@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from spillway.pilots.paths import Floats, ResolvedPath, Sample, Site
-from spillway.pilots.program import Group, Program
+from spillway.pilots.program import Program, Uses
 
 
 @final
@@ -29,11 +29,9 @@ class Foresight:
             if probability > 0.5:
                 yield program.architecture.ops[key].site, probability
 
-    def groups(self, program: Program) -> tuple[Group, ...]:
+    def uses(self, program: Program) -> Uses:
         """The groups of parameters that will be used, in the order of their use."""
-        if self.path is not None:
-            return program.visits(self.path).groups
-        return tuple(program.groups_where(self.probabilities))
+        return program.uses_where(self.probabilities) if self.path is None else program.uses_of(self.path)
 
 
 class AbstractPilot(ABC):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeAlias, final
 
 from spillway.pilots.program import Group
-from spillway.units import Seconds
+from spillway.units import Bytes, Seconds
 
 Foresees: TypeAlias = Callable[[int], Sequence[Group]]
-"""Asked before visit k, with k visits known: the groups from visit k on, in the order of their use."""
+"""Asked as visit k begins: the groups from visit k on, in the order of their use."""
 
 
 @final
@@ -29,8 +29,10 @@ class Forward:
     """[visits]: how long each computes."""
     copying: Sequence[Seconds]
     """[groups]: how long each takes to come in."""
-    room: int
-    """How many groups there is room for, those in use and on their way included; 2 or more."""
+    nbytes: Sequence[Bytes]
+    """[groups]"""
+    room: Bytes
+    """For groups in use, there and on their way; what is in use may pass it alone."""
 
 
 @final
@@ -43,63 +45,87 @@ class Fetched:
     hits: int
     """Visits whose group was there or on its way."""
     wasted: int
-    """Groups that came in ahead and left unused."""
+    """Groups that came in ahead and were not used."""
 
 
-def nothing(visit: int) -> Sequence[Group]:
-    """Every group comes on demand."""
+def on_demand(visit: int) -> Sequence[Group]:
+    """Nothing is foreseen."""
     return ()
 
 
 def fetched(forward: Forward, foresees: Foresees) -> Fetched:
     """Run the forward with that foresight.
 
-    While a visit computes, the lane brings what is foreseen next and is not there. What leaves for it is what is
-    foreseen last, or not at all and was used longest ago; what is foreseen before it stays.
+    While a visit computes, the lane brings what is foreseen next and is not there. What leaves for it is what is not
+    foreseen and was used longest ago, then what is foreseen last; what is foreseen before it stays.
     """
-    copying, room = forward.copying, forward.room
-    ready: dict[Group, Seconds] = {}  # groups there or on their way: when they are there; the least recently used first
-    unused = set[Group]()
+    copying, present = forward.copying, _Present(forward)
     now = lane = stalled = 0.0
-    hits = wasted = 0
+    hits = 0
     for number, (group, seconds) in enumerate(zip(forward.visits, forward.seconds, strict=True)):
         ahead = foresees(number)
-        if group in ready:
+        if group in present.ready:
             hits += 1
-            there = ready.pop(group)
+            there = present.ready.pop(group)
         else:
-            if len(ready) >= room:
-                wasted += _leave(ready, unused, ahead, group)
+            present.make_room(group, ahead, {group})
             lane = there = max(now, lane) + copying[group]
-        unused.discard(group)
+        present.ready[group] = there  # behind all that was used before
+        present.unused.discard(group)
         stalled += max(there - now, 0.0)
         now = max(there, now)
-        ready[group] = there
         end = now + seconds
         lane = max(lane, now)
-        wanted = dict.fromkeys(ahead)
         before = {group}
-        for following in wanted:
-            if lane >= end or len(before) >= room:
+        for following in ahead:
+            if lane >= end:
                 break
-            if following not in ready:
-                if len(ready) >= room:
-                    wasted += _leave(ready, unused, ahead, *before)
-                lane = max(lane, now) + copying[following]
-                ready[following] = lane
-                unused.add(following)
+            if following not in present.ready:
+                before.add(following)
+                if not present.make_room(following, ahead, before):
+                    break
+                lane += copying[following]
+                present.ready[following] = lane
+                present.unused.add(following)
             before.add(following)
         now = end
-    return Fetched(stalled, hits, wasted + len(unused))
+    return Fetched(stalled, hits, present.wasted + len(present.unused))
 
 
-def _leave(ready: dict[Group, Seconds], unused: set[Group], ahead: Sequence[Group], *keep: Group) -> int:
-    """One group leaves; 1 if nobody had used it."""
-    place = {group: -at for at, group in reversed(list(enumerate(ahead)))}
-    free = [group for group in ready if group not in keep]
-    chosen = min(free, key=lambda group: place.get(group, -len(ahead) - 1))
-    del ready[chosen]
-    if chosen in unused:
-        unused.discard(chosen)
-        return 1
-    return 0
+@final
+class _Present:
+    """The groups that are there or on their way, the one that was used longest ago in front."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.ready: dict[Group, Seconds] = {}
+        """When each is there."""
+        self.unused: set[Group] = set()
+        """Those that came in ahead and were not used since."""
+        self.wasted = 0
+        """Those of them that left."""
+        self._nbytes, self._room = forward.nbytes, forward.room
+        self._filled = 0
+
+    def make_room(self, group: Group, ahead: Sequence[Group], keep: set[Group]) -> bool:
+        """Let others leave until the group fits, and count it in; False, and nothing has left, if those to keep leave
+        it no room. One that is to be kept because it is used now is counted in anyway."""
+        nbytes, wanted = self._nbytes, self._filled + self._nbytes[group] - self._room
+        leaving = list[Group]()
+        if wanted > 0:
+            place = {one: at for at, one in reversed(list(enumerate(ahead)))}
+            free = [one for one in self.ready if one not in keep]
+            free.sort(key=lambda one: -place.get(one, len(ahead)))
+            for one in free:
+                leaving.append(one)
+                wanted -= nbytes[one]
+                if wanted <= 0:
+                    break
+            if wanted > 0 and len(keep) > 1:
+                return False
+        for one in leaving:
+            del self.ready[one]
+            self.wasted += one in self.unused
+            self.unused.discard(one)
+            self._filled -= nbytes[one]
+        self._filled += nbytes[group]
+        return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, TypeAlias, final
@@ -10,13 +10,17 @@ from typing import Final, TypeAlias, final
 import numpy as np
 
 from spillway.pilots.architecture import Architecture
-from spillway.pilots.paths import Floats, Numbers, ResolvedPath
+from spillway.pilots.paths import Floats, ResolvedPath
 from spillway.units import Bytes
 
 Group: TypeAlias = int
 """Parameters that are used together, numbered from 0."""
+Uses: TypeAlias = tuple[Sequence[int], Sequence[Group]]
+"""Ranks of ops, ascending where a path keeps to program order, and the group that each begins to use."""
 
-RUNS, SKIPPED, OPEN: Final = np.float32(1), np.float32(-1), np.float32(0)
+RUNS: Final = np.float32(1)
+SKIPPED: Final = np.float32(-1)
+OPEN: Final = np.float32(0)
 """What is known of a decision: its part ran, the path has passed it, or neither."""
 
 
@@ -94,8 +98,9 @@ class Program:
     def _group(self) -> None:
         ops, runs = self.architecture.ops, list[list[int]]()
         used: dict[int, list[int]] = {}
-        self.runs: list[tuple[int, tuple[Group, ...]]] = []
-        """The part of every run in program order, and the groups that it uses."""
+        self.runs: list[tuple[int, list[tuple[int, Group]]]] = []
+        """The part of every run in program order, and the groups that it uses, each behind the rank of the op that
+        uses it first there."""
         users = [key for key in self.order if ops[key].parameters]
         for _, run in groupby(users, key=lambda key: int(self.part[key])):
             runs.append(list(run))
@@ -113,8 +118,11 @@ class Program:
         }
         """The groups that an op uses, of ops that use any."""
         for run in runs:
-            groups = tuple(dict.fromkeys(one for key in run for one in self.groups_of_op[key]))
-            self.runs.append((int(self.part[run[0]]), groups))
+            first: dict[Group, int] = {}
+            for key in run:
+                for group in self.groups_of_op[key]:
+                    first.setdefault(group, int(self.rank[key]))
+            self.runs.append((int(self.part[run[0]]), [(rank, group) for group, rank in first.items()]))
 
     # ------------------------------------------------------------------ of a path
 
@@ -148,13 +156,20 @@ class Program:
             found = self._visits[path.number] = Visits(tuple(groups), tuple(ops))
         return found
 
-    def groups_where(self, runs: Floats) -> Iterator[Group]:
-        """The groups in program order of what always runs and of the parts whose [decisions] is above one half."""
+    def uses_of(self, path: ResolvedPath) -> Uses:
+        """The groups that a known path uses, behind the ranks of their ops."""
+        visits = self.visits(path)
+        return self.rank[path.keys[list(visits.ops)]].tolist(), visits.groups
+
+    def uses_where(self, runs: Floats) -> Uses:
+        """The same in program order for what always runs and the parts whose [decisions] is above one half."""
         taken = [True, *(runs > 0.5).tolist()]
-        previous = -1
+        taken += [False] * (len(self.first_rank) - len(taken))
+        ranks, found = list[int](), list[Group]()
         for part, groups in self.runs:
             if taken[part]:
-                for group in groups:
-                    if group != previous:
-                        yield group
-                        previous = group
+                for rank, group in groups:
+                    if not found or found[-1] != group:
+                        ranks.append(rank)
+                        found.append(group)
+        return ranks, found
