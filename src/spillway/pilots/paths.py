@@ -10,9 +10,10 @@ The forward alone is a path: the backward is the tape of it in reverse, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,19 @@ class BaseType(StrEnum):
     CNN = "cnn"
     LSTM = "lstm"
     TRANSFORMER = "transformer"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamism:
+    """What is to be known about a network whose forward differs from sample to sample, by whoever foresees it."""
+
+    base: BaseType
+    """What the network is built of."""
+    embedding: str
+    """Qualified name of the module whose result embeds the sample, [..., width]."""
+    sizes: Callable[[Any], tuple[float, ...]]
+    """Size features of a batch, as many for every one."""
 
 
 @final
@@ -131,7 +145,7 @@ class Sample:
     base: BaseType
     """What the network is built of."""
     path: ResolvedPath
-    """What the forward did."""
+    """What the forward did; `Architecture.bits` says it as decisions."""
     signatures: Numbers
     """[ops] Index in the architecture of each op's signature; they differ with sizes where the path does not."""
     hidden: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
