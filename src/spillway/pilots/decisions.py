@@ -18,12 +18,21 @@ from spillway.pilots.paths import Floats, Sample
 from spillway.pilots.pilot import AbstractPilot, Foresight
 from spillway.pilots.program import OPEN, Program
 
-RING: Final = 512
-"""Steps that are kept to learn from, and to calibrate on."""
+RING: Final = 256
+"""Steps that are kept to learn from, and to calibrate on: while a network trains, what is older misleads."""
 REPLAYED: Final = 16
-"""Steps of the ring that one is learned with."""
+"""Steps that are learned at once, the one that ran among them."""
+REPEATS: Final = 2
+"""How often that is done after a step."""
 RATE: Final = 1e-3
-"""Of Adam; a third of it while the network trains on."""
+"""Of Adam."""
+CERTAIN: Final = 0.2
+"""Cross-entropy of a decision, in nats, below which nothing is learned, as that would only forget what is older; the
+rate grows from there to twice as much."""
+SURPRISE: Final = 0.05
+"""Share of the last step in the cross-entropy that is compared with that."""
+FOLLOWING: Final = np.float32(0.2)
+"""How far the bias of a decision follows what it was and was not expected to be."""
 ROWS: Final = 64
 """In a batch of `fit`."""
 CALIBRATED_AFTER: Final = 64
@@ -37,7 +46,8 @@ class DecisionPilot(AbstractPilot):
 
     It learns from a ring of the last steps as they come (`learn`), ahead of the run (`fit`), or both. Its logits are
     divided by the temperature that would have been best for what it foresaw of the steps in the ring, before it had
-    learned them: a network that trains on is foreseen less well than one that was learned.
+    learned them: a network that trains on is foreseen less well than one that was learned. A bias for each decision
+    follows thresholds that move from step to step.
 
     Arguments:
         program: Of the network.
@@ -54,8 +64,12 @@ class DecisionPilot(AbstractPilot):
         """None before the first sample."""
         self.temperature = np.float32(1)
         """What logits are divided by."""
+        self.bias = np.zeros(0, np.float32)
+        """[decisions] What is added to them before."""
         self.ring: deque[Sample] = deque(maxlen=RING)
         """The last steps."""
+        self.surprise = 2 * CERTAIN
+        """Cross-entropy of a decision that was foreseen as steps began, decayed."""
         self._random = np.random.default_rng(seed)
         self._seed = seed
         self._foreseen: deque[tuple[Floats, Floats]] = deque(maxlen=RING)  # logits and what came of them
@@ -65,20 +79,22 @@ class DecisionPilot(AbstractPilot):
 
     # ------------------------------------------------------------------ features
 
-    def _fill(self, row: Floats, sample: Sample, asked: int) -> None:
+    def _fill(self, row: Floats, sample: Sample, asked: int) -> Floats | None:
         """What is known of a sample then: embedding, sizes and their logarithms; and of a network that hands numbers
-        to the host whether it has, the hidden state, and what is resolved."""
+        to the host whether it has, the hidden state, and what is resolved, which is returned."""
         embedding, sizes = sample.embedding, np.array(sample.sizes, np.float32)
         end = len(embedding) + 2 * len(sizes)
         row[: len(embedding)] = embedding
         row[len(embedding) : len(embedding) + len(sizes)] = sizes
         row[len(embedding) + len(sizes) : end] = np.log1p(np.abs(sizes))
         row[end:] = 0
-        if asked and self._hidden:
-            row[end] = 1
-            row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
-            known = self._known(sample, asked)
-            row[end + 1 + self._hidden : end + 1 + self._hidden + len(known)] = known
+        if not (asked and self._hidden):
+            return None
+        known = self._known(sample, asked)
+        row[end] = 1
+        row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
+        row[end + 1 + self._hidden : end + 1 + self._hidden + len(known)] = known
+        return known
 
     def _known(self, sample: Sample, asked: int) -> Floats:
         return self.program.known_after(sample.path, int(sample.asked_at[asked - 1]) + 2)
@@ -94,6 +110,7 @@ class DecisionPilot(AbstractPilot):
         grown = max(decisions, 1) - self.mlp.widths[-1]
         if grown > 0:
             self.mlp.widen(self.mlp.widths[0] + (grown if self._hidden else 0), max(decisions, 1))
+        self.bias = np.concatenate([self.bias, np.zeros(max(decisions, 1) - len(self.bias), np.float32)])
         self.redirects = bool(self._hidden)
         if len(self._row) != self.mlp.widths[0]:
             self._row = np.zeros(self.mlp.widths[0], np.float32)
@@ -105,14 +122,13 @@ class DecisionPilot(AbstractPilot):
         """Of what is resolved it is certain."""
         if self.mlp is None:
             return Foresight(np.full(self.program.decisions, 0.5, np.float32))
-        self._fill(self._row, sample, asked)
-        logits = self.mlp.one(self._row)
+        known = self._fill(self._row, sample, asked)
+        logits = self.mlp.one(self._row) + self.bias
         if not asked:
-            self._upfront = (sample, logits.copy())
+            self._upfront = (sample, logits)
         found = sigmoid(logits / self.temperature)
-        if asked and self._hidden:
-            known = self._known(sample, asked)
-            np.copyto(found[: len(known)], known > OPEN, where=known != OPEN)
+        if known is not None:
+            np.copyto(found, known > OPEN, where=known != OPEN)
         return Foresight(found)
 
     # ------------------------------------------------------------------ learning
@@ -125,13 +141,14 @@ class DecisionPilot(AbstractPilot):
         self.ring.append(sample)
         if len(self.ring) == REPLAYED and not mlp.mean.any():
             mlp.standardize(self._rows(list(self.ring))[0])
-        if len(self.ring) >= REPLAYED:
+        rate = RATE * min(self.surprise / CERTAIN - 1, 1.0)
+        for _ in range(REPEATS if len(self.ring) >= REPLAYED and rate > 0 else 0):
             chosen = [sample, *(self.ring[one] for one in self._random.integers(0, len(self.ring), REPLAYED - 1))]
             asked = [int(self._random.integers(0, len(one.hidden) + 1)) if self._hidden else 0 for one in chosen]
             features, targets, counts = self._rows(chosen, asked)
-            mlp.learn(features, targets, counts, loss="logits", rule="adam", rate=RATE / 3)
+            mlp.learn(features, targets, counts, loss="logits", rule="adam", rate=rate)
 
-    def fit(self, samples: Sequence[Sample], *, epochs: int = 40) -> None:
+    def fit(self, samples: Sequence[Sample], *, epochs: int = 8) -> None:
         """Learn from many samples at once, the last of which fill the ring."""
         if not samples:
             return
@@ -148,6 +165,7 @@ class DecisionPilot(AbstractPilot):
                 chosen = order[batch * ROWS : (batch + 1) * ROWS]
                 mlp.learn(features[chosen], targets[chosen], counts[chosen], loss="logits", rule="adam", rate=rate)
         self.ring.extend(samples)
+        self.surprise = CERTAIN
 
     def _rows(self, samples: Sequence[Sample], asked: Sequence[int] | None = None) -> tuple[Floats, Floats, Floats]:
         """Features, bits and which bits were open: of every moment of every sample, or of one moment each."""
@@ -170,8 +188,13 @@ class DecisionPilot(AbstractPilot):
         """What was foreseen of it, before it is learned."""
         if self._upfront is None or self._upfront[0] is not sample:
             return
-        bits = self.program.bits(sample.path)
-        self._foreseen.append((self._upfront[1][: len(bits)], bits[: len(self._upfront[1])]))
+        bits, logits = self.program.bits(sample.path), self._upfront[1]
+        both = min(len(bits), len(logits))
+        self._foreseen.append((logits[:both], bits[:both]))
+        if both:
+            loss = float(_cross_entropy(logits[:both], bits[:both]))
+            self.surprise += SURPRISE * (loss - self.surprise)
+        self.bias[:both] += FOLLOWING * (bits[:both] - sigmoid(logits[:both]))
         self._upfront = None
         if len(self._foreseen) >= REPLAYED and len(self.ring) % CALIBRATED_AFTER == 0:
             self.calibrate()
@@ -182,5 +205,10 @@ class DecisionPilot(AbstractPilot):
             return
         logits = np.concatenate([one for one, _ in self._foreseen])
         bits = np.concatenate([one for _, one in self._foreseen])
-        losses = [float((np.logaddexp(0, logits / one) - bits * logits / one).mean()) for one in TEMPERATURES]
+        losses = [float(_cross_entropy(logits / one, bits)) for one in TEMPERATURES]
         self.temperature = TEMPERATURES[int(np.argmin(losses))]
+
+
+def _cross_entropy(logits: Floats, bits: Floats) -> np.floating:
+    """Mean, in nats."""
+    return (np.logaddexp(np.float32(0), logits) - bits * logits).mean()
