@@ -214,9 +214,8 @@ class PathRecorder:
         forward.signatures.append(signature)
         forward.operands += read
         forward.starts.append(len(forward.operands))
-        if op.asks:
-            state = forward.state
-            forward.hidden.append(np.zeros_like(forward.embedding) if state is None else _mean(state))
+        if op.asks and forward.embedding is not None:
+            forward.hidden.append(forward.embedding if forward.state is None else _mean(forward.state))
             forward.asked_at.append(number)
 
 

@@ -106,7 +106,7 @@ def sizes(batch: Batch) -> tuple[float, ...]:
 
 def build(
     seed: int = 0, *, width: int = 32, layers: int = 12, heads: int = 4, batch: int = 1, longest: int = 80,
-    target: float = 0.5,
+    target: float = 0.5, trained: int = 0,
 ) -> Workload:  # fmt: skip
     """The gated BERT with AdamW.
 
@@ -116,13 +116,19 @@ def build(
         batch: Docstrings in a batch; a gate decides for all of them together.
         longest: Bytes of the longest docstring that takes part.
         target: The share of samples for which each gate is held open.
+        trained: Steps of training that come before, on other samples, for who wants a network that stays as it is.
     """
     seed_everything(seed)
     model = VarBert(width=width, layers=layers, heads=heads, longest=longest, target=target)
-    given = partial(batches, seed=seed, batch=batch, longest=longest)
-    first = given(SETTLING)
-    settle(model, lambda: loss(model, next(first)))
-    return Workload(
-        name=NAME, model=model, optimizers=(torch.optim.AdamW(groups(model, 1e-3)),), batches=given, loss=loss,
+    workload = Workload(
+        name=NAME, model=model, optimizers=(torch.optim.AdamW(groups(model, 1e-3)),), loss=loss,
+        batches=partial(batches, seed=seed, batch=batch, longest=longest),
         dynamism=Dynamism(base=BaseType.TRANSFORMER, embedding="embedding", sizes=sizes),
     )  # fmt: skip
+    before = batches(2 * SETTLING + trained, seed=seed + 1, batch=batch, longest=longest)
+    settle(model, lambda: loss(model, next(before)))
+    if trained:
+        for given in islice(before, trained):
+            workload.train_step(given)
+        settle(model, lambda: loss(model, next(before)))
+    return workload
