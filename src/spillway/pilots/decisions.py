@@ -8,11 +8,12 @@ hidden state that was re-directed at the last decision (section IV-C re-directs 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Mapping, Sequence
+from typing import Final, Self, final
 
 import numpy as np
 
+from spillway.errors import UsageError
 from spillway.pilots.mlp import Mlp, sigmoid
 from spillway.pilots.paths import Floats, Sample
 from spillway.pilots.pilot import AbstractPilot, Foresight
@@ -198,6 +199,36 @@ class DecisionPilot(AbstractPilot):
         self._upfront = None
         if len(self._foreseen) >= REPLAYED and len(self.ring) % CALIBRATED_AFTER == 0:
             self.calibrate()
+
+    # ------------------------------------------------------------------ files
+
+    def settings(self) -> dict[str, int]:
+        """The numbers that `of_arrays` needs beside the arrays."""
+        return {"width": self.width, "hidden": self._hidden}
+
+    def arrays(self) -> dict[str, Floats]:
+        """What it has learned. Raises UsageError if that is nothing."""
+        if self.mlp is None:
+            raise UsageError("The decision pilot has learned nothing: train it before it is written.")
+        ends = {"bias": self.bias, "calibration": np.array([self.temperature, self.surprise], np.float32)}
+        return {**self.mlp.arrays("mlp"), **ends}
+
+    @classmethod
+    def of_arrays(cls, program: Program, arrays: Mapping[str, Floats], settings: Mapping[str, int]) -> Self:
+        """The pilot that `arrays` and `settings` are of. Raises ValueError if they do not fit the program."""
+        made = cls(program, width=settings.get("width", 0))
+        made.mlp = Mlp.of_arrays("mlp", arrays)
+        made._hidden = settings.get("hidden", 0)
+        made.redirects = bool(made._hidden)
+        made.bias, ends = arrays.get("bias", np.zeros(0)), arrays.get("calibration", np.zeros(0))
+        outputs, inner = made.mlp.widths[-1], made.mlp.widths[1:-1]
+        if outputs != max(program.decisions, 1) or made.bias.shape != (outputs,) or ends.shape != (2,):
+            raise ValueError(f"a pilot of {outputs} decisions cannot serve an architecture of {program.decisions}")
+        if inner != (made.width, made.width):
+            raise ValueError(f"the hidden layers are {inner} wide, and not {made.width}")
+        made.temperature, made.surprise = ends[0], float(ends[1])
+        made._row = np.zeros(made.mlp.widths[0], np.float32)
+        return made
 
     def calibrate(self) -> None:
         """Take the temperature under which what was foreseen of the last steps has the least cross-entropy."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Final, final
 
@@ -12,7 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spillway.costs.device import Device
+from spillway.costs.roofline import SHARES, kind_of, work_seconds
 from spillway.errors import UsageError
+from spillway.ir.step import Op, Phase
+from spillway.pilots.architecture import Architecture
 from spillway.pilots.paths import Sample
 from spillway.pilots.pilot import AbstractPilot, Foresight
 from spillway.pilots.prefetching import Fetched, Forward, fetched, on_demand
@@ -83,6 +86,18 @@ class Record:
     """What they cost together."""
     last: deque[Misprediction] = field(default_factory=lambda: deque(maxlen=LISTED))
     """The last of them."""
+
+
+def modelled_seconds(architecture: Architecture, device: Device) -> NDArray[np.float64]:
+    """[signatures] What an op of each takes on a device, by its roofline."""
+    found = []
+    for one in architecture.signatures:
+        op = Op(
+            number=0, name=one.name, phase=Phase.FORWARD, reads=(), creates=(0,) if one.created else (),
+            flops=one.flops, traffic=one.traffic,
+        )  # fmt: skip
+        found.append(work_seconds(SHARES[kind_of(op)], one.flops, one.traffic, device))
+    return np.array(found, np.float64)
 
 
 @final

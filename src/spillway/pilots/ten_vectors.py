@@ -20,12 +20,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from typing import Final, final
+from collections.abc import Mapping, Sequence
+from typing import Final, Self, final
 
 import numpy as np
 
 from spillway.costs.device import Device
+from spillway.errors import UsageError
 from spillway.pilots.blocks import Cuts, Touches, max_fill, search_blocks
 from spillway.pilots.idioms import nine_vectors
 from spillway.pilots.mlp import Mlp
@@ -233,3 +234,41 @@ class PublishedPilot(AbstractPilot):
                     features[chosen], targets[chosen], counts[: len(chosen)], loss="squares", rule="sgd", rate=RATE
                 )
         self.mlps[base] = mlp
+
+    # ------------------------------------------------------------------ files
+
+    def settings(self) -> dict[str, int]:
+        """The numbers that `of_arrays` needs beside the arrays."""
+        return {"allowed": self.allowed, "width": self.width, "cache": int(self.cache)}
+
+    def arrays(self) -> dict[str, Floats]:
+        """What it has learned. Raises UsageError if that is nothing."""
+        if not self.mlps:
+            raise UsageError("The published pilot has learned nothing: train it before it is written.")
+        perceptrons = [mlp.arrays(base.value) for base, mlp in self.mlps.items()]
+        numbers = np.array([path.number for path in self._paths], np.float32)
+        ends = {
+            "mean": self._mean, "deviation": self._deviation, "afm": self._afm, "labels": self._labels, "paths": numbers,
+        }  # fmt: skip
+        return {name: array for one in (*perceptrons, ends) for name, array in one.items()}
+
+    @classmethod
+    def of_arrays(cls, program: Program, arrays: Mapping[str, Floats], settings: Mapping[str, int]) -> Self:
+        """The pilot that `arrays` and `settings` are of. Raises ValueError if they do not fit the program."""
+        made = cls(
+            program, allowed=settings.get("allowed", 0), width=settings.get("width", 0),
+            cache=bool(settings.get("cache", 1)),
+        )  # fmt: skip
+        made.mlps = {base: Mlp.of_arrays(base.value, arrays) for base in BaseType if f"{base.value}.layer0" in arrays}
+        outputs, lacking = BLOCKS * TEN, np.zeros(0, np.float32)
+        made._mean, made._deviation = arrays.get("mean", lacking), arrays.get("deviation", lacking)
+        made._afm, labels = arrays.get("afm", lacking), arrays.get("labels", lacking)
+        numbers, known = arrays.get("paths", lacking), program.architecture.paths
+        shapes = {made._mean.shape, made._deviation.shape, *((mlp.widths[-1],) for mlp in made.mlps.values())}
+        if shapes != {(outputs,)} or not made.mlps or labels.shape != (len(numbers), outputs):
+            raise ValueError(f"labels of {outputs} numbers are needed, and these arrays have {sorted(shapes)}")
+        if not all(0 <= number < len(known) for number in numbers.tolist()) or not (made._deviation > 0).all():
+            raise ValueError("labels are of paths that are not listed, or do not vary as they should")
+        for label, number in zip(labels, numbers.tolist(), strict=True):
+            made.know(label, known[int(number)])
+        return made
