@@ -16,7 +16,7 @@ from spillway.units import Bytes
 Group: TypeAlias = int
 """Parameters that are used together, numbered from 0."""
 Uses: TypeAlias = tuple[Sequence[int], Sequence[Group]]
-"""Ranks of ops, ascending where a path keeps to program order, and the group that each begins to use."""
+"""Ranks of ops, never falling, and the group that each begins to use."""
 
 RUNS: Final = np.float32(1)
 SKIPPED: Final = np.float32(-1)
@@ -157,9 +157,9 @@ class Program:
         return found
 
     def uses_of(self, path: ResolvedPath) -> Uses:
-        """The groups that a known path uses, behind the ranks of their ops."""
+        """The groups that a known path uses, behind the highest rank that it has reached by then."""
         visits = self.visits(path)
-        return self.rank[path.keys[list(visits.ops)]].tolist(), visits.groups
+        return np.maximum.accumulate(self.rank[path.keys[list(visits.ops)]]).tolist(), visits.groups
 
     def uses_where(self, runs: Floats) -> Uses:
         """The same in program order for what always runs and the parts whose [decisions] is above one half."""

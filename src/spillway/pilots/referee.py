@@ -26,6 +26,8 @@ DECAY: Final = 0.98
 """What is left of a score after a step: the last fifty count."""
 LISTED: Final = 256
 """Mispredictions that are kept."""
+AS_GOOD: Final = 0.99
+"""Pilots that spare this share of what the best one does are as good; the one that is right more often acts."""
 ON_DEMAND: Final = "on demand"
 """Who acts where fetching ahead has made stalls longer, whoever foresaw."""
 
@@ -56,6 +58,8 @@ class Standing:
     """Stalls that it would have spared in a step, decayed: `DECAY`."""
     spared_seconds: Seconds = 0.0
     """Stalls that it would have spared in all steps."""
+    recent: float = 0.0
+    """Share of steps that were as expected, decayed likewise."""
     steps: int = 0
     """Steps that it was judged in."""
     exact: int = 0
@@ -134,10 +138,13 @@ class Referee:
     def acting(self) -> AbstractPilot | None:
         """Who acts now; None if nobody would have spared anything in the last steps, and groups come on demand."""
         first = self.pilots[0]
-        best = max(self.pilots, key=lambda pilot: self.standings[pilot.name].score)  # the first of equals
         if not self.standings[first.name].steps:
             return first
-        return best if self.standings[best.name].score > 0 else None
+        most = max(standing.score for standing in self.standings.values())
+        if most <= 0:
+            return None
+        good = [pilot for pilot in self.pilots if self.standings[pilot.name].score >= AS_GOOD * most]
+        return max(good, key=lambda pilot: self.standings[pilot.name].recent)  # the first of equals
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight | None:
         """What who acts expects (`AbstractPilot.foresee`); None if nobody acts."""
@@ -162,6 +169,7 @@ class Referee:
         self.record.known_seconds += known
         for standing in self.standings.values():
             standing.score *= DECAY
+            standing.recent *= DECAY
         for pilot in self.pilots:
             foreseen = self._foresights(pilot, sample)
             moments = [(at, foresight.uses(self.program)) for at, foresight in foreseen]
@@ -173,6 +181,7 @@ class Referee:
             standing.spared_seconds += demanded - found
             standing.steps += 1
             standing.exact += not wrong
+            standing.recent += (1 - DECAY) * (not wrong)
             if pilot is acting:
                 stalls = found
                 standing.acted += 1
@@ -211,7 +220,7 @@ class Referee:
             nbytes=program.nbytes, room=self.room,
         )  # fmt: skip
         self._ops = visits.ops
-        return forward, program.rank[sample.path.keys[list(visits.ops)]].tolist()
+        return forward, list(program.uses_of(sample.path)[0])
 
     def _run(self, forward: Forward, ranks: Sequence[int], moments: Sequence[tuple[int, Uses]]) -> Fetched:
         """The forward with what was foreseen at those ops."""
