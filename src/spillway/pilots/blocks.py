@@ -27,6 +27,9 @@ Cuts: TypeAlias = Sequence[int]
 CANDIDATES: Final = 72
 """Places at which `search_blocks` may cut, besides those of `max_fill`."""
 
+FINEST: Final = (2, 4, 8, 16, 32, 64)
+"""Shares of the memory that `keeping_blocks` tries, as what one is divided by."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,8 @@ class Touches:
     """[storages]"""
     there: NDArray[np.bool_]
     """[storages]: whether it exists before the step."""
-    stays: NDArray[np.bool_]
-    """[storages]: whether it exists after the step."""
+    until: NDArray[np.int64]
+    """[storages]: the op from which on it is dead; more than the number of ops if it outlives the step."""
 
     @classmethod
     def of_step(cls, step: Step) -> Self:
@@ -65,7 +68,9 @@ class Touches:
             seconds=np.array([op.seconds for op in step.ops], np.float64),
             nbytes=np.array([info.nbytes for info in step.storages], np.int64),
             there=np.array([info.present_at_start for info in step.storages], bool),
-            stays=np.array([info.present_at_end for info in step.storages], bool),
+            until=np.array(
+                [len(step.ops) + 1 if one.present_at_end else one.alive_until for one in step.storages], np.int64
+            ),
         )  # fmt: skip
 
     @property
@@ -82,12 +87,13 @@ class Touches:
         return first, last
 
 
-def max_fill(touches: Touches, most: Bytes) -> list[int]:
-    """Blocks that each take ops until the distinct storages that they touch would pass `most` bytes.
+def max_fill(touches: Touches, most: Bytes, *, alone: Bytes | None = None) -> list[int]:
+    """Blocks that each take ops until the distinct storages that they touch would pass `most` bytes. O(touches).
 
-    O(touches). Raises BudgetInfeasible, with twice what it touches, for an op that alone touches more: with two
-    buffers `most` is half of the memory.
+    With two buffers `most` is half of the memory. Where memory is not halved, an op that alone touches more may be a
+    block of its own, up to `alone` bytes. Raises BudgetInfeasible for an op that touches more than that.
     """
+    limit, times = (most, 2) if alone is None else (max(alone, most), 1)
     starts, storages, nbytes = touches.starts.tolist(), touches.storages.tolist(), touches.nbytes.tolist()
     cuts, inside, filled = [0], set[int](), 0
     for op in range(touches.ops):
@@ -98,17 +104,18 @@ def max_fill(touches: Touches, most: Bytes) -> list[int]:
             cuts.append(op)
             inside, new = set(), touched
             filled, more = 0, sum([nbytes[one] for one in touched])
-        if filled + more > most:
+        if filled + more > limit:
             raise BudgetInfeasible(
-                needed=2 * more, allowed=2 * most, op="an op in one of two buffers", op_index=op,
-                smallest_budget=2 * _largest_op(touches), exact=True,
+                needed=times * more, allowed=times * limit, op="a block of one op", op_index=op,
+                smallest_budget=times * largest_op(touches), exact=True,
             )  # fmt: skip
         inside.update(new)
         filled += more
     return [*cuts, touches.ops]
 
 
-def _largest_op(touches: Touches) -> Bytes:
+def largest_op(touches: Touches) -> Bytes:
+    """The most bytes that one op touches."""
     sums = np.add.reduceat(np.append(touches.nbytes[touches.storages], 0), touches.starts[:-1])
     return int(np.where(np.diff(touches.starts) > 0, sums, 0).max(initial=0))
 
@@ -143,7 +150,7 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
         behind, written = (np.stack([sets[i, j][which] for i in before]) for which in (0, 1))
         ahead = np.stack([sets[j, k][0] for k in after])
         old = nbytes * (touches.there | (first < places[j]))
-        alive = nbytes * (touches.stays | (last >= places[j]))
+        alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))
         lacking = ahead @ old - (behind * old) @ ahead.T
         leaving = ((written * alive).sum(axis=1)[:, None]) - (written * alive) @ ahead.T
         link = lacking / device.in_per_second + leaving / device.out_per_second
@@ -162,6 +169,16 @@ def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int
     return min(
         (found, filled), key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds
     )
+
+
+def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
+    """The cuts by `max_fill` into half the memory, a quarter and so on to `FINEST` that take the least time where memory
+    is not halved (`block_times`): small blocks leave room for what is used again soon.
+
+    Raises BudgetInfeasible for an op that touches more than is allowed.
+    """
+    tried = [max_fill(touches, allowed // share, alone=allowed) for share in FINEST]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, allowed, device, double_buffer=False).seconds)
 
 
 def _quantiles(touches: Touches, count: int) -> Iterator[int]:
@@ -233,7 +250,7 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
         link = out / device.out_per_second + back / device.in_per_second
         link += device.copy_seconds * ((out > 0) + (back > 0))
         clock += max(float(computed[number]), link)
-        run.forget(block, number)
+        run.forget(cuts[number + 1])
     total = float(touches.seconds.sum())
     return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
 
@@ -253,7 +270,7 @@ class _Run:
 
     def __init__(self, touches: Touches, allowed: Bytes, uses: dict[int, list[int]]) -> None:
         self._nbytes = touches.nbytes.tolist()
-        self._stays = touches.stays.tolist()
+        self._until = touches.until.tolist()
         self._allowed = allowed
         self._uses = uses
         self._hosted = set(np.flatnonzero(touches.there).tolist())  # those of which host memory has these bytes
@@ -303,10 +320,9 @@ class _Run:
         """Host memory's bytes of these are old."""
         self._hosted -= storages
 
-    def forget(self, block: set[int], number: int) -> None:
-        """What dies with block `number` is gone."""
-        dead = {one for one in block if not self._stays[one] and self._next(one, number) == float("inf")}
-        self._present -= dead
+    def forget(self, op: int) -> None:
+        """What is dead before that op is gone."""
+        self._present -= {one for one in self._present if self._until[one] <= op}
 
     def _sum(self, storages: set[int]) -> Bytes:
         nbytes = self._nbytes
