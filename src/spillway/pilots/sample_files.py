@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway.errors import FileFormatError
-from spillway.ir.reading import fault_in, lines_of, read_fields, read_value, shown
+from spillway.ir.reading import fault_in, lines_of, read_fields, shown
 from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
 from spillway.ir.step_files import replace_whole
 from spillway.pilots.architecture import Architecture
@@ -235,7 +235,7 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
 
 def _numbers(text: str, what: str, *, below: int | None = None) -> Numbers:
     found = _array(text, "<i4", what)
-    if below is not None and len(found) and not (0 <= int(found.min()) and int(found.max()) < below):
+    if below is not None and len(found) and not (int(found.min()) >= 0 and int(found.max()) < below):
         raise ValueError(f"{what} name what is not listed")
     return found
 
