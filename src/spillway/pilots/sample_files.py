@@ -3,7 +3,7 @@
     {"format":"spillway-samples","version":1,"network":"var-bert","base":"transformer","facts":{...},
      "paths":2,"samples":3}
     {"parameters":[["embedding.tokens.weight",33152]],"ops":[["embedding",0,0,"aten.embedding.default",[0]]],
-     "signatures":[["aten.embedding.default",[259,32,0],4096,0,8704]]}
+     "signatures":[["aten.embedding.default",[259,32,0],4096,0,8704]],"statements":{"":["if is_open"]}}
     {"path":0,"keys":"...","starts":"...","operands":"..."}
     {"sample":0,"path":0,"sizes":[39.0,6.0],"loss":5.6,"embedding":"...","signatures":"...","asked_at":"...",
      "hidden":"..."}
@@ -80,10 +80,8 @@ def read_samples(path: str | PathLike[str]) -> RecordedSamples:
     for number, line in lines:
         with fault_in(path, number):
             record, checksum = unsealed(line, checksum)
-            if number == 2:
-                _learn_tables(architecture, read_fields(_Tables, record, "second line"))
-            elif number <= 2 + first.paths:
-                _learn_path(architecture, read_fields(_Path, record, "path"))
+            if number <= 2 + first.paths:
+                learn_record(architecture, record, tables=number == 2)
             else:
                 samples.append(_sample(architecture, read_fields(_Sample, record, "sample")))
     if (len(architecture.paths), len(samples)) != (first.paths, first.samples):
@@ -104,25 +102,31 @@ def _records(recorded: RecordedSamples) -> Iterator[dict[str, Any]]:
         "format": FORMAT, "version": VERSION, "network": known.network, "base": known.base.value,
         "facts": dict(recorded.facts), "paths": len(known.paths), "samples": len(recorded.samples),
     }  # fmt: skip
+    yield from architecture_records(known)
+    for sample in recorded.samples:
+        yield {
+            "sample": sample.step, "path": sample.path.number, "sizes": list(sample.sizes), "loss": sample.loss,
+            "embedding": text_of(sample.embedding), "signatures": text_of(sample.signatures),
+            "asked_at": text_of(sample.asked_at), "hidden": text_of(sample.hidden),
+        }  # fmt: skip
+
+
+def architecture_records(known: Architecture) -> Iterator[dict[str, Any]]:
+    """The second line and those of the paths, for every file that begins with an architecture."""
     yield {
         "parameters": [[one.name, one.nbytes] for one in known.parameters],
         "ops": [[op.site.module, op.site.call, op.site.op, op.name, list(op.parameters)] for op in known.ops],
         "signatures": [[one.name, list(one.dims), one.created, one.flops, one.traffic] for one in known.signatures],
+        "statements": {module: list(heads) for module, heads in known.statements.items()},
     }
     for path in known.paths:
         yield {
-            "path": path.number, "keys": _text(path.keys), "starts": _text(path.starts),
-            "operands": _text(path.operands),
-        }  # fmt: skip
-    for sample in recorded.samples:
-        yield {
-            "sample": sample.step, "path": sample.path.number, "sizes": list(sample.sizes), "loss": sample.loss,
-            "embedding": _text(sample.embedding), "signatures": _text(sample.signatures),
-            "asked_at": _text(sample.asked_at), "hidden": _text(sample.hidden),
+            "path": path.number, "keys": text_of(path.keys), "starts": text_of(path.starts),
+            "operands": text_of(path.operands),
         }  # fmt: skip
 
 
-def _text(array: npt.NDArray[Any]) -> str:
+def text_of(array: npt.NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
@@ -165,6 +169,7 @@ class _Tables:
     parameters: list[ParameterStorage]
     ops: list[_Operation]
     signatures: list[_Shapes]
+    statements: dict[str, list[str]]
 
 
 @final
@@ -189,7 +194,16 @@ class _Sample:
     hidden: str
 
 
+def learn_record(architecture: Architecture, record: dict[str, Any], *, tables: bool) -> None:
+    """Learn what `architecture_records` gave: the tables, or a path. Raises ValueError for anything else."""
+    if tables:
+        _learn_tables(architecture, read_fields(_Tables, record, "second line"))
+    else:
+        _learn_path(architecture, read_fields(_Path, record, "path"))
+
+
 def _learn_tables(architecture: Architecture, tables: _Tables) -> None:
+    architecture.statements.update((module, tuple(heads)) for module, heads in tables.statements.items())
     for parameter in tables.parameters:
         architecture.parameter(parameter)
     for op in tables.ops:
@@ -220,7 +234,7 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
     if given.path >= len(architecture.paths):
         raise ValueError(f"sample {given.sample} took path {given.path}, which is not listed")
     path: ResolvedPath = architecture.paths[given.path]
-    embedding, hidden = (_array(text, "<f4", what) for text, what in
+    embedding, hidden = (array_of(text, "<f4", what) for text, what in
                          ((given.embedding, "embedding"), (given.hidden, "hidden")))  # fmt: skip
     asked_at = _numbers(given.asked_at, "asked_at", below=len(path))
     signatures = _numbers(given.signatures, "signatures", below=len(architecture.signatures))
@@ -234,13 +248,14 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
 
 
 def _numbers(text: str, what: str, *, below: int | None = None) -> Numbers:
-    found = _array(text, "<i4", what)
-    if below is not None and len(found) and not (int(found.min()) >= 0 and int(found.max()) < below):
+    found = array_of(text, "<i4", what)
+    if below is not None and len(found) and not (0 <= int(found.min()) and int(found.max()) < below):
         raise ValueError(f"{what} name what is not listed")
     return found
 
 
-def _array(text: str, dtype: str, what: str) -> npt.NDArray[Any]:
+def array_of(text: str, dtype: str, what: str) -> npt.NDArray[Any]:
+    """What `text_of` gave, `what` for errors. Raises ValueError for what is none."""
     try:
         content = base64.b64decode(text, validate=True)
         return np.frombuffer(content, dtype).astype(dtype[1:])
