@@ -23,7 +23,9 @@ from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, Progra
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 from spillway.units import format_bytes, format_seconds
 
-app: Final = typer.Typer(help="Train a pilot of a dynamic network ahead of its runs, or show one.", no_args_is_help=True)
+app: Final = typer.Typer(
+    help="Train a pilot of a dynamic network ahead of its runs, or show one.", no_args_is_help=True
+)
 
 Device = Annotated[str, typer.Option(help="The device on which fetches ahead are judged.")]
 Room = Annotated[str, typer.Option(help="Of it for parameters: bytes, 1GiB, or a share of all parameters.")]
@@ -155,9 +157,7 @@ def _print(document: dict[str, Any], judged: dict[str, Any] | None, *, json: boo
     for head in ("pilot", "as expected", "stalls spared", "acted"):
         table.add_column(head, justify="left" if head == "pilot" else "right")
     for one in judged["standings"]:
-        table.add_row(
-            one["pilot"], f"{one['hit_rate']:.1%}", format_seconds(one["spared_seconds"]), str(one["acted"])
-        )
+        table.add_row(one["pilot"], f"{one['hit_rate']:.1%}", format_seconds(one["spared_seconds"]), str(one["acted"]))
     console.print(table)
     stalls, demanded, known = (
         format_seconds(judged[f"{what}_seconds"]) for what in ("stall", "on_demand", "known")

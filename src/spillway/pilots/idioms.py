@@ -1,9 +1,9 @@
 """Ops as the paper's nine numbers: how often each of six idioms occurs, and three sums of dimensions (section IV-A).
 
 The idioms are transpose, gather, scatter, reduction, stream and stencil. Counts of `PUBLISHED` are those of the table
-that the authors published, by ATen's names; matmul is the paper's Fig. 3. The table disagrees with the text where ops in
-place are gathers and `cat` and `clone` are nothing at all; it stands as it is. It has no entries for most of what ATen
-runs in a step of today, so that `ADDED` is Spillway's. All other ops are taken for pointwise: one stream.
+that the authors published, by ATen's names; matmul is the paper's Fig. 3. The table disagrees with the text where ops
+in place are gathers and `cat` and `clone` are nothing at all; it stands as it is. It has no entries for most of what
+ATen runs in a step of today, so that `ADDED` is Spillway's. All other ops are taken for pointwise: one stream.
 """
 
 from __future__ import annotations
@@ -30,24 +30,29 @@ def _of_each(*rows: tuple[str, Counts]) -> Mapping[str, Counts]:
 PUBLISHED: Final = _of_each(
     ("cat clone diag", _NOTHING),
     ("convolution", (0, 1, 0, 1, 1, 2)),
-    ("_convolution _convolution_mode", (0, 1, 0, 1, 2, 2)),
+    ("_convolution _convolution_mode _convolution_nogroup", (0, 1, 0, 1, 2, 2)),
     ("conv1d conv2d conv3d", (0, 0, 0, 0, 1, 0)),
     ("conv_tbc conv_tbc_backward", (1, 1, 0, 1, 1, 2)),
     ("conv_transpose1d conv_transpose2d conv_transpose3d", (1, 1, 0, 1, 2, 2)),
-    ("cudnn_convolution cudnn_convolution_backward", (0, 1, 0, 1, 2, 2)),
-    ("cudnn_convolution_transpose", (1, 1, 0, 1, 2, 2)),
+    ("cudnn_convolution cudnn_convolution_backward cudnn_convolution_backward_weight", (0, 1, 0, 1, 2, 2)),
+    ("cudnn_convolution_transpose cudnn_convolution_transpose_backward", (1, 1, 0, 1, 2, 2)),
     ("cudnn_convolution_relu", (0, 1, 0, 1, 3, 2)),
     ("cudnn_convolution_add_relu", (0, 1, 0, 2, 3, 2)),
     ("mkldnn_convolution mkldnn_convolution_backward", (0, 1, 0, 1, 2, 2)),
+    ("mkldnn_convolution_backward_input mkldnn_convolution_backward_weights", (0, 1, 0, 1, 2, 2)),
     ("miopen_convolution miopen_convolution_backward", (0, 1, 0, 1, 2, 2)),
     ("slow_conv_transpose2d slow_conv_transpose3d", (1, 1, 0, 1, 2, 2)),
-    ("thnn_conv2d _slow_conv2d_forward _slow_conv2d_backward", (0, 1, 0, 1, 3, 2)),
+    ("slow_conv_transpose2d_backward slow_conv_transpose3d_backward", (1, 1, 0, 1, 2, 2)),
+    ("thnn_conv2d thnn_conv2d_forward thnn_conv2d_backward", (0, 1, 0, 1, 3, 2)),
+    ("_slow_conv2d_forward _slow_conv2d_backward", (0, 1, 0, 1, 3, 2)),  # as they are called today
+    ("thnn_conv_depthwise2d thnn_conv_depthwise2d_forward thnn_conv_depthwise2d_backward", (1, 1, 0, 1, 3, 2)),
     ("_conv_depthwise2d", (1, 1, 0, 1, 3, 2)),
-    ("conv_depthwise3d", (1, 1, 0, 1, 2, 2)),
-    ("slow_conv3d slow_conv3d_forward", (0, 1, 0, 1, 2, 3)),
+    ("conv_depthwise3d conv_depthwise3d_backward", (1, 1, 0, 1, 2, 2)),
+    ("slow_conv3d slow_conv3d_forward slow_conv3d_backward", (0, 1, 0, 1, 2, 3)),
     ("slow_conv_dilated2d slow_conv_dilated3d", (0, 1, 0, 1, 2, 2)),
+    ("slow_conv_dilated2d_backward slow_conv_dilated3d_backward", (0, 1, 0, 1, 2, 2)),
     ("transpose t", (1, 0, 0, 0, 0, 0)),
-    ("fbgemm_linear_int8_weight", (0, 1, 1, 1, 1, 0)),
+    ("fbgemm fbgemm_linear_int8_weight", (0, 1, 1, 1, 1, 0)),
     ("avg_pool1d adaptive_avg_pool1d adaptive_max_pool1d", (0, 0, 0, 1, 0, 1)),
     ("quantized_batch_norm", (0, 1, 0, 1, 0, 0)),
     ("cudnn_batch_norm cudnn_batch_norm_backward", (0, 1, 1, 1, 1, 0)),
@@ -59,7 +64,7 @@ PUBLISHED: Final = _of_each(
     ("gather_backward", (0, 1, 1, 1, 0, 0)),
     ("embedding_backward embedding_dense_backward", (0, 1, 1, 1, 1, 0)),
     ("nll_loss_backward", (0, 1, 0, 0, 0, 0)),
-    ("_prelu_kernel_backward gelu_backward silu_backward", (0, 0, 0, 1, 1, 0)),
+    ("prelu_backward _prelu_kernel_backward gelu_backward silu_backward", (0, 0, 0, 1, 1, 0)),
     ("mse_loss_backward", (0, 1, 1, 1, 1, 0)),
     ("l1_loss_backward", (0, 1, 1, 1, 0, 0)),
     ("sigmoid_backward logit_backward tanh_backward", (0, 0, 0, 1, 1, 0)),
@@ -105,8 +110,8 @@ def counts_of(name: str) -> Counts:
 
 
 def folded(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The three dimensions of a tensor that an op reads. Two and fewer stand as they are, with zeros behind (Fig. 3); of
-    more than three the leading ones are multiplied, on which the paper is silent."""
+    """The three dimensions of a tensor that an op reads. Two and fewer stand as they are, with zeros behind (Fig. 3);
+    of more than three the leading ones are multiplied, on which the paper is silent."""
     match shape:
         case ():
             return 0, 0, 0

@@ -54,9 +54,10 @@ class Site:
     """A place in the code of the forward."""
 
     module: str
-    """Qualified name of the module whose forward runs; empty for the model itself."""
+    """Qualified name of the module whose forward runs, empty for the model itself. Behind a module around it stands
+    which call of that it is, unless it is the first one: `cell[20].of_children`."""
     call: int
-    """Which call of that module in this forward, from 0."""
+    """Which call of that module it is within the call around it, from 0."""
     op: int
     """Which op of that call, from 0; ops of modules called within are theirs."""
 

@@ -48,7 +48,9 @@ class Program:
         self.version = -1
         """Changes when parts, ranks or groups do."""
         self._seen = 0
-        self._after: dict[int, int] = {-1: -1}  # by op: the next in program order; -1 before the first and after the last
+        self._after: dict[int, int] = {
+            -1: -1
+        }  # by op: the next in program order; -1 before the first and after the last
         self._known: set[int] = set()
         self._bits: dict[int, Floats] = {}
         self._visits: dict[int, Visits] = {}

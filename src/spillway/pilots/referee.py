@@ -194,9 +194,7 @@ class Referee:
         if wrong:
             self.record.mispredictions += 1
             self.record.misprediction_seconds += cost
-            self.record.last.append(
-                Misprediction(step=sample.step, pilot=pilot.name, decisions=wrong, seconds=cost)
-            )
+            self.record.last.append(Misprediction(step=sample.step, pilot=pilot.name, decisions=wrong, seconds=cost))
 
     def _foresights(self, pilot: AbstractPilot, sample: Sample) -> list[tuple[int, Foresight]]:
         """What it foresaw, and from which op of the path on it did."""

@@ -3,7 +3,7 @@
     {"format":"spillway-samples","version":1,"network":"var-bert","base":"transformer","facts":{...},
      "paths":2,"samples":3}
     {"parameters":[["embedding.tokens.weight",33152]],"ops":[["embedding",0,0,"aten.embedding.default",[0]]],
-     "signatures":[["aten.embedding.default",[259,32,0],4096,0,8704]]}
+     "signatures":[["aten.embedding.default",[259,32,0],4096,0,8704]],"statements":{"":["if is_open"]}}
     {"path":0,"keys":"...","starts":"...","operands":"..."}
     {"sample":0,"path":0,"sizes":[39.0,6.0],"loss":5.6,"embedding":"...","signatures":"...","asked_at":"...",
      "hidden":"..."}
@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import binascii
 import gzip
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from spillway.errors import FileFormatError
-from spillway.ir.reading import fault_in, lines_of, read_fields, read_value, shown
+from spillway.ir.reading import fault_in, lines_of, read_fields, shown
 from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
 from spillway.ir.step_files import replace_whole
 from spillway.pilots.architecture import Architecture
@@ -117,6 +117,7 @@ def architecture_records(known: Architecture) -> Iterator[dict[str, Any]]:
         "parameters": [[one.name, one.nbytes] for one in known.parameters],
         "ops": [[op.site.module, op.site.call, op.site.op, op.name, list(op.parameters)] for op in known.ops],
         "signatures": [[one.name, list(one.dims), one.created, one.flops, one.traffic] for one in known.signatures],
+        "statements": {module: list(heads) for module, heads in known.statements.items()},
     }
     for path in known.paths:
         yield {
@@ -168,6 +169,7 @@ class _Tables:
     parameters: list[ParameterStorage]
     ops: list[_Operation]
     signatures: list[_Shapes]
+    statements: dict[str, list[str]]
 
 
 @final
@@ -201,6 +203,7 @@ def learn_record(architecture: Architecture, record: dict[str, Any], *, tables: 
 
 
 def _learn_tables(architecture: Architecture, tables: _Tables) -> None:
+    architecture.statements.update((module, tuple(heads)) for module, heads in tables.statements.items())
     for parameter in tables.parameters:
         architecture.parameter(parameter)
     for op in tables.ops:

@@ -167,8 +167,10 @@ class PublishedPilot(AbstractPilot):
             self.cached += 1
             path = self._mispredicted[key]
         self._foreseen = (sample, key, path)
-        return Foresight(self.program.bits(path), path) if path is not None else Foresight(
-            np.zeros(self.program.decisions, np.float32)
+        return (
+            Foresight(self.program.bits(path), path)
+            if path is not None
+            else Foresight(np.zeros(self.program.decisions, np.float32))
         )
 
     def mapped(self, predicted: Floats) -> ResolvedPath | None:

@@ -21,7 +21,7 @@ from spillway.engines.tensors.ops import OpInfo
 from spillway.errors import UsageError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.private import unheard
-from spillway.pilots.architecture import Architecture
+from spillway.pilots.architecture import Architecture, control_statements
 from spillway.pilots.idioms import folded
 from spillway.pilots.paths import Dynamism, Floats, OpSignature, ParameterStorage, PathOp, Sample, Site
 from spillway.recording.formulas import flops_of, traffic_of
@@ -62,10 +62,16 @@ class _Op:
 class _Call:
     """A module whose forward runs."""
 
-    __slots__ = ("call", "module", "op")
+    __slots__ = ("call", "module", "name", "op")
 
-    def __init__(self, module: str, call: int) -> None:
-        self.module, self.call, self.op = module, call, 0
+    def __init__(self, name: str, module: str, call: int) -> None:
+        self.name, self.module, self.call, self.op = name, module, call, 0
+
+    def within(self, name: str) -> str:
+        """What a site calls the module of that name, if this call makes the call of it."""
+        if not self.module or not name.startswith(f"{self.name}."):
+            return name
+        return f"{self.module}{f'[{self.call}]' if self.call else ''}{name[len(self.name) :]}"
 
 
 @final
@@ -82,7 +88,7 @@ class _Forward:
         self.kept: list[StorageWeakRef] = []
         """As long as these are there no storage has the address of another."""
         self.calls: dict[str, int] = {}
-        self.running = [_Call("", 0)]
+        self.running = [_Call("", "", 0)]
         self.embedding: Floats | None = None
         self.state: torch.Tensor | None = None
         """The last hidden state that a module was given."""
@@ -99,13 +105,19 @@ class PathRecorder:
 
     def __init__(self, workload: Dynamic) -> None:
         if workload.dynamism is None:
-            raise UsageError(f"The workload {workload.name} does the same for every sample: there is no path to record.")
+            raise UsageError(
+                f"The workload {workload.name} does the same for every sample: there is no path to record."
+            )
         self.architecture = Architecture(workload.name, workload.dynamism.base)
         """What was seen so far."""
         self._workload, self._dynamism = workload, workload.dynamism
         self._names = {id(module): name for name, module in workload.model.named_modules()}
         if self._dynamism.embedding not in self._names.values():
             raise UsageError(f"The model of {workload.name} has no module {self._dynamism.embedding!r} that embeds.")
+        for name, module in workload.model.named_modules():
+            own = not type(module).__module__.startswith("torch.nn.")
+            if own and (found := control_statements(type(module).forward)):
+                self.architecture.statements[name] = found
         self._parameters: dict[int, int] = {}
         for name, parameter in workload.model.named_parameters():
             storage = parameter.untyped_storage()
@@ -153,10 +165,11 @@ class PathRecorder:
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         forward = self._forward
-        name = self._names.get(id(module), forward.running[-1].module)
-        call = forward.calls.get(name, 0)
-        forward.calls[name] = call + 1
-        forward.running.append(_Call(name, call))
+        name = self._names.get(id(module), forward.running[-1].name)
+        place = forward.running[-1].within(name)
+        call = forward.calls.get(place, 0)
+        forward.calls[place] = call + 1
+        forward.running.append(_Call(name, place, call))
         if forward.embedding is not None and args and isinstance(args[0], torch.Tensor):
             shape = args[0].shape
             if shape and shape[-1] == len(forward.embedding) and args[0].is_floating_point():
@@ -164,7 +177,7 @@ class PathRecorder:
 
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         forward = self._forward
-        if forward.embedding is None and forward.running[-1].module == self._dynamism.embedding:
+        if forward.embedding is None and forward.running[-1].name == self._dynamism.embedding:
             forward.embedding = _mean(tensors_of(result)[0])
         if len(forward.running) > 1:
             forward.running.pop()
@@ -196,7 +209,7 @@ class PathRecorder:
             storage = tensor.untyped_storage()
             if storage._cdata not in storages and forward.creators.get(storage._cdata) != number:
                 forward.creators[storage._cdata] = number
-                forward.kept.append(StorageWeakRef(storage))
+                forward.kept.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 created += storage.nbytes()
         if signature is None:
             dims = np.sum([folded(tuple(shape)) for shape in shapes] or [(0, 0, 0)], axis=0)

@@ -51,7 +51,7 @@ class Evoformer(nn.Module):
         )  # fmt: skip
         self.embedding = nn.Embedding(RESIDUES, single)
         self.pair = pair
-        self.trunk = EsmFoldingTrunk(config)
+        self.trunk = cast(Any, EsmFoldingTrunk)(config)
         self.head = nn.Linear(pair, 1)
 
     def forward(self, residues: Tensor, recycles: int) -> Tensor:

@@ -7,7 +7,7 @@ longer dynamic. So a controller, which is no part of the graph, moves each gate'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Gate(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.threshold.add_(self.rate * (is_open - self.target))
-        return cast(Tensor, torch.sigmoid(score - self.threshold)), is_open
+        return torch.sigmoid(score - self.threshold), is_open
 
 
 def settle(model: nn.Module, forward: Callable[[], object]) -> None:

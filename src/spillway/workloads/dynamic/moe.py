@@ -47,7 +47,7 @@ class Expert(nn.Module):
 
     def forward(self, x: Tensor, results: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         words, place = (chosen == self.number).nonzero(as_tuple=True)
-        made = self.narrow(F.gelu(self.wide(x[words])))
+        made: Tensor = self.narrow(F.gelu(self.wide(x[words])))
         return results.index_add(0, words, made * weights[words, place].unsqueeze(1))
 
 
@@ -93,7 +93,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     """Mean cross entropy of the next word, in nats, and the balancing loss with its weight."""
     words = cast(dict[str, Tensor], batch)["words"]
     scores, balance = model(words[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten()) + BALANCE * balance
+    return F.cross_entropy(scores.flatten(0, 1), words[:, 1:].flatten()) + BALANCE * cast(Tensor, balance)
 
 
 def build(

@@ -47,7 +47,7 @@ class UnrolledGan(nn.Module):
 
     def forward(self, noise: Tensor, points: Tensor) -> Tensor:
         made = self.generator(self.embedding(noise))
-        own = dict(self.discriminator.named_parameters())
+        own: dict[str, Tensor] = dict(self.discriminator.named_parameters())
         loss = self._told_apart(own, made.detach(), points)
         # What the discriminator becomes is no business of its own parameters' gradients.
         later = {name: parameter.detach().requires_grad_() for name, parameter in own.items()}

@@ -43,7 +43,7 @@ class Layer(nn.Module):
         parts = self.into(self.before(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(*parts.unbind(0)).transpose(1, 2).reshape(batch, length, width)
         y = x + self.out(attended)
-        return x + weight * (y + self.narrow(F.gelu(self.wide(self.between(y)))) - x)
+        return cast(Tensor, x + weight * (y + self.narrow(F.gelu(self.wide(self.between(y)))) - x))
 
 
 class Embedding(nn.Module):
