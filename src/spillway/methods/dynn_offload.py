@@ -143,7 +143,7 @@ class _Schedule:
         free = self._clock[begins]
         for storage in self._leaving(block, following, number):
             free += self._device.out_seconds(self._nbytes[storage])
-            used = self._touched[storage]
+            used = self._touched.get(storage, [])
             last = used[bisect_left(used, begins) - 1] if used and used[0] < begins else -1
             self._away[storage] = _Away(self._op_at(free, begins, ends), last)
             self._present.discard(storage)

@@ -123,52 +123,102 @@ def largest_op(touches: Touches) -> Bytes:
 def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int = CANDIDATES) -> list[int]:
     """The cuts among so many places that take the least time with two buffers, by dynamic programming.
 
-    With f(i, j) for the time from op j on if the block before it is [i, j), C for what it computes and the link's times
-    for what [j, k) lacks after it and for what it leaves behind:
+    With C for what a block computes, and the link's times for what [k, l) lacks after [j, k) and for what [i, j) leaves
+    behind that [j, k) does not use, f(i, j, k) is the time from op j on:
 
-        f(i, j) = min over k of max(C(i, j), in(i, j, k) + out(i, j, k)) + f(j, k)
+        f(i, j, k) = min over l of max(C(j, k), out(i, j, k) + in(j, k, l)) + f(j, k, l)
 
-    What leaves is charged one block early. O(candidates * width^2) products of sets, where width is the most places
-    that a block covers. What `max_fill` cuts is returned where `block_times` finds that faster.
+    What one block leaves to the next but one is taken to be copied out and in. O(candidates * width^3), where width is
+    the most places that a block covers. Cuts of `max_fill` and into parts of even ops, bytes or seconds are among those
+    of which the fastest by `block_times` is returned.
 
     Raises what `max_fill` raises.
     """
     filled = max_fill(touches, most)
-    places = sorted({*filled, *_quantiles(touches, candidates)})
+    evens = [_even(weights, candidates) for weights in _weights(touches)]
+    places = sorted({*filled, *evens[1]})
     sets = _sets_of(touches, places, most)
+    clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])[places]
+    out, lacking = _links(touches, places, sets, device)
+    rest: dict[tuple[int, int], NDArray[np.float64]] = {}  # by (j, k): over the l of `after[k]`, f(j, k, l)
+    chosen: dict[tuple[int, int], NDArray[np.intp]] = {}
+    before, after = _neighbours(sets, len(places))
+    for j, k in sorted(sets, reverse=True):
+        computes, left = clock[k] - clock[j], out.get((j, k), np.zeros(1))
+        if not after[k]:
+            rest[j, k], chosen[j, k] = np.maximum(computes, left), np.full(len(left), -1)
+            continue
+        following = np.array([rest[k, one][before[k].index(j)] for one in after[k]])
+        times = np.maximum(computes, left[:, None] + lacking[j, k][None]) + following
+        rest[j, k], chosen[j, k] = times.min(axis=1), times.argmin(axis=1)
+    k = min(after[0], key=lambda one: rest[0, one][0])
+    j, row, found = 0, 0, [0, places[k]]
+    while (place := int(chosen[j, k][row])) != -1:
+        row = before[k].index(j)
+        j, k = k, after[k][place]
+        found.append(places[k])
+    tried = [found, filled, *(cuts for cuts in _even_cuts(touches, len(filled) - 1) if _fits(touches, cuts, most))]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds)
+
+
+_Sets: TypeAlias = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
+_Pairs: TypeAlias = dict[tuple[int, int], NDArray[np.float64]]
+
+
+def _neighbours(sets: _Sets, places: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of every place, where blocks that end there begin, and where those that begin there end."""
+    before: list[list[int]] = [[] for _ in range(places)]
+    after: list[list[int]] = [[] for _ in range(places)]
+    for i, j in sorted(sets):
+        before[j].append(i)
+        after[i].append(j)
+    return before, after
+
+
+def _links(touches: Touches, places: Sequence[int], sets: _Sets, device: Device) -> tuple[_Pairs, _Pairs]:
+    """Seconds by (j, k): to take out what each [i, j) leaves behind, and to bring in what each [k, l) lacks."""
     nbytes = touches.nbytes.astype(np.float64)
     first, last = touches.first_and_last()
-    clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])
-    best: dict[tuple[int, int], tuple[Seconds, int]] = {}
-    for j in range(len(places) - 1, 0, -1):
-        before = [i for i in range(j) if (i, j) in sets]
-        after = [k for k in range(j + 1, len(places)) if (j, k) in sets]
-        computed = np.array([clock[places[j]] - clock[places[i]] for i in before])
-        if not after:
-            best |= {(i, j): (float(one), -1) for i, one in zip(before, computed, strict=True)}
+    before, after = _neighbours(sets, len(places))
+    out: _Pairs = {}
+    lacking: _Pairs = {}
+    for j in range(1, len(places) - 1):
+        behind = np.stack([sets[i, j][0] for i in before[j]]) if before[j] else np.zeros((0, len(nbytes)))
+        written = np.stack([sets[i, j][1] for i in before[j]]) if before[j] else behind
+        if not after[j] or not before[j]:
             continue
-        behind, written = (np.stack([sets[i, j][which] for i in before]) for which in (0, 1))
-        ahead = np.stack([sets[j, k][0] for k in after])
+        ahead = np.stack([sets[j, k][0] for k in after[j]])
         old = nbytes * (touches.there | (first < places[j]))
         alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))
-        lacking = ahead @ old - (behind * old) @ ahead.T
-        leaving = ((written * alive).sum(axis=1)[:, None]) - (written * alive) @ ahead.T
-        link = lacking / device.in_per_second + leaving / device.out_per_second
-        rest = np.array([best[j, k][0] for k in after])
-        times = np.maximum(computed[:, None], link) + rest
-        chosen = times.argmin(axis=1)
-        best |= {
-            (i, j): (float(times[row, one]), after[one])
-            for row, (i, one) in enumerate(zip(before, chosen.tolist(), strict=True))
-        }
-    j = min((j for j in range(1, len(places)) if (0, j) in best), key=lambda j: best[0, j][0])
-    i, found = 0, [0, places[j]]
-    while best[i, j][1] != -1:
-        i, j = j, best[i, j][1]
-        found.append(places[j])
-    return min(
-        (found, filled), key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds
-    )
+        leaves = ((written * alive).sum(axis=1)[:, None] - (written * alive) @ ahead.T) / device.out_per_second
+        lacks = ((ahead @ old)[None] - (behind * old) @ ahead.T) / device.in_per_second
+        out |= {(j, k): leaves[:, column] for column, k in enumerate(after[j])}
+        lacking |= {(i, j): lacks[row] for row, i in enumerate(before[j])}
+    return out, lacking
+
+
+def _weights(touches: Touches) -> tuple[NDArray[np.float64], ...]:
+    """Of every op: one, the bytes that it touches, its seconds."""
+    each = np.repeat(np.arange(touches.ops), np.diff(touches.starts))
+    touched = np.bincount(each, touches.nbytes[touches.storages], touches.ops)
+    return np.ones(touches.ops), touched, touches.seconds
+
+
+def _even(weights: NDArray[np.float64], count: int) -> list[int]:
+    """Cuts into so many parts of about the same weight."""
+    total = np.cumsum(weights)
+    inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
+    return [0, *sorted({int(one) for one in inner if one < len(weights)}), len(weights)]
+
+
+def _even_cuts(touches: Touches, least: int) -> Iterator[list[int]]:
+    for weights in _weights(touches):
+        yield from (_even(weights, count) for count in range(least, 2 * least + 1))
+
+
+def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:
+    parts = (np.unique(touches.storages[touches.starts[i] : touches.starts[j]]) for i, j in pairwise(cuts))
+    return all(int(touches.nbytes[part].sum()) <= most for part in parts)
 
 
 def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
@@ -181,19 +231,9 @@ def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int
     return min(tried, key=lambda cuts: block_times(touches, cuts, allowed, device, double_buffer=False).seconds)
 
 
-def _quantiles(touches: Touches, count: int) -> Iterator[int]:
-    """Ops between which about the same bytes are touched."""
-    moved = np.cumsum(np.bincount(
-        np.repeat(np.arange(touches.ops), np.diff(touches.starts)), touches.nbytes[touches.storages], touches.ops
-    ))  # fmt: skip
-    yield from (int(one) for one in np.searchsorted(moved, np.linspace(0, moved[-1], count + 1)[1:-1]))
-
-
-def _sets_of(
-    touches: Touches, places: Sequence[int], most: Bytes
-) -> dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]:
+def _sets_of(touches: Touches, places: Sequence[int], most: Bytes) -> _Sets:
     """Of every block that fits, by the indices of its ends: which storages it touches, and which of them it writes."""
-    found: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    found: _Sets = {}
     for i in range(len(places) - 1):
         touched, written = np.zeros(len(touches.nbytes)), np.zeros(len(touches.nbytes))
         for j in range(i + 1, len(places)):
