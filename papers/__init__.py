@@ -33,6 +33,7 @@ PAPERS: Final = Collection(
         "mimose_estimator": "papers.mimose.estimator",
         "mimose_blocks": "papers.mimose.blocks",
         "mimose_detection": "papers.mimose.detection",
+        "dynn_table1": "papers.dynn_offload.similarity",
         "papaya_paper": "papers.papaya.published",
         "papaya_here": "papers.papaya.here",
         "papaya_simulated": "papers.papaya.simulated",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -11,14 +13,14 @@ from rich.table import Table
 
 from spillway.budgets import budget_of_peak
 from spillway.calibration.named_device import device_of
-from spillway.cli.common import Json, Seed, check_writable, naming, print_json, to_print
+from spillway.cli.common import Json, Seed, check_writable, naming, print_json, to_print, to_terminal
 from spillway.errors import SpillwayError, UsageError
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.pilot_files import SavedPilot, TrainedPilot, read_pilot, renumbered, write_pilot
 from spillway.pilots.program import Program
 from spillway.pilots.referee import ON_DEMAND, Referee, modelled_seconds
-from spillway.pilots.sample_files import RecordedSamples, read_samples
+from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
 from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 from spillway.units import format_bytes, format_seconds
@@ -31,6 +33,43 @@ Device = Annotated[str, typer.Option(help="The device on which fetches ahead are
 Room = Annotated[str, typer.Option(help="Of it for parameters: bytes, 1GiB, or a share of all parameters.")]
 LEARNED: Final = 0.75
 """Of the samples of a file, the share in front that a pilot learns; it is judged by the rest."""
+
+
+@app.command()
+def record(
+    *,
+    workload: Annotated[str, typer.Argument(help="A dynamic network that comes with Spillway, or file.py:function.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the samples to this file, compressed.")],
+    steps: Annotated[int, typer.Option(min=1, help="Samples: one step each.")] = 2000,
+    frozen: Annotated[bool, typer.Option("--frozen", help="Run forwards of a model that stays as it is.")] = False,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Run a dynamic network, and record which ops its forward runs for every sample."""
+    from spillway.workloads.named import told
+    from spillway.workloads.recorded import record_samples
+
+    check_writable(output)
+    with told(f"A step of the workload {workload}"), redirect_stdout(sys.stderr), to_terminal().status("") as status:
+        recorded = record_samples(
+            workload, steps=steps, frozen=frozen, seed=seed,
+            tell=lambda step: status.update(f"step {step} of {steps}"),
+        )  # fmt: skip
+    with naming(output):
+        write_samples(output, recorded)
+    known = recorded.architecture
+    document = {
+        "samples_file": str(output), "network": known.network, "base": known.base.value, "frozen": frozen, "seed": seed,
+        "samples": steps, "paths": len(known.paths), "decisions": known.decisions, "ops": len(known.ops),
+        "parameters": len(known.parameters), "output_bytes": output.stat().st_size,
+    }  # fmt: skip
+    if json:
+        print_json(document)
+        return
+    print(
+        "{network} ({base}): {samples} samples took {paths} paths, {decisions} decisions, {ops} ops".format(**document)
+    )
+    print(f"{output}: {format_bytes(output.stat().st_size)}")
 
 
 @app.command()
@@ -82,6 +121,9 @@ def show(
     ] = None,
     device: Device = "rtx6000",
     room: Room = "0.25",
+    architecture: Annotated[
+        bool, typer.Option("--architecture", help="Print the network as it was seen, with its decision rows.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a pilot was trained on, and how it does on samples."""
@@ -89,6 +131,10 @@ def show(
     with naming(pilot):
         saved = read_pilot(pilot, network=None if recorded is None else recorded.architecture.network)
     document = {"pilot_file": str(pilot), **_facts(saved)}
+    if architecture:
+        document["architecture"] = str(saved.pilot.program.architecture).splitlines()
+        if not json:
+            print(saved.pilot.program.architecture)
     if recorded is None:
         _print(document, None, json=json)
         return

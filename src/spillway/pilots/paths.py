@@ -150,7 +150,8 @@ class Sample:
     signatures: Numbers
     """[ops] Index in the architecture of each op's signature; they differ with sizes where the path does not."""
     hidden: Floats = field(default_factory=lambda: np.zeros((0, 0), np.float32))
-    """[asked, width] Mean of the hidden state at every op that hands a number to the host, re-directed there."""
+    """[asked, width] At every op that hands a number to the host: the mean of the last state, as wide as the embedding,
+    that a module was given."""
     asked_at: Numbers = field(default_factory=lambda: np.zeros(0, np.int32))
     """[asked] The index of that op in the path: what follows it may depend on the number."""
     loss: float = float("nan")

@@ -18,7 +18,7 @@ import base64
 import binascii
 import gzip
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
@@ -169,7 +169,7 @@ class _Tables:
     parameters: list[ParameterStorage]
     ops: list[_Operation]
     signatures: list[_Shapes]
-    statements: dict[str, list[str]]
+    statements: dict[str, list[str]] = field(default_factory=dict)
 
 
 @final
