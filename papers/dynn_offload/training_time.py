@@ -57,7 +57,9 @@ def run(size: Size, tell: Tell) -> Result:
 def _row(network: str, step: Step, share: float, method: str, device: Device) -> Row:
     head = {"network": network, "share": share, "method": method, "ops": len(step.ops)}
     try:
-        ran = simulate(step, allowed=int(step.plain_peak() * share), method=method_named(method), device=device, steps=2)
+        ran = simulate(
+            step, allowed=int(step.plain_peak() * share), method=method_named(method), device=device, steps=2
+        )
     except BudgetInfeasible as refused:
         return {**head, "shown": "does not fit", "why": str(refused)}
     if ran.status != "ok":
