@@ -27,6 +27,9 @@ Cuts: TypeAlias = Sequence[int]
 CANDIDATES: Final = 72
 """Places at which `search_blocks` may cut, besides those of `max_fill`."""
 
+FINEST: Final = (2, 4, 8, 16, 32, 64)
+"""Shares of the memory that `keeping_blocks` tries, as what one is divided by."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +48,8 @@ class Touches:
     """[storages]"""
     there: NDArray[np.bool_]
     """[storages]: whether it exists before the step."""
-    stays: NDArray[np.bool_]
-    """[storages]: whether it exists after the step."""
+    until: NDArray[np.int64]
+    """[storages]: the op from which on it is dead; more than the number of ops if it outlives the step."""
 
     @classmethod
     def of_step(cls, step: Step) -> Self:
@@ -65,7 +68,9 @@ class Touches:
             seconds=np.array([op.seconds for op in step.ops], np.float64),
             nbytes=np.array([info.nbytes for info in step.storages], np.int64),
             there=np.array([info.present_at_start for info in step.storages], bool),
-            stays=np.array([info.present_at_end for info in step.storages], bool),
+            until=np.array(
+                [len(step.ops) + 1 if one.present_at_end else one.alive_until for one in step.storages], np.int64
+            ),
         )  # fmt: skip
 
     @property
@@ -82,12 +87,13 @@ class Touches:
         return first, last
 
 
-def max_fill(touches: Touches, most: Bytes) -> list[int]:
-    """Blocks that each take ops until the distinct storages that they touch would pass `most` bytes.
+def max_fill(touches: Touches, most: Bytes, *, alone: Bytes | None = None) -> list[int]:
+    """Blocks that each take ops until the distinct storages that they touch would pass `most` bytes. O(touches).
 
-    O(touches). Raises BudgetInfeasible, with twice what it touches, for an op that alone touches more: with two
-    buffers `most` is half of the memory.
+    With two buffers `most` is half of the memory. Where memory is not halved, an op that alone touches more may be a
+    block of its own, up to `alone` bytes. Raises BudgetInfeasible for an op that touches more than that.
     """
+    limit, times = (most, 2) if alone is None else (max(alone, most), 1)
     starts, storages, nbytes = touches.starts.tolist(), touches.storages.tolist(), touches.nbytes.tolist()
     cuts, inside, filled = [0], set[int](), 0
     for op in range(touches.ops):
@@ -98,17 +104,18 @@ def max_fill(touches: Touches, most: Bytes) -> list[int]:
             cuts.append(op)
             inside, new = set(), touched
             filled, more = 0, sum([nbytes[one] for one in touched])
-        if filled + more > most:
+        if filled + more > limit:
             raise BudgetInfeasible(
-                needed=2 * more, allowed=2 * most, op="an op in one of two buffers", op_index=op,
-                smallest_budget=2 * _largest_op(touches), exact=True,
+                needed=times * more, allowed=times * limit, op="a block of one op", op_index=op,
+                smallest_budget=times * largest_op(touches), exact=True,
             )  # fmt: skip
         inside.update(new)
         filled += more
     return [*cuts, touches.ops]
 
 
-def _largest_op(touches: Touches) -> Bytes:
+def largest_op(touches: Touches) -> Bytes:
+    """The most bytes that one op touches."""
     sums = np.add.reduceat(np.append(touches.nbytes[touches.storages], 0), touches.starts[:-1])
     return int(np.where(np.diff(touches.starts) > 0, sums, 0).max(initial=0))
 
@@ -116,67 +123,117 @@ def _largest_op(touches: Touches) -> Bytes:
 def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int = CANDIDATES) -> list[int]:
     """The cuts among so many places that take the least time with two buffers, by dynamic programming.
 
-    With f(i, j) for the time from op j on if the block before it is [i, j), C for what it computes and the link's times
-    for what [j, k) lacks after it and for what it leaves behind:
+    With C for what a block computes, and the link's times for what [k, l) lacks after [j, k) and for what [i, j) leaves
+    behind that [j, k) does not use, f(i, j, k) is the time from op j on:
 
-        f(i, j) = min over k of max(C(i, j), in(i, j, k) + out(i, j, k)) + f(j, k)
+        f(i, j, k) = min over l of max(C(j, k), out(i, j, k) + in(j, k, l)) + f(j, k, l)
 
-    What leaves is charged one block early. O(candidates * width^2) products of sets, where width is the most places
-    that a block covers. What `max_fill` cuts is returned where `block_times` finds that faster.
+    What one block leaves to the next but one is taken to be copied out and in. O(candidates * width^3), where width is
+    the most places that a block covers. Cuts of `max_fill` and into parts of even ops, bytes or seconds are among those
+    of which the fastest by `block_times` is returned.
 
     Raises what `max_fill` raises.
     """
     filled = max_fill(touches, most)
-    places = sorted({*filled, *_quantiles(touches, candidates)})
+    evens = [_even(weights, candidates) for weights in _weights(touches)]
+    places = sorted({*filled, *evens[1]})
     sets = _sets_of(touches, places, most)
+    clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])[places]
+    out, lacking = _links(touches, places, sets, device)
+    rest: dict[tuple[int, int], NDArray[np.float64]] = {}  # by (j, k): over the l of `after[k]`, f(j, k, l)
+    chosen: dict[tuple[int, int], NDArray[np.intp]] = {}
+    before, after = _neighbours(sets, len(places))
+    for j, k in sorted(sets, reverse=True):
+        computes, left = clock[k] - clock[j], out.get((j, k), np.zeros(1))
+        if not after[k]:
+            rest[j, k], chosen[j, k] = np.maximum(computes, left), np.full(len(left), -1)
+            continue
+        following = np.array([rest[k, one][before[k].index(j)] for one in after[k]])
+        times = np.maximum(computes, left[:, None] + lacking[j, k][None]) + following
+        rest[j, k], chosen[j, k] = times.min(axis=1), times.argmin(axis=1)
+    k = min(after[0], key=lambda one: rest[0, one][0])
+    j, row, found = 0, 0, [0, places[k]]
+    while (place := int(chosen[j, k][row])) != -1:
+        row = before[k].index(j)
+        j, k = k, after[k][place]
+        found.append(places[k])
+    tried = [found, filled, *(cuts for cuts in _even_cuts(touches, len(filled) - 1) if _fits(touches, cuts, most))]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds)
+
+
+_Sets: TypeAlias = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
+_Pairs: TypeAlias = dict[tuple[int, int], NDArray[np.float64]]
+
+
+def _neighbours(sets: _Sets, places: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of every place, where blocks that end there begin, and where those that begin there end."""
+    before: list[list[int]] = [[] for _ in range(places)]
+    after: list[list[int]] = [[] for _ in range(places)]
+    for i, j in sorted(sets):
+        before[j].append(i)
+        after[i].append(j)
+    return before, after
+
+
+def _links(touches: Touches, places: Sequence[int], sets: _Sets, device: Device) -> tuple[_Pairs, _Pairs]:
+    """Seconds by (j, k): to take out what each [i, j) leaves behind, and to bring in what each [k, l) lacks."""
     nbytes = touches.nbytes.astype(np.float64)
     first, last = touches.first_and_last()
-    clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])
-    best: dict[tuple[int, int], tuple[Seconds, int]] = {}
-    for j in range(len(places) - 1, 0, -1):
-        before = [i for i in range(j) if (i, j) in sets]
-        after = [k for k in range(j + 1, len(places)) if (j, k) in sets]
-        computed = np.array([clock[places[j]] - clock[places[i]] for i in before])
-        if not after:
-            best |= {(i, j): (float(one), -1) for i, one in zip(before, computed, strict=True)}
+    before, after = _neighbours(sets, len(places))
+    out: _Pairs = {}
+    lacking: _Pairs = {}
+    for j in range(1, len(places) - 1):
+        behind = np.stack([sets[i, j][0] for i in before[j]]) if before[j] else np.zeros((0, len(nbytes)))
+        written = np.stack([sets[i, j][1] for i in before[j]]) if before[j] else behind
+        if not after[j] or not before[j]:
             continue
-        behind, written = (np.stack([sets[i, j][which] for i in before]) for which in (0, 1))
-        ahead = np.stack([sets[j, k][0] for k in after])
+        ahead = np.stack([sets[j, k][0] for k in after[j]])
         old = nbytes * (touches.there | (first < places[j]))
-        alive = nbytes * (touches.stays | (last >= places[j]))
-        lacking = ahead @ old - (behind * old) @ ahead.T
-        leaving = ((written * alive).sum(axis=1)[:, None]) - (written * alive) @ ahead.T
-        link = lacking / device.in_per_second + leaving / device.out_per_second
-        rest = np.array([best[j, k][0] for k in after])
-        times = np.maximum(computed[:, None], link) + rest
-        chosen = times.argmin(axis=1)
-        best |= {
-            (i, j): (float(times[row, one]), after[one])
-            for row, (i, one) in enumerate(zip(before, chosen.tolist(), strict=True))
-        }
-    j = min((j for j in range(1, len(places)) if (0, j) in best), key=lambda j: best[0, j][0])
-    i, found = 0, [0, places[j]]
-    while best[i, j][1] != -1:
-        i, j = j, best[i, j][1]
-        found.append(places[j])
-    return min(
-        (found, filled), key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds
-    )
+        alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))
+        leaves = ((written * alive).sum(axis=1)[:, None] - (written * alive) @ ahead.T) / device.out_per_second
+        lacks = ((ahead @ old)[None] - (behind * old) @ ahead.T) / device.in_per_second
+        out |= {(j, k): leaves[:, column] for column, k in enumerate(after[j])}
+        lacking |= {(i, j): lacks[row] for row, i in enumerate(before[j])}
+    return out, lacking
 
 
-def _quantiles(touches: Touches, count: int) -> Iterator[int]:
-    """Ops between which about the same bytes are touched."""
-    moved = np.cumsum(np.bincount(
-        np.repeat(np.arange(touches.ops), np.diff(touches.starts)), touches.nbytes[touches.storages], touches.ops
-    ))  # fmt: skip
-    yield from (int(one) for one in np.searchsorted(moved, np.linspace(0, moved[-1], count + 1)[1:-1]))
+def _weights(touches: Touches) -> tuple[NDArray[np.float64], ...]:
+    """Of every op: one, the bytes that it touches, its seconds."""
+    each = np.repeat(np.arange(touches.ops), np.diff(touches.starts))
+    touched = np.bincount(each, touches.nbytes[touches.storages], touches.ops)
+    return np.ones(touches.ops), touched, touches.seconds
 
 
-def _sets_of(
-    touches: Touches, places: Sequence[int], most: Bytes
-) -> dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]:
+def _even(weights: NDArray[np.float64], count: int) -> list[int]:
+    """Cuts into so many parts of about the same weight."""
+    total = np.cumsum(weights)
+    inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
+    return [0, *sorted({int(one) for one in inner if one < len(weights)}), len(weights)]
+
+
+def _even_cuts(touches: Touches, least: int) -> Iterator[list[int]]:
+    for weights in _weights(touches):
+        yield from (_even(weights, count) for count in range(least, 2 * least + 1))
+
+
+def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:
+    parts = (np.unique(touches.storages[touches.starts[i] : touches.starts[j]]) for i, j in pairwise(cuts))
+    return all(int(touches.nbytes[part].sum()) <= most for part in parts)
+
+
+def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
+    """The cuts by `max_fill` into half the memory, a quarter and so on to `FINEST` that take the least time where memory
+    is not halved (`block_times`): small blocks leave room for what is used again soon.
+
+    Raises BudgetInfeasible for an op that touches more than is allowed.
+    """
+    tried = [max_fill(touches, allowed // share, alone=allowed) for share in FINEST]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, allowed, device, double_buffer=False).seconds)
+
+
+def _sets_of(touches: Touches, places: Sequence[int], most: Bytes) -> _Sets:
     """Of every block that fits, by the indices of its ends: which storages it touches, and which of them it writes."""
-    found: dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    found: _Sets = {}
     for i in range(len(places) - 1):
         touched, written = np.zeros(len(touches.nbytes)), np.zeros(len(touches.nbytes))
         for j in range(i + 1, len(places)):
@@ -233,7 +290,7 @@ def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *,
         link = out / device.out_per_second + back / device.in_per_second
         link += device.copy_seconds * ((out > 0) + (back > 0))
         clock += max(float(computed[number]), link)
-        run.forget(block, number)
+        run.forget(cuts[number + 1])
     total = float(touches.seconds.sum())
     return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
 
@@ -253,7 +310,7 @@ class _Run:
 
     def __init__(self, touches: Touches, allowed: Bytes, uses: dict[int, list[int]]) -> None:
         self._nbytes = touches.nbytes.tolist()
-        self._stays = touches.stays.tolist()
+        self._until = touches.until.tolist()
         self._allowed = allowed
         self._uses = uses
         self._hosted = set(np.flatnonzero(touches.there).tolist())  # those of which host memory has these bytes
@@ -303,10 +360,9 @@ class _Run:
         """Host memory's bytes of these are old."""
         self._hosted -= storages
 
-    def forget(self, block: set[int], number: int) -> None:
-        """What dies with block `number` is gone."""
-        dead = {one for one in block if not self._stays[one] and self._next(one, number) == float("inf")}
-        self._present -= dead
+    def forget(self, op: int) -> None:
+        """What is dead before that op is gone."""
+        self._present -= {one for one in self._present if self._until[one] <= op}
 
     def _sum(self, storages: set[int]) -> Bytes:
         nbytes = self._nbytes

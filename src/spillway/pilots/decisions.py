@@ -21,7 +21,7 @@ from spillway.pilots.program import OPEN, Program
 
 RING: Final = 256
 """Steps that are kept to learn from, and to calibrate on: while a network trains, what is older misleads."""
-REPLAYED: Final = 16
+REPLAYED: Final = 32
 """Steps that are learned at once, the one that ran among them."""
 REPEATS: Final = 2
 """How often that is done after a step."""

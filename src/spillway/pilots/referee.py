@@ -141,7 +141,7 @@ class Referee:
         if not self.standings[first.name].steps:
             return first
         most = max(standing.score for standing in self.standings.values())
-        if most <= 0:
+        if most < 0:
             return None
         good = [pilot for pilot in self.pilots if self.standings[pilot.name].score >= AS_GOOD * most]
         return max(good, key=lambda pilot: self.standings[pilot.name].recent)  # the first of equals

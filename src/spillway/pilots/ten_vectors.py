@@ -71,7 +71,7 @@ def touches_of(program: Program, sample: Sample) -> Touches:
     return Touches(
         starts=np.array(places), storages=np.array(storages, np.int64), writes=np.array(writes, bool),
         seconds=np.ones(len(path)), nbytes=np.concatenate([np.array(sizes, np.int64), created]),
-        there=np.arange(parameters + len(path)) < parameters, stays=np.ones(parameters + len(path), bool),
+        there=np.arange(parameters + len(path)) < parameters, until=np.full(parameters + len(path), len(path) + 1),
     )  # fmt: skip
 
 
