@@ -18,8 +18,7 @@ from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.dynn_offload.steps import SIZES, step_of
 from spillway.costs import device_named
-from spillway.errors import BudgetInfeasible
-from spillway.pilots.blocks import Touches, block_times, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Touches, block_times, largest_op, max_fill, search_blocks
 
 GREEDY, SEARCHED, KEEPING = "max-fill", "dynamic programming", "max-fill, kept by farthest next use"
 EVEN: Final = ("ops", "bytes", "seconds")
@@ -139,7 +138,7 @@ COLUMNS: Final = (
 )  # fmt: skip
 NOTES: Final = (
     "Out before in, on one lane, as published. Load: ops take so many times their seconds of the roofline, as with a "
-    "larger batch whose bytes were as many. The budget is a share of what the plain step takes, or twice its largest op.",
+    "larger batch whose bytes were as many. The budget is a share of the plain peak, or twice the largest op.",
 )
 BENCHMARK: Final = Benchmark(
     name="dynn_partition",

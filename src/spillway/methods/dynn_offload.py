@@ -7,13 +7,12 @@ Differs from the paper in:
 
 - What is not needed by the next block stays where there is room for it, and what is used again last leaves first. As
   published (`as_published`) device memory is two halves, and all that neither this block nor the next touches leaves.
-- Blocks fill the share of the budget that takes the least time (`pilots.blocks.keeping_blocks`). As published they fill
-  half of it, cut by dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the
-  overlap.
+- Blocks fill the share of the budget that takes the least time (`keeping_blocks`). As published they fill half of it,
+  cut by dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the overlap.
 - A copy out begins right after the last use, not when the next block begins.
 - Storages below `SMALLEST` stay, as the engines do not move them.
-- A session foresees nothing yet: it follows the plan of the last step of the same sizes, and what turns out to be another
-  step is finished as room gets short.
+- A session foresees nothing yet: it follows the plan of the last step of the same sizes, and what turns out to be
+  another step is finished as room gets short.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from spillway.ir import Gap, Host, Plan, Step, StorageId, ValueId
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.methods.base import AbstractPlanner, Problem
-from spillway.pilots.blocks import Cuts, Touches, keeping_blocks, largest_op, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, keeping_blocks, largest_op, max_fill, search_blocks
 from spillway.units import Bytes, KiB, Seconds
 
 SMALLEST: Final[Bytes] = 4 * KiB

@@ -193,7 +193,7 @@ class DecisionPilot(AbstractPilot):
         both = min(len(bits), len(logits))
         self._foreseen.append((logits[:both], bits[:both]))
         if both:
-            loss = float(_cross_entropy(logits[:both], bits[:both]))
+            loss = _cross_entropy(logits[:both], bits[:both])
             self.surprise += SURPRISE * (loss - self.surprise)
         self.bias[:both] += FOLLOWING * (bits[:both] - sigmoid(logits[:both]))
         self._upfront = None
@@ -220,7 +220,8 @@ class DecisionPilot(AbstractPilot):
         made.mlp = Mlp.of_arrays("mlp", arrays)
         made._hidden = settings.get("hidden", 0)
         made.redirects = bool(made._hidden)
-        made.bias, ends = arrays.get("bias", np.zeros(0)), arrays.get("calibration", np.zeros(0))
+        lacking = np.zeros(0, np.float32)
+        made.bias, ends = arrays.get("bias", lacking), arrays.get("calibration", lacking)
         outputs, inner = made.mlp.widths[-1], made.mlp.widths[1:-1]
         if outputs != max(program.decisions, 1) or made.bias.shape != (outputs,) or ends.shape != (2,):
             raise ValueError(f"a pilot of {outputs} decisions cannot serve an architecture of {program.decisions}")
@@ -236,10 +237,10 @@ class DecisionPilot(AbstractPilot):
             return
         logits = np.concatenate([one for one, _ in self._foreseen])
         bits = np.concatenate([one for _, one in self._foreseen])
-        losses = [float(_cross_entropy(logits / one, bits)) for one in TEMPERATURES]
+        losses = [_cross_entropy(logits / one, bits) for one in TEMPERATURES]
         self.temperature = TEMPERATURES[int(np.argmin(losses))]
 
 
-def _cross_entropy(logits: Floats, bits: Floats) -> np.floating:
+def _cross_entropy(logits: Floats, bits: Floats) -> float:
     """Mean, in nats."""
-    return (np.logaddexp(np.float32(0), logits) - bits * logits).mean()
+    return float((np.logaddexp(np.float32(0), logits) - bits * logits).mean())

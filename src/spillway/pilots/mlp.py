@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final, Literal, Self, TypeAlias, final
 
 import numpy as np
@@ -37,7 +38,7 @@ class Mlp:
         random = np.random.default_rng(seed)
         self.weights: list[Floats] = []
         """A matrix a layer, [in + 1, out]; the last row is the bias."""
-        for fan_in, fan_out in zip(widths, widths[1:], strict=False):
+        for fan_in, fan_out in pairwise(widths):
             bound = (6 / fan_in) ** 0.5 if fan_out != widths[-1] else (1 / fan_in) ** 0.5
             matrix = random.uniform(-bound, bound, (fan_in + 1, fan_out)).astype(np.float32)
             matrix[-1] = 0
@@ -161,7 +162,7 @@ class Mlp:
             weights.append(arrays[f"{name}.layer{len(weights)}"])
         ends = [arrays.get(f"{name}.{what}") for what in ("mean", "scale")]
         shapes = [matrix.shape for matrix in weights]
-        chained = all(before[-1] + 1 == after[0] for before, after in zip(shapes, shapes[1:], strict=False))
+        chained = all(before[-1] + 1 == after[0] for before, after in pairwise(shapes))
         flat = [one is not None and bool(shapes) and one.shape == (shapes[0][0] - 1,) for one in ends]
         if not (shapes and all(len(shape) == 2 and min(shape) > 0 for shape in shapes) and chained and all(flat)):
             raise ValueError(f"the arrays {name!r} are not the layers of a perceptron: their shapes are {shapes}")

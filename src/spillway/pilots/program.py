@@ -61,7 +61,6 @@ class Program:
         paths = self.architecture.paths
         if self._seen == len(paths) and self.version >= 0:
             return
-        before = len(self._known), len(self.architecture.parts)
         for path in paths[self._seen :]:
             previous = -1
             for key in path.keys.tolist():
@@ -70,7 +69,8 @@ class Program:
                     self._after[key], self._after[previous] = self._after[previous], key
                 previous = key
         self._seen = len(paths)
-        if (len(self._known), len(self.architecture.parts)) != before or self.version < 0:
+        known = (len(self._known), len(self.architecture.parts) - 1)
+        if self.version < 0 or known != (len(self.order), self.decisions):
             self._arrange()
 
     def _arrange(self) -> None:
@@ -104,8 +104,8 @@ class Program:
         """The part of every run in program order, and the groups that it uses, each behind the rank of the op that
         uses it first there."""
         users = [key for key in self.order if ops[key].parameters]
-        for _, run in groupby(users, key=lambda key: int(self.part[key])):
-            runs.append(list(run))
+        for _, following in groupby(users, key=lambda key: int(self.part[key])):
+            runs.append(list(following))
             for parameter in dict.fromkeys(one for key in runs[-1] for one in ops[key].parameters):
                 used.setdefault(parameter, []).append(len(runs) - 1)
         numbers: dict[tuple[int, ...], Group] = {}

@@ -127,6 +127,7 @@ def architecture_records(known: Architecture) -> Iterator[dict[str, Any]]:
 
 
 def text_of(array: npt.NDArray[Any]) -> str:
+    """An array in base64, little-endian."""
     return base64.b64encode(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()).decode()
 
 
@@ -249,7 +250,7 @@ def _sample(architecture: Architecture, given: _Sample) -> Sample:
 
 def _numbers(text: str, what: str, *, below: int | None = None) -> Numbers:
     found = array_of(text, "<i4", what)
-    if below is not None and len(found) and not (0 <= int(found.min()) and int(found.max()) < below):
+    if below is not None and len(found) and not (int(found.min()) >= 0 and int(found.max()) < below):
         raise ValueError(f"{what} name what is not listed")
     return found
 

@@ -1,7 +1,7 @@
 """The pilot as published: a vector of ten numbers for each execution block, mapped back to a path.
 
 Ren et al., "Enabling Large Dynamic Neural Network Training with Learning-based Memory Management", HPCA 2024, sections
-IV-A to IV-E. Of a block it predicts how many ops it has, the sums of their six idioms and of their three dimensions; the
+IV-A to IV-E. Of a block it predicts how many ops it has, and the sums of their six idioms and three dimensions; the
 known path with these numbers is what it foresees.
 
 Where the paper is silent or contradicts itself (its pilot has 3,260 parameters, and 512 neurons in every layer):
@@ -27,7 +27,7 @@ import numpy as np
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.pilots.blocks import Cuts, Touches, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, max_fill, search_blocks
 from spillway.pilots.idioms import nine_vectors
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import BaseType, Floats, ResolvedPath, Sample
@@ -250,7 +250,8 @@ class PublishedPilot(AbstractPilot):
         perceptrons = [mlp.arrays(base.value) for base, mlp in self.mlps.items()]
         numbers = np.array([path.number for path in self._paths], np.float32)
         ends = {
-            "mean": self._mean, "deviation": self._deviation, "afm": self._afm, "labels": self._labels, "paths": numbers,
+            "mean": self._mean, "deviation": self._deviation, "afm": self._afm, "labels": self._labels,
+            "paths": numbers,
         }  # fmt: skip
         return {name: array for one in (*perceptrons, ends) for name, array in one.items()}
 

@@ -1,7 +1,7 @@
 """Execution blocks: where a resolved step is cut so that copies for the next block run beside this one.
 
 DyNN-Offload (HPCA 2024), sections IV-B, IV-D and IV-E. The paper takes Sentinel's partition and says of it that it
-maximizes the overlap within the capacity; what stands here is ours: a block takes as many ops as fit (`max_fill`), or the
+maximizes the overlap within the capacity; what stands here is ours: a block takes as many ops as fit (`max_fill`), or
 cuts are searched (`search_blocks`). With two buffers, as published, a block may touch half of the memory; while it
 computes, the link first takes out what the block before leaves behind, then brings what the next one lacks.
 """
@@ -201,7 +201,7 @@ def _weights(touches: Touches) -> tuple[NDArray[np.float64], ...]:
     """Of every op: one, the bytes that it touches, its seconds."""
     each = np.repeat(np.arange(touches.ops), np.diff(touches.starts))
     touched = np.bincount(each, touches.nbytes[touches.storages], touches.ops)
-    return np.ones(touches.ops), touched, touches.seconds
+    return np.ones(touches.ops), touched.astype(np.float64), touches.seconds
 
 
 def _even(weights: NDArray[np.float64], count: int) -> list[int]:
@@ -222,7 +222,7 @@ def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:
 
 
 def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
-    """The cuts by `max_fill` into half the memory, a quarter and so on to `FINEST` that take the least time where memory
+    """The cuts by `max_fill` into half the memory, a quarter and so on (`FINEST`) that take the least time where memory
     is not halved (`block_times`): small blocks leave room for what is used again soon.
 
     Raises BudgetInfeasible for an op that touches more than is allowed.
