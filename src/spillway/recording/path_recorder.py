@@ -125,6 +125,7 @@ class PathRecorder:
                 number = self.architecture.parameter(ParameterStorage(name, storage.nbytes()))
                 self._parameters[storage._cdata] = number
         self._ops: dict[Any, _Op] = {}
+        self._numbers: dict[Any, int] = {}
         self._forward = _Forward()
         self._steps = 0
 
@@ -222,7 +223,12 @@ class PathRecorder:
         touched = {self._parameters[one]: None for one in storages if one in self._parameters}
         read = {forward.creators[one]: None for one in storages if one in forward.creators}
         call = forward.running[-1]
-        forward.keys.append(self.architecture.op(PathOp(Site(call.module, call.call, call.op), op.name, (*touched,))))
+        place = (call.module, call.call, call.op, op.name, *touched)
+        number_of_op = self._numbers.get(place)
+        if number_of_op is None:
+            made_op = PathOp(Site(call.module, call.call, call.op), op.name, (*touched,))
+            number_of_op = self._numbers[place] = self.architecture.op(made_op)
+        forward.keys.append(number_of_op)
         call.op += 1
         forward.signatures.append(signature)
         forward.operands += read
