@@ -168,8 +168,9 @@ BENCHMARK: Final = Benchmark(
     name="dynn_table1",
     run=run,
     full=Size(
-        networks=("tree-lstm", "tree-cnn", "var-lstm", "var-bert", "moe", "unrolled-gan"), seeds=(0, 1),
-        steps=FEWEST, frozen=("var-bert",), slow=("tree-cnn", "moe"),
+        networks=("tree-lstm", "tree-cnn", "var-lstm", "var-bert", "moe", "unrolled-gan", "evoformer"),
+        seeds=(0, 1),
+        steps=FEWEST, frozen=("var-bert",), slow=("tree-cnn", "moe", "evoformer"),
     ),
     quick=Size(networks=("unrolled-gan",), seeds=(0,), steps=30),
 )  # fmt: skip

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from spillway.cli import main
 from spillway.errors import UsageError
 from spillway.pilots.architecture import Architecture
+from spillway.pilots.sample_files import read_samples
 from spillway.recording.path_recorder import PathRecorder
 from spillway.workloads import stdlib_trees
 from spillway.workloads.dynamic.gates import Gate
@@ -156,6 +160,21 @@ def test_sizes_of_a_tree() -> None:
 def test_what_is_not_dynamic_is_not_recorded() -> None:
     with pytest.raises(UsageError, match="does the same for every sample"):
         record_samples("deep-narrow", steps=1, layers=2)
+
+
+def test_the_command_line_records_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "samples.gz"
+    with pytest.raises(SystemExit) as ended:
+        main(["pilot", "record", "unrolled-gan", "--output", str(file), "--steps", "3", "--json"])
+    told = json.loads(capsys.readouterr().out)
+    recorded = read_samples(file)
+    assert ended.value.code == 0
+    assert (told["samples"], told["paths"]) == (3, len(recorded.architecture.paths))
+    assert recorded.facts == {"seed": 0, "steps": 3, "frozen": False, "options": {}}
+    with pytest.raises(SystemExit) as ended:
+        main(["pilot", "record", "deep-narrow", "--output", str(file), "--steps", "3"])
+    assert ended.value.code == 1
+    assert "does the same for every sample" in capsys.readouterr().err
 
 
 def test_an_embedding_that_is_not_there_is_refused() -> None:
