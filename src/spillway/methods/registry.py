@@ -25,6 +25,7 @@ from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
+from spillway.methods.window.improved import ImprovedWindow
 from spillway.methods.zero_offload import ZeroOffload
 
 Runs: TypeAlias = Literal["tensor engine", "block engine"]
@@ -69,6 +70,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ZeroOffload.name: Method(ZeroOffload),
         Window.name: Method(Window),
         "window-published": Method(Window.as_published),
+        ImprovedWindow.name: Method(ImprovedWindow),
         DynnOffload.name: Method(DynnOffload),
         "dynn-offload-published": Method(DynnOffload.as_published),
         LMS.name: Method(LMS),
