@@ -189,7 +189,8 @@ def _vectors(
 
 def _sums(program: Program, sample: Sample, allowed: int, table: Floats) -> Floats:
     """[BLOCKS, 1 + columns] Ops and the sums of the table's columns by block, as `vectors_of`."""
-    cuts = max_fill(touches_of(program, sample), allowed // 2)
+    touches = touches_of(program, sample)
+    cuts = max_fill(touches, allowed // 2, alone=int(touches.nbytes.sum()))
     own = np.concatenate([np.ones((len(sample.path), 1), np.float32), table[sample.signatures]], axis=1)
     sums = np.add.reduceat(own, np.array(cuts[:-1]), axis=0)
     found = np.zeros((BLOCKS, own.shape[1]), np.float32)

@@ -231,6 +231,13 @@ def test_labels_sum_to_the_ops_of_the_path_and_are_found_again() -> None:
         assert len(found) == len(sample.path)
 
 
+def test_an_op_that_no_buffer_holds_has_a_block_of_its_own_in_a_label() -> None:
+    network = GatedNetwork(3)
+    (sample,) = network.samples(1)
+    label = PublishedPilot(Program(network.architecture), allowed=BYTES, width=16).label(sample)
+    assert label.reshape(BLOCKS, TEN)[:, 0].sum() == len(sample.path)
+
+
 def test_a_prediction_that_is_no_label_is_mapped_to_one_of_as_many_ops() -> None:
     network = GatedNetwork(6)
     samples = network.samples(60)

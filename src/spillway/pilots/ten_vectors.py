@@ -27,7 +27,7 @@ import numpy as np
 
 from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.pilots.execution_blocks import Cuts, Touches, max_fill, search_blocks
+from spillway.pilots.execution_blocks import Cuts, Touches, largest_op, max_fill, search_blocks
 from spillway.pilots.idioms import nine_vectors
 from spillway.pilots.mlp import Mlp
 from spillway.pilots.paths import BaseType, Floats, ResolvedPath, Sample
@@ -132,13 +132,16 @@ class PublishedPilot(AbstractPilot):
     # ------------------------------------------------------------------ labels
 
     def label(self, sample: Sample) -> Floats:
-        """[BLOCKS * 10] The label of a sample that ran. Raises BudgetInfeasible for an op beyond half the memory."""
+        """[BLOCKS * 10] The label of a sample that ran; an op beyond half the memory is a block of its own."""
         known = len(self.program.architecture.signatures)
         if len(self._vectors) < known:
             self._vectors = nine_vectors(self.program.architecture.signatures)
         touches = touches_of(self.program, sample)
         half = self.allowed // 2
-        cuts = max_fill(touches, half) if self.search is None else search_blocks(touches, half, self.search)
+        if self.search is not None and largest_op(touches) <= half:
+            cuts: Cuts = search_blocks(touches, half, self.search)
+        else:
+            cuts = max_fill(touches, half, alone=int(touches.nbytes.sum()))
         return vectors_of(self._vectors, sample, cuts).ravel()
 
     def know(self, label: Floats, path: ResolvedPath) -> None:
