@@ -169,8 +169,8 @@ BENCHMARK: Final = Benchmark(
     run=run,
     full=Size(
         networks=("tree-lstm", "tree-cnn", "var-lstm", "var-bert", "moe", "unrolled-gan", "evoformer"),
-        seeds=(0, 1),
-        steps=FEWEST, frozen=("var-bert",), slow=("tree-cnn", "moe", "evoformer"),
+        seeds=(0, 1, 2),
+        steps=FEWEST, frozen=("var-bert",), slow=("evoformer",),
     ),
     quick=Size(networks=("unrolled-gan",), seeds=(0,), steps=30),
 )  # fmt: skip
