@@ -118,7 +118,9 @@ def commands(text: str) -> list[list[str]]:
 
 def wrong_words(words: list[str], command_line: Mapping[str, list[str]]) -> list[str]:
     """A verb that does not exist, or its options that do not."""
-    verb, options = words[1], [word for word in words[2:] if word.startswith("--")]
+    grouped = " ".join(words[1:3])
+    verb = grouped if grouped in command_line else words[1]
+    options = [word for word in words[2:] if word.startswith("--")]
     if verb not in command_line:
         return [verb]
     offered = {name for word in command_line[verb] for name in word.strip("[]").split("/")}

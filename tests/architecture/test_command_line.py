@@ -96,16 +96,48 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
+    "pilot record": [
+        "WORKLOAD",
+        "--output/-o",
+        "[--steps]",
+        "[--frozen]",
+        "[--seed]",
+        "[--json]",
+    ],
+    "pilot train": [
+        "SAMPLES",
+        "--output/-o",
+        "[--pilot]",
+        "[--width]",
+        "[--epochs]",
+        "[--budget]",
+        "[--device]",
+        "[--room]",
+        "[--seed]",
+        "[--json]",
+    ],
+    "pilot show": [
+        "PILOT",
+        "[--samples]",
+        "[--device]",
+        "[--room]",
+        "[--architecture]",
+        "[--json]",
+    ],
     "build": ["[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 
 
 def command_line(application: Typer) -> dict[str, list[str]]:
-    """Every verb with its arguments and options; what stands before a verb is under the empty name."""
+    """Every verb with its arguments and options, one of a group behind the group's name; what stands before a verb is
+    under the empty name."""
     # Read from the commands and not from their help, which is wrapped to the width of a terminal.
     group = typer.main.get_command(application)
-    verbs = {"": group, **getattr(group, "commands", {})}
+    verbs = {"": group}
+    for name, verb in getattr(group, "commands", {}).items():
+        inner = getattr(verb, "commands", None)
+        verbs |= {name: verb} if inner is None else {f"{name} {word}": one for word, one in inner.items()}
     return {name: [_written(parameter) for parameter in verb.params] for name, verb in verbs.items()}
 
 

@@ -18,6 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("processes",),  # starts others, which run what is named to them
     ("ir",),
     ("costs",),
+    ("pilots",),  # before the methods, one of which asks them
     ("methods",),
     ("memory",),  # the one place that keeps the budget
     ("internals",),  # what is asked of torch and of the system, for both engines

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from spillway.errors import WorkloadError
 from spillway.workloads import WORKLOADS, Batch, Workload, deep_narrow, get, published, resnet, stdlib_text
 from spillway.workloads.stdlib_text import BEGIN, END, PAD, clipped, padded
+from tests.cpu.dynamic_networks import SMALL_DYNAMIC
 from tests.cpu.families import difference, state_of
 
-SMALL: dict[str, dict[str, object]] = {
+SMALL: dict[str, Mapping[str, object]] = {
     "stdlib-lm": {"width": 32, "layers": 2, "heads": 2, "batch": 3, "longest": 96},
     "resnet": {"width": 4, "blocks": (1, 1), "batch": 4},
     "deep-narrow": {"width": 16, "layers": 20, "batch": 24},
+    **SMALL_DYNAMIC,
 }
 
 
@@ -109,7 +111,8 @@ def test_training_lowers_the_loss_on_a_batch_that_comes_again(name: str) -> None
     workload = small(name)
     (batch,) = workload.batches(1)
     losses = [float(workload.train_step(batch)) for _ in range(12)]
-    assert losses[-1] < losses[0] - 0.1
+    # Each side of the GAN undoes some of what the other has won.
+    assert losses[-1] < losses[0] - (0.001 if name == "unrolled-gan" else 0.1)
 
 
 def test_a_step_runs_the_loss_backward_every_optimizer_and_clears_the_gradients() -> None:

@@ -314,4 +314,7 @@ def test_a_planner_by_name_or_as_it_is_follows_its_own_plans_in_a_session(name: 
 def test_planners_that_never_recompute_say_so() -> None:
     asked = {name: METHODS[name].on_paper() for name, one in METHODS.items() if one.plans}
     moving = {name for name, one in asked.items() if not one.uses_recipes}
-    assert moving == {"lms", "swap", "swap-prefetch", "window", "window-published", "zero-offload"}
+    assert moving == {
+        "dynn-offload", "dynn-offload-published", "lms", "swap", "swap-prefetch", "window", "window-published",
+        "zero-offload",
+    }  # fmt: skip

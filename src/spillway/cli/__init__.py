@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import advise, build, compare, demo, doctor, plan, record, report, simulate, train
+from spillway.cli import advise, build, compare, demo, doctor, pilot, plan, record, report, simulate, train
 from spillway.errors import SpillwayError, on_one_line
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ for _name, _verb in (
     ("advise", advise.advise_), ("build", build.build_),
 ):  # fmt: skip
     app.command(name=_name)(_verb)
+app.add_typer(pilot.app, name="pilot")
 
 
 def _print_version(wanted: bool) -> None:

@@ -146,7 +146,11 @@ def work_of(step: Step, op: Op) -> tuple[int, Bytes]:
 def modelled(step: Step, op: Op, device: Device, shares: Shares = SHARES) -> Seconds:
     """Seconds of one op of the step on the device, nothing else running."""
     flops, traffic = work_of(step, op)
-    share = shares[kind_of(op)]
+    return work_seconds(shares[kind_of(op)], flops, traffic, device)
+
+
+def work_seconds(share: Share, flops: int, traffic: Bytes, device: Device) -> Seconds:
+    """Seconds of an op that gets that share of the device."""
     computing = flops / (share.compute * device.flops_per_second)
     moving = traffic / (share.memory * device.bytes_per_second)
     return max(computing, moving) + share.launch * device.op_seconds

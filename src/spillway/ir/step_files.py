@@ -65,7 +65,7 @@ def write_step(path: str | PathLike[str], recorded: Recorded) -> None:
         raise ValueError("the facts of a recorded step have to come back from JSON as they are")
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
-    _replace(path, content)
+    replace_whole(path, content)
 
 
 def read_step(path: str | PathLike[str]) -> Recorded:
@@ -77,7 +77,7 @@ def read_step(path: str | PathLike[str]) -> Recorded:
     return _read(path, lines_of(path))
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace_whole(path: Path, content: bytes) -> None:
     """Write beside the file and exchange them, so that nobody ever meets half a file."""
     beside = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

@@ -14,6 +14,7 @@ from spillway.methods.checkmate import Checkmate
 from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
+from spillway.methods.dynn_offload import DynnOffload
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
@@ -70,6 +71,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         Window.name: Method(Window),
         "window-published": Method(Window.as_published),
         ImprovedWindow.name: Method(ImprovedWindow),
+        DynnOffload.name: Method(DynnOffload),
+        "dynn-offload-published": Method(DynnOffload.as_published),
         LMS.name: Method(LMS),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),

@@ -89,8 +89,11 @@ def as_fake(mode: FakeTensorMode, tree: Any) -> Any:
 
 
 @contextmanager
-def _arriving(handle: Handler) -> Iterator[None]:
-    """Within, every op of this thread comes to `handle`."""
+def arriving(handle: Handler) -> Iterator[None]:
+    """Within, every op of this thread comes to `handle`.
+
+    Raises UsageError where a step of an engine runs.
+    """
     if tensors_are_fake():
         with _AmongFakes(handle):
             yield
@@ -257,7 +260,7 @@ class Recorder:
     def watching(self) -> Iterator[None]:
         """Within, a step runs that is not written down."""
         self._ledger.label(self._named())
-        with _arriving(self._handle):
+        with arriving(self._handle):
             yield
 
     @contextmanager
@@ -269,7 +272,7 @@ class Recorder:
             self._ledger.begin()
             self._writing = True
             try:
-                with saved_tensors_hooks(self._note_saved, lambda tensor: tensor), _arriving(self._handle):
+                with saved_tensors_hooks(self._note_saved, lambda tensor: tensor), arriving(self._handle):
                     yield
                 self._ledger.label(self._named())
             finally:
@@ -338,7 +341,7 @@ class Recorder:
     def timing(self) -> Iterator[list[tuple[str, Seconds]]]:
         """Within, a step runs whose ops are timed: their names and seconds, in order."""
         clock = self._clock = []
-        with _arriving(self._handle):
+        with arriving(self._handle):
             yield clock
 
     def finish(self) -> Step:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Final
 
 from spillway.errors import SpillwayError, WorkloadError
 from spillway.workloads import deep_narrow, published, resnet, stdlib_lm
+from spillway.workloads.dynamic import evoformer, moe, tree_cnn, tree_lstm, unrolled_gan, var_bert, var_lstm
 from spillway.workloads.workload import Workload
 
+DYNAMIC: Final = (tree_lstm, tree_cnn, var_lstm, var_bert, moe, unrolled_gan, evoformer)
+"""Those whose forward differs from sample to sample."""
 WORKLOADS: Mapping[str, Callable[..., Workload]] = MappingProxyType(
-    {own.NAME: own.build for own in (stdlib_lm, resnet, deep_narrow)} | dict(published.BUILDERS)
+    {own.NAME: own.build for own in (stdlib_lm, resnet, deep_narrow, *DYNAMIC)} | dict(published.BUILDERS)
 )
 """Every workload that comes with Spillway, by its name."""
 

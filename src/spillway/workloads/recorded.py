@@ -1,15 +1,18 @@
-"""`spillway.record`: one step of a workload, by its name or as it is."""
+"""`spillway.record`: one step of a workload, by its name or as it is. And the samples of a dynamic one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 
 from spillway.engines.tensors.twins import streams_kept
+from spillway.errors import UsageError
 from spillway.ir import Recorded
+from spillway.pilots.sample_files import RecordedSamples
 from spillway.recording import Trainable
 from spillway.recording import record as record_workload
+from spillway.recording.path_recorder import PathRecorder
 from spillway.workloads.named import get
 
 
@@ -44,9 +47,43 @@ def record(
         raise TypeError(f"record() takes {', '.join(options)} only for a workload by name")
     facts = None
     if isinstance(workload, str):
-        kept = (bool, int, float, str, type(None))  # what JSON gives back as it is
-        told = {name: value if isinstance(value, kept) else repr(value) for name, value in options.items()}
-        facts = {"seed": seed, "options": told}
+        facts = {"seed": seed, "options": _as_json(options)}
         workload = partial(get, workload, seed=seed, **options)
     with streams_kept() if callable(workload) else nullcontext():
         return record_workload(workload, fake=fake, warm_up=warm_up, timed_steps=timed_steps, facts=facts)
+
+
+def record_samples(
+    workload: str, *, steps: int, frozen: bool = False, tell: Callable[[int], None] | None = None, seed: int = 0,
+    **options: object,
+) -> RecordedSamples:  # fmt: skip
+    """Run a dynamic workload, and record what the forward of every step does.
+
+    Arguments:
+        workload: A name from `spillway.workloads`, or `path/to/file.py:function`.
+        frozen: Whether the model stays as it is, in evaluation mode: forwards run, and no backward.
+        tell: Called with the number of every step that was recorded.
+        seed: Of the model and the data.
+        options: What the workload takes besides.
+
+    Raises:
+        UsageError: A workload that cannot be found or built, does not say what is dynamic about it, or ends early.
+    """
+    with streams_kept():
+        built = get(workload, seed=seed, **options)
+        recorder, samples = PathRecorder(built), []
+        built.model.train(not frozen)
+        for batch in built.batches(steps):
+            samples.append(recorder.sample(batch, update=not frozen))
+            if tell is not None:
+                tell(len(samples))
+    if len(samples) < steps:
+        raise UsageError(f"The workload {workload} has {len(samples)} batches of the {steps} to be recorded.")
+    facts = {"seed": seed, "steps": steps, "frozen": frozen, "options": _as_json(options)}
+    return RecordedSamples(architecture=recorder.architecture, samples=tuple(samples), facts=facts)
+
+
+def _as_json(options: Mapping[str, object]) -> dict[str, object]:
+    """What JSON gives back as it is."""
+    kept = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, kept) else repr(value) for name, value in options.items()}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spillway.errors import WorkloadError
+from spillway.pilots.paths import Dynamism
 
 Batch: TypeAlias = Mapping[str, Tensor] | tuple[Tensor, ...]
 """What one step consumes."""
@@ -35,6 +36,8 @@ class Workload:
     """`loss(model, batch)` is the number that a step makes smaller, a tensor without dimensions."""
     size: int | None = None
     """The input size in the workload's own measure, such as the length of a sequence; None if it has none."""
+    dynamism: Dynamism | None = None
+    """Of a network whose forward differs from sample to sample."""
 
     def train_step(self, batch: Batch) -> Tensor:
         """One plain step: forward, backward, optimizers; the gradients are gone afterwards.

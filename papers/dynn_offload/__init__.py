@@ -1,0 +1,1 @@
+"""DyNN-Offload's tables and figures."""

@@ -1,0 +1,148 @@
+"""Fig. 12: a step in two buffers, cut by what Spillway offers and into even parts of ops, bytes or seconds.
+
+The paper cuts all into the same number of blocks and does not say what happens to a part that is larger than a buffer.
+Here even parts are as many as it takes until each fits, and no fewer than the blocks of `max_fill`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+
+from benchmarks import columns
+from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
+from papers.dynn_offload.steps import SIZES, step_of
+from spillway.costs import device_named
+from spillway.pilots.execution_blocks import Touches, block_times, largest_op, max_fill, search_blocks
+
+GREEDY, SEARCHED, KEEPING = "max-fill", "dynamic programming", "max-fill, kept by farthest next use"
+EVEN: Final = ("ops", "bytes", "seconds")
+
+
+@frozen
+class Size:
+    """How much is run."""
+
+    networks: tuple[str, ...]
+    shares: tuple[float, ...]
+    loads: tuple[float, ...]
+    """How many times as long ops take as the roofline says: a larger batch, without its bytes."""
+    smaller: bool = False
+
+
+def run(size: Size, tell: Tell) -> Result:
+    """A row a network, budget, load and way to cut."""
+    device, rows = device_named("rtx6000"), list[Row]()
+    for network in size.networks:
+        options: dict[str, Any] = {"width": 32, "batch": 4} if size.smaller else {}
+        touches = Touches.of_step(step_of(network, device, **options))
+        for share in size.shares:
+            allowed = max(int(_most(touches) * share), 2 * largest_op(touches))
+            for load in size.loads:
+                loaded = replace(touches, seconds=touches.seconds * load)
+                rows += _rows(network, loaded, allowed, share, load)
+                tell(f"{network} at {share:.0%}, {load:g} times: {rows[-1]['over_plain']:.2f}")
+    return Result(
+        title="DyNN-Offload, Fig. 12: a step in blocks, by where it is cut", columns=COLUMNS,
+        rows=[*rows, *_means(rows)], notes=NOTES, checks=list(_checks(rows)),
+    )  # fmt: skip
+
+
+def _most(touches: Touches) -> int:
+    """Bytes of what is alive, at the fullest op."""
+    first, _ = touches.first_and_last()
+    levels = np.zeros(touches.ops + 2, np.int64)
+    np.add.at(levels, np.where(touches.there, 0, np.minimum(first, touches.ops)), touches.nbytes)
+    np.add.at(levels, np.minimum(touches.until, touches.ops + 1), -touches.nbytes)
+    return int(levels.cumsum().max())
+
+
+def _rows(network: str, touches: Touches, allowed: int, share: float, load: float) -> Iterator[Row]:
+    device, half, plain = device_named("rtx6000"), allowed // 2, float(touches.seconds.sum())
+    began = time.process_time()
+    cuts: Mapping[str, Sequence[int]] = {GREEDY: max_fill(touches, half)}
+    greedy = time.process_time()
+    cuts = {**cuts, SEARCHED: search_blocks(touches, half, device)}
+    seconds = {GREEDY: greedy - began, SEARCHED: time.process_time() - greedy}
+    cuts |= {f"even {what}": even(touches, half, what, len(cuts[GREEDY]) - 1) for what in EVEN}
+    for name, chosen in cuts.items():
+        found = block_times(touches, chosen, allowed, device, double_buffer=True)
+        yield {
+            "network": network, "share": share, "load": load, "cut": name, "blocks": len(chosen) - 1,
+            "over_plain": found.seconds / plain, "gb_in": found.bytes_in / 1e9, "cut_seconds": seconds.get(name),
+        }  # fmt: skip
+    found = block_times(touches, cuts[GREEDY], allowed, device, double_buffer=False)
+    yield {
+        "network": network, "share": share, "load": load, "cut": KEEPING, "blocks": len(cuts[GREEDY]) - 1,
+        "over_plain": found.seconds / plain, "gb_in": found.bytes_in / 1e9,
+    }  # fmt: skip
+
+
+def even(touches: Touches, most: int, what: str, least: int) -> list[int]:
+    """Cuts into even parts, as few as fit a buffer and `least` or more."""
+    each = np.repeat(np.arange(touches.ops), np.diff(touches.starts))
+    weights = {
+        "ops": np.ones(touches.ops), "seconds": touches.seconds,
+        "bytes": np.bincount(each, touches.nbytes[touches.storages], touches.ops),
+    }[what]  # fmt: skip
+    total = np.cumsum(weights)
+    count = least
+    while count < touches.ops:
+        inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
+        cuts = [0, *sorted({int(one) for one in inner if one < touches.ops}), touches.ops]
+        if all(_touched(touches, *ends) <= most for ends in pairwise(cuts)):
+            return cuts
+        count += max(count // 16, 1)
+    return list(range(touches.ops + 1))
+
+
+def _touched(touches: Touches, first: int, end: int) -> int:
+    return int(touches.nbytes[np.unique(touches.storages[touches.starts[first] : touches.starts[end]])].sum())
+
+
+def _means(rows: Sequence[Row]) -> Iterator[Row]:
+    for one in (GREEDY, SEARCHED):
+        for what in EVEN:
+            less = _less(rows, one, f"even {what}")
+            yield {"cut": f"{one}, time less than even {what}", "less": sum(less) / len(less), "worst": min(less)}
+
+
+def _less(rows: Sequence[Row], one: str, other: str) -> list[float]:
+    times = {(row["network"], row["share"], row["load"], row["cut"]): row["over_plain"] for row in rows}
+    return [1 - time / times[(*cell, other)] for (*cell, cut), time in times.items() if cut == one]
+
+
+def _checks(rows: Sequence[Row]) -> Iterator[Check]:
+    for one in (GREEDY, SEARCHED):
+        worst = {what: min(_less(rows, one, f"even {what}")) for what in EVEN}
+        for what, less in worst.items():
+            yield Check(what=f"{one}: slower than even {what}, the worst cell", measured=-less, at_most=1e-9)
+        less = _less(rows, one, "even ops")
+        mean = sum(less) / len(less)
+        yield Check(what=f"{one}: time over that of even ops, the mean", measured=1 - mean, at_most=0.95)
+
+
+COLUMNS: Final = (
+    *columns.text(network="network"),
+    *columns.shown("{:.0%}".format, share="budget"),
+    *columns.shown("{:g}".format, load="load"),
+    *columns.text(cut="cut", blocks="blocks"),
+    *columns.shown("{:.2f}".format, over_plain="time / plain", gb_in="GB in"),
+    *columns.shares(less="less time"),
+    *columns.seconds(cut_seconds="to cut"),
+)  # fmt: skip
+NOTES: Final = (
+    "Out before in, on one lane, as published. Load: ops take so many times their seconds of the roofline, as with a "
+    "larger batch whose bytes were as many. The budget is a share of the plain peak, or twice the largest op.",
+)
+BENCHMARK: Final = Benchmark(
+    name="dynn_partition",
+    run=run,
+    full=Size(networks=tuple(SIZES), shares=(0.4, 0.6), loads=(1.0, 4.0)),
+    quick=Size(networks=("var-lstm",), shares=(0.5,), loads=(1.0,), smaller=True),
+)

@@ -1,0 +1,369 @@
+"""Execution blocks: where a resolved step is cut so that copies for the next block run beside this one.
+
+DyNN-Offload (HPCA 2024), sections IV-B, IV-D and IV-E. The paper takes Sentinel's partition and says of it that it
+maximizes the overlap within the capacity; what stands here is ours: a block takes as many ops as fit (`max_fill`), or
+cuts are searched (`search_blocks`). With two buffers, as published, a block may touch half of the memory; while it
+computes, the link first takes out what the block before leaves behind, then brings what the next one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Self, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spillway.costs.device import Device
+from spillway.errors import BudgetInfeasible
+from spillway.ir.step import Step
+from spillway.units import Bytes, Seconds
+
+Cuts: TypeAlias = Sequence[int]
+"""The first op of every block, then the number of ops: block b is the half-open interval from `cuts[b]` to the next."""
+
+CANDIDATES: Final = 72
+"""Places at which `search_blocks` may cut, besides those of `max_fill`."""
+
+FINEST: Final = (2, 4, 8, 16, 32, 64)
+"""Shares of the memory that `keeping_blocks` tries, as what one is divided by."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touches:
+    """What every op of a resolved step has to have in memory. Storages are numbered from 0."""
+
+    starts: NDArray[np.int64]
+    """[ops + 1]: op k touches `storages[starts[k]:starts[k + 1]]`."""
+    storages: NDArray[np.int64]
+    """[touches], each storage once an op."""
+    writes: NDArray[np.bool_]
+    """[touches]: whether the op changes or creates it."""
+    seconds: NDArray[np.float64]
+    """[ops]: how long each computes."""
+    nbytes: NDArray[np.int64]
+    """[storages]"""
+    there: NDArray[np.bool_]
+    """[storages]: whether it exists before the step."""
+    until: NDArray[np.int64]
+    """[storages]: the op from which on it is dead; more than the number of ops if it outlives the step."""
+
+    @classmethod
+    def of_step(cls, step: Step) -> Self:
+        """Those of a recorded step. Raises ValueError if an op has no seconds."""
+        if any(op.seconds is None for op in step.ops):
+            raise ValueError("the ops of a step that is cut into blocks have seconds")
+        starts, storages, writes = [0], list[int](), list[bool]()
+        for op in step.ops:
+            made = {step.values[value].storage for value in op.creates}
+            read = {step.values[value].storage for value in op.reads}
+            storages += sorted(made | read)
+            writes += [storage in made for storage in sorted(made | read)]
+            starts.append(len(storages))
+        return cls(
+            starts=np.array(starts), storages=np.array(storages, np.int64), writes=np.array(writes, bool),
+            seconds=np.array([op.seconds for op in step.ops], np.float64),
+            nbytes=np.array([info.nbytes for info in step.storages], np.int64),
+            there=np.array([info.present_at_start for info in step.storages], bool),
+            until=np.array(
+                [len(step.ops) + 1 if one.present_at_end else one.alive_until for one in step.storages], np.int64
+            ),
+        )  # fmt: skip
+
+    @property
+    def ops(self) -> int:
+        """How many."""
+        return len(self.seconds)
+
+    def first_and_last(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The first op that touches each storage, and the last; the number of ops and -1 where none does."""
+        ops = np.repeat(np.arange(self.ops), np.diff(self.starts))
+        first, last = np.full(len(self.nbytes), self.ops), np.full(len(self.nbytes), -1)
+        np.minimum.at(first, self.storages, ops)
+        np.maximum.at(last, self.storages, ops)
+        return first, last
+
+
+def max_fill(touches: Touches, most: Bytes, *, alone: Bytes | None = None) -> list[int]:
+    """Blocks that each take ops until the distinct storages that they touch would pass `most` bytes. O(touches).
+
+    With two buffers `most` is half of the memory. Where memory is not halved, an op that alone touches more may be a
+    block of its own, up to `alone` bytes. Raises BudgetInfeasible for an op that touches more than that.
+    """
+    limit, times = (most, 2) if alone is None else (max(alone, most), 1)
+    starts, storages, nbytes = touches.starts.tolist(), touches.storages.tolist(), touches.nbytes.tolist()
+    cuts, inside, filled = [0], set[int](), 0
+    for op in range(touches.ops):
+        touched = storages[starts[op] : starts[op + 1]]
+        new = [one for one in touched if one not in inside]
+        more = sum([nbytes[one] for one in new])
+        if filled + more > most and op > cuts[-1]:
+            cuts.append(op)
+            inside, new = set(), touched
+            filled, more = 0, sum([nbytes[one] for one in touched])
+        if filled + more > limit:
+            raise BudgetInfeasible(
+                needed=times * more, allowed=times * limit, op="a block of one op", op_index=op,
+                smallest_budget=times * largest_op(touches), exact=True,
+            )  # fmt: skip
+        inside.update(new)
+        filled += more
+    return [*cuts, touches.ops]
+
+
+def largest_op(touches: Touches) -> Bytes:
+    """The most bytes that one op touches."""
+    sums = np.add.reduceat(np.append(touches.nbytes[touches.storages], 0), touches.starts[:-1])
+    return int(np.where(np.diff(touches.starts) > 0, sums, 0).max(initial=0))
+
+
+def search_blocks(touches: Touches, most: Bytes, device: Device, candidates: int = CANDIDATES) -> list[int]:
+    """The cuts among so many places that take the least time with two buffers, by dynamic programming.
+
+    With C for what a block computes, and the link's times for what [k, l) lacks after [j, k) and for what [i, j) leaves
+    behind that [j, k) does not use, f(i, j, k) is the time from op j on:
+
+        f(i, j, k) = min over l of max(C(j, k), out(i, j, k) + in(j, k, l)) + f(j, k, l)
+
+    What one block leaves to the next but one is taken to be copied out and in. O(candidates * width^3), where width is
+    the most places that a block covers. Cuts of `max_fill` and into parts of even ops, bytes or seconds are among those
+    of which the fastest by `block_times` is returned.
+
+    Raises what `max_fill` raises.
+    """
+    filled = max_fill(touches, most)
+    evens = [_even(weights, candidates) for weights in _weights(touches)]
+    places = sorted({*filled, *evens[1]})
+    sets = _sets_of(touches, places, most)
+    clock = np.concatenate([[0.0], np.cumsum(touches.seconds)])[places]
+    out, lacking = _links(touches, places, sets, device)
+    rest: dict[tuple[int, int], NDArray[np.float64]] = {}  # by (j, k): over the l of `after[k]`, f(j, k, l)
+    chosen: dict[tuple[int, int], NDArray[np.intp]] = {}
+    before, after = _neighbours(sets, len(places))
+    for j, k in sorted(sets, reverse=True):
+        computes, left = clock[k] - clock[j], out.get((j, k), np.zeros(1))
+        if not after[k]:
+            rest[j, k], chosen[j, k] = np.maximum(computes, left), np.full(len(left), -1)
+            continue
+        following = np.array([rest[k, one][before[k].index(j)] for one in after[k]])
+        times = np.maximum(computes, left[:, None] + lacking[j, k][None]) + following
+        rest[j, k], chosen[j, k] = times.min(axis=1), times.argmin(axis=1)
+    k = min(after[0], key=lambda one: rest[0, one][0])
+    j, row, found = 0, 0, [0, places[k]]
+    while (place := int(chosen[j, k][row])) != -1:
+        row = before[k].index(j)
+        j, k = k, after[k][place]
+        found.append(places[k])
+    tried = [found, filled, *(cuts for cuts in _even_cuts(touches, len(filled) - 1) if _fits(touches, cuts, most))]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, 2 * most, device, double_buffer=True).seconds)
+
+
+_Sets: TypeAlias = dict[tuple[int, int], tuple[NDArray[np.float64], NDArray[np.float64]]]
+_Pairs: TypeAlias = dict[tuple[int, int], NDArray[np.float64]]
+
+
+def _neighbours(sets: _Sets, places: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Of every place, where blocks that end there begin, and where those that begin there end."""
+    before: list[list[int]] = [[] for _ in range(places)]
+    after: list[list[int]] = [[] for _ in range(places)]
+    for i, j in sorted(sets):
+        before[j].append(i)
+        after[i].append(j)
+    return before, after
+
+
+def _links(touches: Touches, places: Sequence[int], sets: _Sets, device: Device) -> tuple[_Pairs, _Pairs]:
+    """Seconds by (j, k): to take out what each [i, j) leaves behind, and to bring in what each [k, l) lacks."""
+    nbytes = touches.nbytes.astype(np.float64)
+    first, last = touches.first_and_last()
+    before, after = _neighbours(sets, len(places))
+    out: _Pairs = {}
+    lacking: _Pairs = {}
+    for j in range(1, len(places) - 1):
+        behind = np.stack([sets[i, j][0] for i in before[j]]) if before[j] else np.zeros((0, len(nbytes)))
+        written = np.stack([sets[i, j][1] for i in before[j]]) if before[j] else behind
+        if not after[j] or not before[j]:
+            continue
+        ahead = np.stack([sets[j, k][0] for k in after[j]])
+        old = nbytes * (touches.there | (first < places[j]))
+        alive = nbytes * ((touches.until > touches.ops) | (last >= places[j]))
+        leaves = ((written * alive).sum(axis=1)[:, None] - (written * alive) @ ahead.T) / device.out_per_second
+        lacks = ((ahead @ old)[None] - (behind * old) @ ahead.T) / device.in_per_second
+        out |= {(j, k): leaves[:, column] for column, k in enumerate(after[j])}
+        lacking |= {(i, j): lacks[row] for row, i in enumerate(before[j])}
+    return out, lacking
+
+
+def _weights(touches: Touches) -> tuple[NDArray[np.float64], ...]:
+    """Of every op: one, the bytes that it touches, its seconds."""
+    each = np.repeat(np.arange(touches.ops), np.diff(touches.starts))
+    touched = np.bincount(each, touches.nbytes[touches.storages], touches.ops)
+    return np.ones(touches.ops), touched.astype(np.float64), touches.seconds
+
+
+def _even(weights: NDArray[np.float64], count: int) -> list[int]:
+    """Cuts into so many parts of about the same weight."""
+    total = np.cumsum(weights)
+    inner = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
+    return [0, *sorted({int(one) for one in inner if one < len(weights)}), len(weights)]
+
+
+def _even_cuts(touches: Touches, least: int) -> Iterator[list[int]]:
+    for weights in _weights(touches):
+        yield from (_even(weights, count) for count in range(least, 2 * least + 1))
+
+
+def _fits(touches: Touches, cuts: Cuts, most: Bytes) -> bool:
+    parts = (np.unique(touches.storages[touches.starts[i] : touches.starts[j]]) for i, j in pairwise(cuts))
+    return all(int(touches.nbytes[part].sum()) <= most for part in parts)
+
+
+def keeping_blocks(touches: Touches, allowed: Bytes, device: Device) -> list[int]:
+    """The cuts by `max_fill` into half the memory, a quarter and so on (`FINEST`) that take the least time where memory
+    is not halved (`block_times`): small blocks leave room for what is used again soon.
+
+    Raises BudgetInfeasible for an op that touches more than is allowed.
+    """
+    tried = [max_fill(touches, allowed // share, alone=allowed) for share in FINEST]
+    return min(tried, key=lambda cuts: block_times(touches, cuts, allowed, device, double_buffer=False).seconds)
+
+
+def _sets_of(touches: Touches, places: Sequence[int], most: Bytes) -> _Sets:
+    """Of every block that fits, by the indices of its ends: which storages it touches, and which of them it writes."""
+    found: _Sets = {}
+    for i in range(len(places) - 1):
+        touched, written = np.zeros(len(touches.nbytes)), np.zeros(len(touches.nbytes))
+        for j in range(i + 1, len(places)):
+            part = slice(touches.starts[places[j - 1]], touches.starts[places[j]])
+            touched[touches.storages[part]] = 1
+            written[touches.storages[part][touches.writes[part]]] = 1
+            if touched @ touches.nbytes > most:
+                break
+            found[i, j] = touched.copy(), written.copy()
+    return found
+
+
+# ---------------------------------------------------------------------- what blocks take
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """What a step takes in blocks on a device."""
+
+    seconds: Seconds
+    """From its beginning to its end."""
+    stall_seconds: Seconds
+    """Of them, those in which compute waited for copies."""
+    bytes_out: Bytes
+    """Copied to host memory."""
+    bytes_in: Bytes
+    """Copied back."""
+
+
+def block_times(touches: Touches, cuts: Cuts, allowed: Bytes, device: Device, *, double_buffer: bool) -> BlockTimes:
+    """What the step takes if it is known in advance and cut so.
+
+    As block b begins, the link takes out what has to leave and then brings what block b + 1 lacks, one after the other,
+    as published (section IV-E); block b + 1 begins when both it and block b are done.
+
+    Arguments:
+        double_buffer: Two halves, as published: what neither block b nor the next touches leaves, although there may
+            be room for it. Otherwise only as much leaves as block b + 1 has no room for in `allowed`, and first what
+            is used again last.
+    """
+    blocks = [set(touches.storages[touches.starts[i] : touches.starts[j]].tolist()) for i, j in pairwise(cuts)]
+    uses = _uses(blocks)
+    run = _Run(touches, allowed, uses)
+    clock = link = run.bring(blocks[0]) / device.in_per_second if blocks else 0.0
+    computed = np.add.reduceat(np.append(touches.seconds, 0.0), cuts[:-1]) if blocks else np.zeros(0)
+    for number, block in enumerate(blocks):
+        written = touches.writes[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
+        part = touches.storages[touches.starts[cuts[number]] : touches.starts[cuts[number + 1]]]
+        following = blocks[number + 1] if number + 1 < len(blocks) else set[int]()
+        out = run.leave(block, following, number, double_buffer=double_buffer)
+        back = run.bring(following)
+        run.wrote(set(part[written].tolist()))
+        link = out / device.out_per_second + back / device.in_per_second
+        link += device.copy_seconds * ((out > 0) + (back > 0))
+        clock += max(float(computed[number]), link)
+        run.forget(cuts[number + 1])
+    total = float(touches.seconds.sum())
+    return BlockTimes(seconds=clock, stall_seconds=clock - total, bytes_out=run.bytes_out, bytes_in=run.bytes_in)
+
+
+def _uses(blocks: Sequence[set[int]]) -> dict[int, list[int]]:
+    """Of every storage the blocks that touch it, the last first."""
+    uses: dict[int, list[int]] = {}
+    for number in reversed(range(len(blocks))):
+        for storage in blocks[number]:
+            uses.setdefault(storage, []).append(number)
+    return uses
+
+
+@final
+class _Run:
+    """What is in memory, block by block."""
+
+    def __init__(self, touches: Touches, allowed: Bytes, uses: dict[int, list[int]]) -> None:
+        self._nbytes = touches.nbytes.tolist()
+        self._until = touches.until.tolist()
+        self._allowed = allowed
+        self._uses = uses
+        self._hosted = set(np.flatnonzero(touches.there).tolist())  # those of which host memory has these bytes
+        self._present = set[int]()
+        self._born = set(self._hosted)  # those that exist
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def bring(self, block: set[int]) -> Bytes:
+        """Everything that the block touches is there; the bytes that were copied in."""
+        lacking = block - self._present
+        copied = self._sum(lacking & self._born)
+        self._present |= lacking
+        self._born |= lacking
+        self.bytes_in += copied
+        return copied
+
+    def leave(self, block: set[int], following: set[int], number: int, *, double_buffer: bool) -> Bytes:
+        """Room for the block after block `number`; the bytes that were copied out."""
+        free = self._present - block - following
+        if not double_buffer:
+            wanted = self._sum(self._present | following) - self._allowed
+            free = self._farthest(free, number, wanted)
+        copied = self._sum(free - self._hosted)
+        self._hosted |= free
+        self._present -= free
+        self.bytes_out += copied
+        return copied
+
+    def _farthest(self, free: set[int], number: int, wanted: Bytes) -> set[int]:
+        """Of those that may leave, those used again last, until they have `wanted` bytes."""
+        chosen = set[int]()
+        for storage in sorted(free, key=lambda one: (-self._next(one, number), one)):
+            if wanted <= 0:
+                break
+            chosen.add(storage)
+            wanted -= self._nbytes[storage]
+        return chosen
+
+    def _next(self, storage: int, number: int) -> float:
+        uses = self._uses[storage]
+        while uses and uses[-1] <= number:
+            uses.pop()
+        return uses[-1] if uses else float("inf")
+
+    def wrote(self, storages: set[int]) -> None:
+        """Host memory's bytes of these are old."""
+        self._hosted -= storages
+
+    def forget(self, op: int) -> None:
+        """What is dead before that op is gone."""
+        self._present -= {one for one in self._present if self._until[one] <= op}
+
+    def _sum(self, storages: set[int]) -> Bytes:
+        nbytes = self._nbytes
+        return sum([nbytes[one] for one in storages])

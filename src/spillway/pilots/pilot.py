@@ -1,0 +1,60 @@
+"""What every pilot answers: which sites of the forward will run, and how likely that is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+from spillway.pilots.paths import Floats, ResolvedPath, Sample, Site
+from spillway.pilots.program import Program, Uses
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Foresight:
+    """What a pilot expects of a forward."""
+
+    probabilities: Floats
+    """[decisions] How likely each part runs, by the parts that the program had when it was asked."""
+    path: ResolvedPath | None = None
+    """The known path that it expects as a whole; None where it expects parts."""
+
+    def sites(self, program: Program) -> Iterator[tuple[Site, float]]:
+        """The sites that are expected more likely than not, in program order, with their probabilities."""
+        likely = [1.0, *self.probabilities.tolist(), *[0.0] * (program.decisions - len(self.probabilities))]
+        for key in program.order:
+            probability = likely[program.part[key]]
+            if probability > 0.5:
+                yield program.architecture.ops[key].site, probability
+
+    def uses(self, program: Program) -> Uses:
+        """The groups of parameters that will be used, in the order of their use."""
+        return program.uses_where(self.probabilities) if self.path is None else program.uses_of(self.path)
+
+
+class AbstractPilot(ABC):
+    """Foresees the forward of a sample. What the sample's path, signatures and loss say is known afterwards alone, and
+    read by `learn` alone; of `hidden` and of the path `foresee` may read what `asked` says."""
+
+    name: str
+    """How reports call it."""
+
+    redirects: bool = False
+    """Whether it has more to say each time that the forward hands a number to the host."""
+
+    @abstractmethod
+    def foresee(self, sample: Sample, asked: int = 0) -> Foresight:
+        """What it expects of the forward.
+
+        Arguments:
+            sample: About to run, or running.
+            asked: How many numbers the forward has handed to the host so far, and branched on. With any, the hidden
+                state that was re-directed with the last, `sample.hidden[asked - 1]`, and the path up to the op behind
+                it are known.
+        """
+
+    @abstractmethod
+    def learn(self, sample: Sample) -> None:
+        """Take in what a step did, once it is done."""

@@ -1,0 +1,234 @@
+"""The referee: which pilot acts, by the seconds of stall that each would have spared so far."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spillway.costs.device import Device
+from spillway.costs.roofline import SHARES, kind_of, work_seconds
+from spillway.errors import UsageError
+from spillway.ir.step import Op, Phase
+from spillway.pilots.architecture import Architecture
+from spillway.pilots.paths import Sample
+from spillway.pilots.pilot import AbstractPilot, Foresight
+from spillway.pilots.prefetching import Fetched, Forward, fetched, on_demand
+from spillway.pilots.program import Group, Program, Uses
+from spillway.units import Bytes, Seconds
+
+DECAY: Final = 0.98
+"""What is left of a score after a step: the last fifty count."""
+LISTED: Final = 256
+"""Mispredictions that are kept."""
+AS_GOOD: Final = 0.99
+"""Pilots that spare this share of what the best one does are as good; the one that is right more often acts."""
+ON_DEMAND: Final = "on demand"
+"""Who acts where fetching ahead has made stalls longer, whoever foresaw."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misprediction:
+    """A step whose forward was another than who acted had expected as it began."""
+
+    step: int
+    """Which step, as the sample says."""
+    pilot: str
+    """Who acted."""
+    decisions: int
+    """How many decisions were others than expected."""
+    seconds: Seconds
+    """What that cost: stalls beyond those under the true path, what it learned on the way included."""
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """How a pilot has done."""
+
+    pilot: str
+    """Its name."""
+    score: Seconds = 0.0
+    """Stalls that it would have spared in a step, decayed: `DECAY`."""
+    spared_seconds: Seconds = 0.0
+    """Stalls that it would have spared in all steps."""
+    recent: float = 0.0
+    """Share of steps that were as expected, decayed likewise."""
+    steps: int = 0
+    """Steps that it was judged in."""
+    exact: int = 0
+    """Those in which all decisions were as it had expected when the step began."""
+    acted: int = 0
+    """Those in which it acted."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of steps that were as expected."""
+        return self.exact / self.steps if self.steps else 0.0
+
+
+@final
+@dataclass(slots=True, kw_only=True)
+class Record:
+    """What the referee knows of all steps together."""
+
+    stall_seconds: Seconds = 0.0
+    """Under who acted."""
+    on_demand_seconds: Seconds = 0.0
+    """Had nothing been fetched ahead."""
+    known_seconds: Seconds = 0.0
+    """Had every path been known."""
+    mispredictions: int = 0
+    """Steps that were not as who acted had expected."""
+    misprediction_seconds: Seconds = 0.0
+    """What they cost together."""
+    last: deque[Misprediction] = field(default_factory=lambda: deque(maxlen=LISTED))
+    """The last of them."""
+
+
+def modelled_seconds(architecture: Architecture, device: Device) -> NDArray[np.float64]:
+    """[signatures] What an op of each takes on a device, by its roofline."""
+    found = []
+    for one in architecture.signatures:
+        op = Op(
+            number=0, name=one.name, phase=Phase.FORWARD, reads=(), creates=(0,) if one.created else (),
+            flops=one.flops, traffic=one.traffic,
+        )  # fmt: skip
+        found.append(work_seconds(SHARES[kind_of(op)], one.flops, one.traffic, device))
+    return np.array(found, np.float64)
+
+
+@final
+class Referee:
+    """Judges pilots by forwards that ran, and lets the best act in the next.
+
+    After each step every pilot is asked what it had foreseen, and its fetches are run on paper against the path that
+    the step took (`prefetching`). The first of the pilots is the floor: it acts until another is better.
+
+    Arguments:
+        program: Of the network.
+        pilots: Program order in front.
+        device: How fast groups come in.
+        room: For parameters in use, there and on their way.
+    """
+
+    def __init__(self, program: Program, pilots: Sequence[AbstractPilot], *, device: Device, room: Bytes) -> None:
+        if not pilots or len({pilot.name for pilot in pilots}) < len(pilots) or room < 1:
+            raise UsageError(
+                f"A referee needs pilots of different names and room of 1 byte or more; got {len(pilots)} and {room}."
+            )
+        self.program = program
+        self.pilots = tuple(pilots)
+        self.device = device
+        self.room = room
+        self.standings = {pilot.name: Standing(pilot=pilot.name) for pilot in pilots}
+        """By name, the floor in front."""
+        self.record = Record()
+        """Of all steps."""
+        self._version = -1
+        self._copying: list[Seconds] = []
+
+    @property
+    def acting(self) -> AbstractPilot | None:
+        """Who acts now; None if nobody would have spared anything in the last steps, and groups come on demand."""
+        first = self.pilots[0]
+        if not self.standings[first.name].steps:
+            return first
+        most = max(standing.score for standing in self.standings.values())
+        if most < 0:
+            return None
+        good = [pilot for pilot in self.pilots if self.standings[pilot.name].score >= AS_GOOD * most]
+        return max(good, key=lambda pilot: self.standings[pilot.name].recent)  # the first of equals
+
+    def foresee(self, sample: Sample, asked: int = 0) -> Foresight | None:
+        """What who acts expects (`AbstractPilot.foresee`); None if nobody acts."""
+        acting = self.acting
+        return None if acting is None else acting.foresee(sample, asked)
+
+    def learn(self, sample: Sample, seconds: NDArray[np.float64]) -> None:
+        """Judge a step that ran, then have every pilot learn it.
+
+        Arguments:
+            sample: The step.
+            seconds: [ops] What each op of its path took.
+        """
+        self.program.follow()
+        acting = self.acting
+        forward, ranks = self._forward(sample, seconds)
+        demanded = fetched(forward, on_demand).stall_seconds
+        known = self._run(forward, ranks, [(0, self.program.uses_of(sample.path))]).stall_seconds
+        stalls = demanded
+        bits = self.program.bits(sample.path) > 0.5
+        self.record.on_demand_seconds += demanded
+        self.record.known_seconds += known
+        for standing in self.standings.values():
+            standing.score *= DECAY
+            standing.recent *= DECAY
+        for pilot in self.pilots:
+            foreseen = self._foresights(pilot, sample)
+            moments = [(at, foresight.uses(self.program)) for at, foresight in foreseen]
+            found = self._run(forward, ranks, moments).stall_seconds
+            expected = foreseen[0][1].probabilities > 0.5
+            wrong = int((np.pad(expected, (0, max(len(bits) - len(expected), 0)))[: len(bits)] != bits).sum())
+            standing = self.standings[pilot.name]
+            standing.score += (1 - DECAY) * (demanded - found)
+            standing.spared_seconds += demanded - found
+            standing.steps += 1
+            standing.exact += not wrong
+            standing.recent += (1 - DECAY) * (not wrong)
+            if pilot is acting:
+                stalls = found
+                standing.acted += 1
+                self._note(sample, pilot, wrong, found - known)
+        self.record.stall_seconds += stalls
+        for pilot in self.pilots:
+            pilot.learn(sample)
+
+    def _note(self, sample: Sample, pilot: AbstractPilot, wrong: int, cost: Seconds) -> None:
+        if wrong:
+            self.record.mispredictions += 1
+            self.record.misprediction_seconds += cost
+            self.record.last.append(Misprediction(step=sample.step, pilot=pilot.name, decisions=wrong, seconds=cost))
+
+    def _foresights(self, pilot: AbstractPilot, sample: Sample) -> list[tuple[int, Foresight]]:
+        """What it foresaw, and from which op of the path on it did."""
+        found = [(0, pilot.foresee(sample))]
+        if pilot.redirects:
+            for asked, op in enumerate(sample.asked_at.tolist(), start=1):
+                found.append((op + 1, pilot.foresee(sample, asked)))
+        return found
+
+    def _forward(self, sample: Sample, seconds: NDArray[np.float64]) -> tuple[Forward, list[int]]:
+        """The forward as a sequence of visits, and the rank and the op of each."""
+        program = self.program
+        if self._version != program.version:
+            self._version = program.version
+            self._copying = [self.device.in_seconds(nbytes) for nbytes in program.nbytes]
+        visits = program.visits(sample.path)
+        clock = np.concatenate([[0.0], np.cumsum(seconds)])
+        ends = [*visits.ops[1:], len(sample.path)]
+        forward = Forward(
+            visits=visits.groups, seconds=(clock[ends] - clock[list(visits.ops)]).tolist(), copying=self._copying,
+            nbytes=program.nbytes, room=self.room,
+        )  # fmt: skip
+        self._ops = visits.ops
+        return forward, list(program.uses_of(sample.path)[0])
+
+    def _run(self, forward: Forward, ranks: Sequence[int], moments: Sequence[tuple[int, Uses]]) -> Fetched:
+        """The forward with what was foreseen at those ops."""
+        ops, at = self._ops, 0
+
+        def ahead(visit: int) -> Sequence[Group]:
+            nonlocal at
+            while at + 1 < len(moments) and moments[at + 1][0] <= ops[visit]:
+                at += 1
+            places, groups = moments[at][1]
+            return groups[bisect_left(places, ranks[visit]) :]
+
+        return fetched(forward, ahead)

@@ -1,0 +1,48 @@
+"""Syntax trees as batches, and what a network that walks them has to know of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from spillway.workloads import stdlib_trees
+from spillway.workloads.workload import Batch
+
+
+def batches(steps: int, *, seed: int, batch: int, largest: int) -> Iterator[dict[str, Tensor]]:
+    """`types` and `parents`, int64 [nodes], of all trees of the batch one after the other, `verbs`, int64 [batch]."""
+    samples = stdlib_trees.trees(seed=seed, largest=largest)
+    for _ in range(steps):
+        chosen = list(islice(samples, batch))
+        types = [kind for tree in chosen for kind in tree.types]
+        parents: list[int] = []
+        for tree in chosen:
+            before = len(parents)
+            parents += [parent + before if parent >= 0 else -1 for parent in tree.parents]
+        verbs = torch.tensor([tree.verb for tree in chosen])
+        yield {"types": torch.tensor(types), "parents": torch.tensor(parents), "verbs": verbs}
+
+
+def children_of(parents: list[int]) -> list[list[int]]:
+    """The children of every node, in order."""
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            children[parent].append(node)
+    return children
+
+
+def sizes(batch: Batch) -> tuple[float, ...]:
+    """Nodes, the depth of the deepest, leaves, and how many types of nodes there are."""
+    given = cast(dict[str, Tensor], batch)
+    parents = given["parents"].tolist()
+    depths = [1] * len(parents)
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            depths[node] = depths[parents[node]] + 1
+    leaves = len(parents) - len({parent for parent in parents if parent >= 0})
+    return float(len(parents)), float(max(depths)), float(leaves), float(len(set(given["types"].tolist())))
