@@ -108,13 +108,13 @@ plainly = functools.cache(functools.partial(play, None))
 
 @functools.cache
 def calls(method: str, place: str) -> int:
-    """How often the place is come to in a step."""
-    training = Training()
+    """How often the place is come to in a second step."""
+    training, fault = Training(), Fault(KeyboardInterrupt(), -1)
     with training.manage(method) as memory:
-        for _ in range(2):
-            fault = Fault(KeyboardInterrupt(), -1)
-            with memory.step(training.rows), PLACES[place](training, fault):
-                training.step()
+        with memory.step(training.rows), needs_known(method):
+            training.step()
+        with memory.step(training.rows), PLACES[place](training, fault):
+            training.step()
     return fault.calls
 
 
