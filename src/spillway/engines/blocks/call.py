@@ -308,7 +308,6 @@ class BlockCall:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"call {self.number} of {self.block.name}"
 
     # ------------------------------------------------------------------------------------------------ the first run

@@ -80,7 +80,6 @@ class PublishedPlanning(AbstractPlanning):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a sample of every block and of the whole model."""
         return bool(self._whole) and sorted(self._blocks) == list(range(len(self._blocks)))
 
     @property
@@ -250,7 +249,6 @@ class SimulatedPlanning(AbstractPlanning):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a sample of every block and of the whole model."""
         return bool(self._saved) and all(one.measured for one in self._saved) and bool(self._turn.measured)
 
     @property
