@@ -34,7 +34,6 @@ from spillway.engines.blocks.extra_forward import undone, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.observer import Observer
-from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
@@ -98,9 +97,6 @@ class BlockEngine:
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
-            function of name and module; what is made inside such a module is held until it ends. If left out: the
-            results of products with weights, convolutions and fused attention, whatever calls them.
         check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, and on the
             CPU some elements of the last ones; or all values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
@@ -129,7 +125,6 @@ class BlockEngine:
         sample: Callable[[], object] | None = None,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
-        selected: Selected | None = None,
         check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
         spill_io: SpillIO = "buffered",
@@ -154,7 +149,7 @@ class BlockEngine:
         open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
         self._runtime = BlockRuntime(
             environment_of(model, generators), open_store, read_ahead, compressor=Compressor(rounding_seed),
-            by_module=selected is not None, checks_values=check == "values",
+            checks_values=check == "values",
         )  # fmt: skip
         self.options = options
         self._figures: list[Figures] = []
@@ -170,8 +165,6 @@ class BlockEngine:
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
         try:
-            for module in selected_modules(chosen, selected) if selected is not None else ():
-                self._install(module, partial(self._runtime.call_selected, module.forward))
             self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
             self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
             self._model_forward = model.forward

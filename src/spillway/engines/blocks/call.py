@@ -58,7 +58,7 @@ from spillway.engines.blocks.saved import (
     storages,
     waiting,
 )  # fmt: skip
-from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
+from spillway.engines.blocks.selective import Keeping, Selection, Supplying
 from spillway.engines.environment import Environment
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
@@ -78,7 +78,6 @@ class BlockRuntime:
     Args:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
-        by_module: Whether the user has named modules whose results are to be kept.
         checks_values: Whether values that a second run brings back are compared with those of the first.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
         compressor: Quantizes what blocks saved.
@@ -91,11 +90,9 @@ class BlockRuntime:
         ahead: Bytes | None,
         *,
         compressor: Compressor,
-        by_module: bool,
         checks_values: bool,
     ) -> None:
         self.environment = environment
-        self.by_module = by_module
         self.checks_values = checks_values
         self.compressor = compressor
         self.lock = threading.RLock()
@@ -151,34 +148,6 @@ class BlockRuntime:
             for hook in self.removed:
                 stack.enter_context(hook.back())
             yield
-
-    @contextlib.contextmanager
-    def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
-        """A run of a call under a selective action, if there is a mode for it."""
-        if mode is None:
-            yield
-            return
-        self._local.modes.append(mode)
-        try:
-            with mode:
-                yield
-        finally:
-            self._local.modes.pop()
-
-    def call_selected(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a module whose results are to be kept."""
-        modes = tuple(self._local.modes)
-        if not modes:
-            return forward(*args, **kwargs)
-        for mode in modes:
-            mode.enter()
-        output = None
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            for mode in modes:
-                mode.leave(output)
-        return output
 
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], block: Block, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
@@ -248,7 +217,6 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.calls: list[BlockCall] = []
         self.replays: list[Replay | Passing] = []
-        self.modes: list[AbstractSelecting] = []
 
 
 _SETTLE: Final = 3
@@ -324,10 +292,10 @@ class BlockCall:
             self.figures.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
         began = time.perf_counter()
         if self.action.selects and not self.block.compiled and not self._above_recomputes():
-            self.selection = Selection(self.number, self.block.overwritten, by_module=self.runtime.by_module)
-        mode = Keeping(self.selection) if self.selection is not None else None
+            self.selection = Selection(self.number, self.block.overwritten)
+        mode = Keeping(self.selection) if self.selection is not None else contextlib.nullcontext()
         begun = collectives_begun()
-        with Packing(self._pack, _unpack), self.runtime.inside(self), self.runtime.selecting(mode):
+        with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
             output = heard(self.block.forward, *args, **kwargs)
         self.block.has_begun(collectives_begun() - begun)
         self.figures.seconds = time.perf_counter() - began
@@ -603,7 +571,7 @@ class BlockCall:
             self.block.state.as_of(self.snapshot),
             grad_mode(enabled=True),
             Packing(replay.fill, _same),
-            runtime.selecting(mode),
+            mode if mode is not None else contextlib.nullcontext(),
         ):
             self.running_again = True
             try:
