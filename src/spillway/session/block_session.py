@@ -675,11 +675,11 @@ class _Step(AbstractStep):
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
         if self._paged and session._paging is not None:
-            figures = () if session._engine is None else session._engine.figures
+            ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
-            ran = sum(call.recomputes > 0 for call in figures)
-            session._finish(replace(told, input_size=list(self._size), blocks=len(figures), recomputed_blocks=ran))
+            twice = sum(call.recomputes > 0 for call in ran)
+            session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
