@@ -77,7 +77,7 @@ def collectives_begun() -> int:
     return begun
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class CallReport:
     """What one call of a block took so far; outlives the call."""
 
