@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import sys
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,15 +34,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """What torch consists of stays: it is not gone through again each time that garbage is collected, or tensors are.
-
-    (Not so the tensors of test modules: who holds a tensor is looked for among what is not frozen.)
-    """
-    if not session.config.getoption("--without-torch"):
-        import torch  # noqa: F401
+    """What torch consists of is not gone through while tests are collected, where that is done."""
+    if not session.config.getoption("--without-torch") and not session.config.getoption("numprocesses", None):
+        import torch._dynamo  # noqa: F401 which torch imports when the first optimizer is made
 
         gc.collect()
         gc.freeze()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported and collected is not gone through each time that garbage is collected, or tensors are.
+
+    Not so the tensors of test modules: who holds a tensor is looked for among what is not frozen.
+    """
+    if not session.config.getoption("--without-torch"):
+        import torch
+
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+        _each(ctypes.pythonapi.PyObject_GC_UnTrack, tensors)
+        gc.freeze()
+        _each(ctypes.pythonapi.PyObject_GC_Track, tensors)
+
+
+def _each(call: Any, tensors: list[Any]) -> None:
+    for tensor in tensors:
+        call(ctypes.py_object(tensor))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,3 +46,27 @@ def true_in_a_child(found: Callable[[], bool]) -> bool:
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
+def said_by_a_child(does: Callable[[], object]) -> str:
+    """What a child that is forked here prints; the test fails with that where the child fails, crashes or hangs."""
+    with tempfile.TemporaryFile("w+") as said:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(HANGS)
+            code = 1
+            try:
+                sys.stdout = sys.stderr = said
+                os.dup2(said.fileno(), 2)
+                does()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                said.flush()
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        told = said.read()
+    assert code == 0, f"the child ended with {code}: {told}"
+    return told

@@ -2,7 +2,7 @@
 
 `python -m tests.cpu.program_judge FIRST COUNT POLICIES` runs so many programs, each under so many of the policies, and
 prints a line of JSON for each. With `--shrink` it looks instead for the shortest program that fails as program FIRST
-does, and with `--plain` it only runs them plainly."""
+does, with `--plain` it only runs them plainly, and with `--planned` each step several times under a planner."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ import torch
 
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.memory.budget import UNLIMITED
-from spillway.methods import LRU, AbstractPolicy, KeepAll, method_named
+from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, KeepAll, method_named
+from spillway.methods.planned import SelfPlanned
 from tests.cpu.pressure import copying_beside
 from tests.cpu.program_runs import Counting, Needs, Ran, Shake, managed, plain, plain_until, poisoned
-from tests.cpu.programs import random_program
+from tests.cpu.programs import random_program, repeated
 from tests.cpu.world import Instruction, Part, Program
 
 WATCHED = "no budget"
@@ -50,6 +51,18 @@ POLICIES: dict[str, Callable[[], AbstractPolicy]] = {
     SHAKEN: lambda: LRU(short_chain=32, worth=inf),
     **{name: partial(method_named, name) for name in NAMED},
 }
+
+
+def _planning(name: str) -> AbstractPolicy:
+    planner = METHODS[name].on_paper()
+    assert isinstance(planner, AbstractPlanner)
+    return SelfPlanned(planner)
+
+
+PLANNERS: dict[str, Callable[[], AbstractPolicy]] = {
+    name: partial(_planning, name) for name in ("window", "window-published", "lms", "sqrt-n", "swap", "swap-prefetch")
+}
+"""What a session makes of these planners: steps are recorded, planned and followed."""
 
 
 def difference(expected: dict[str, Any], found: dict[str, Any]) -> str | None:
@@ -104,6 +117,7 @@ class Known:
         return {
             "policy": policy, "allowed": allowed, "enough": self.enough, "plain_peak": self.peak, "peak": ran.peak,
             "refused": ran.refusal is not None, "natively": ran.natively, "complaints": complaints,
+            "began planned": ran.began_planned, "ended planned": ran.ended_planned,
             **dataclasses.asdict(ran.figures),
         }  # fmt: skip
 
@@ -122,11 +136,18 @@ def judge(known: Known, name: str, share: float) -> dict[str, Any]:
     return known.row_of(name, ran, allowed, complaints)
 
 
+def judge_planned(seed: int) -> list[dict[str, Any]]:
+    """A program whose steps are several times alike, watched and under one of the planners."""
+    known = Known(repeated(random_program(seed)))
+    name = list(PLANNERS)[seed % len(PLANNERS)]
+    return [known.row, judge(known, name, random.Random(f"budget of {seed}").random() ** 2)]
+
+
 def _under(program: Program, name: str, allowed: int, *, counted: bool = True) -> Ran:
     def above(engine: TensorEngine) -> Counting:
         return Shake(engine, program.seed) if name == SHAKEN else Counting()
 
-    return managed(program, POLICIES[name](), allowed, above if counted else None)
+    return managed(program, {**POLICIES, **PLANNERS}[name](), allowed, above if counted else None)
 
 
 def _complaints(known: Known, ran: Ran, allowed: int) -> list[str]:
@@ -191,7 +212,7 @@ def main(arguments: list[str]) -> None:
             plain(random_program(seed))
             continue
         try:
-            rows = judge_all(seed, policies)
+            rows = judge_planned(seed) if "--planned" in arguments else judge_all(seed, policies)
         except Exception:
             rows = [{"policy": "", "complaints": [traceback.format_exc()]}]
         print(json.dumps({"seed": seed, "rows": rows}), flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import gc
 import random
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -25,9 +25,11 @@ from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import AWAY, HERE
 from spillway.methods import AbstractPolicy
 from spillway.methods.base import Drop, Move
+from spillway.methods.planned import SelfPlanned
+from spillway.session.planned_steps import PlannedSteps
 from tests.cpu.bits import strided
 from tests.cpu.fronts import stand_before
-from tests.cpu.world import Part, Program, World
+from tests.cpu.world import IN_A_ROW, Part, Program, World
 
 
 @dataclass(slots=True)
@@ -62,6 +64,10 @@ class Ran:
     figures: Figures = field(default_factory=Figures)
     natively: int = 0
     """Ops that the hook took."""
+    began_planned: int = 0
+    """Steps that followed a plan when they began."""
+    ended_planned: int = 0
+    """Steps that were as planned to their end."""
     peak: int = 0
     refusal: BudgetInfeasible | None = None
     part: int = 0
@@ -162,7 +168,7 @@ class StopAt(Counting):
             raise Stopped("here")
 
 
-@functools.cache
+@cache
 def _info(func: Any) -> OpInfo:
     return OpInfo(func)
 
@@ -274,13 +280,18 @@ def managed(
     """Run it under a budget, with what `above` makes before the engine's handlers; with nothing, in the native hook
     where there is one, and what is said of ops means nothing."""
     ran, world, engine = Ran(), World(program.seed), TensorEngine(policy, allowed)
+    optimizers = list(dict.fromkeys((world.optimizer, world.sparse_optimizer)))
+    plans = PlannedSteps(policy, engine, [world.network], optimizers) if isinstance(policy, SelfPlanned) else None
     front = Counting() if above is None else above(engine)
     if above is not None:
         stand_before(engine, front.front)
     try:
         for number, part in enumerate(program.parts):
             ran.part = number
-            _run_part(world, engine, part, ran, front)
+            if plans is None:
+                _run_part(world, engine, part, ran, front)
+            else:
+                _run_as_planned(plans, number // IN_A_ROW, partial(_run_part, world, engine, part, ran, front), ran)
             if ran.refusal is not None or ran.wrong:
                 break
             world.run(part.outside)
@@ -297,6 +308,19 @@ def managed(
     if engine.table:
         ran.wrong.append(f"{len(engine.table)} storages are still in the table of a closed engine")
     return ran
+
+
+def _run_as_planned(plans: PlannedSteps, kind: int, run: Callable[[], None], ran: Ran) -> None:
+    plans.begin(kind, None)
+    try:
+        run()
+    finally:
+        plans.end()
+    if ran.refusal is None and not ran.wrong:
+        plan = plans._policy.planned
+        plans.conclude()
+        ran.began_planned += plan is not None
+        ran.ended_planned += plan is not None and plans._now.planned is plan
 
 
 def _run_part(world: World, engine: TensorEngine, part: Part, ran: Ran, front: Counting) -> None:

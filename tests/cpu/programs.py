@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 from tests.cpu.actions import aliases, autograd, basics, control, layers, numbers, storages, training
-from tests.cpu.world import ACTIONS, Instruction, Part, Program
+from tests.cpu.world import ACTIONS, IN_A_ROW, Instruction, Part, Program
 
 THEMES = (basics, storages, numbers, layers, autograd, training, control, aliases)
 """What was imported has registered its instructions."""
@@ -34,6 +34,16 @@ def random_program(seed: int) -> Program:
         outside = draw.choices(OUTSIDE, k=draw.randint(0, 4))
         parts.append(Part(tuple(instructions([*first, *middle, *last])), tuple(instructions(outside))))
     return Program(seed, tuple(parts) if seed % 4 else _with_aliases(seed, parts))
+
+
+def repeated(program: Program) -> Program:
+    """Its first two steps so often in a row as makes a planner record and follow them; of every other program they
+    begin with nothing but the network and its optimizer, and nothing happens between them, so that most are alike."""
+    anew = (Instruction("begin_anew", 0, 0, 0),)
+    parts = program.parts[:2]
+    if program.seed % 2:
+        parts = tuple(Part(anew + part.inside, ()) for part in parts)
+    return Program(program.seed, tuple(part for part in parts for _ in range(IN_A_ROW)))
 
 
 def _with_aliases(seed: int, parts: list[Part]) -> tuple[Part, ...]:

@@ -308,12 +308,53 @@ def test_a_library_that_does_not_load_is_named(tmp_path: Path) -> None:
     assert "Remove it" in warned
 
 
+COMPILES = """
+#!{python} -IS
+import shutil, sys, time
+from pathlib import Path
+
+arguments, folder = sys.argv[1:], Path({folder!r})
+part = "hook" if any(one.endswith("hook.cpp") for one in arguments) else "arena"
+
+def told(what):
+    file = folder / f"{{what}}-{{part}}"
+    return len(file.read_text()) if file.exists() else 0
+
+(folder / f"began-{{part}}").open("a").write("x")
+while told("came") < 2 and told("began") < 2:  # for as long as the other process is not there
+    time.sleep(0.05)
+shutil.copy({libraries!r}[part], arguments[arguments.index("-o") + 1])
+""".lstrip()
+"""A compiler that has everything ready, and takes until both processes want it."""
+
+COMES_TO_THE_LOCK = """
+import fcntl, os
+from pathlib import Path
+
+def flock(file, how, flock=fcntl.flock):
+    part = "hook" if Path(file.name).name.startswith("hook") else "arena"
+    with open(os.path.join(os.environ["CAME"], f"came-{part}"), "a") as came:
+        came.write("x")
+    return flock(file, how)
+
+fcntl.flock = flock
+"""
+
+
 def test_two_processes_compile_once(tmp_path: Path) -> None:
-    both = [started(RUNS, XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
+    if not library.wanted(library.HOOK):
+        pytest.skip(f"SPILLWAY_NATIVE={os.environ['SPILLWAY_NATIVE']}")
+    libraries = {part.name: str(library.build(part)) for part in library.PARTS}
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILES.format(python=sys.executable, folder=str(tmp_path), libraries=libraries))
+    compiler.chmod(0o700)
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler), "CAME": str(tmp_path)}
+    both = [started(COMES_TO_THE_LOCK + RUNS, **environment) for _ in range(2)]
     said = [one.communicate(timeout=600) for one in both]
     assert [printed for printed, _ in said] == ["peak True\n"] * 2
     for part in library.PARTS:
         assert sum(warned.count(f"compiling the native {part.name}") for _, warned in said) == 1
+        assert (tmp_path / f"came-{part.name}").read_text() == "xx"
     assert len(list((tmp_path / "spillway" / "native").glob("*.so"))) == len(library.PARTS)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import spillway
 from tests.cpu.callbacks import BLOCKS, KINDS, PLACES, TENSORS, WIDTH, Fault, Training
 from tests.cpu.families import State, difference, state_of
+from tests.cpu.interrupted import needs_known
 from tests.cpu.leftovers import clean_up, world
 from tests.shared import FULL_AUDIT
 
@@ -54,7 +55,7 @@ def play(method: str | None, place: str, at: int, kind: str, *, caught: bool = F
     session = training.manage(method) if method is not None else None
     step = session.step if session is not None else _Plainly
     error: BaseException | None = None
-    with step(training.rows):
+    with step(training.rows), nullcontext() if method is None else needs_known(method):
         training.step()
     harmless = Fault(fault.error, -1)
     in_place = PLACES[place](training, harmless if in_loss else fault)

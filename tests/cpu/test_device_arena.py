@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 import subprocess
 import sys
 import textwrap
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, final
@@ -21,6 +21,8 @@ from spillway.engines.tensors.devices import device_of
 from spillway.errors import DeviceFullError, ModelError, NativeError
 from spillway.native import library
 from spillway.native.device_arena import DeviceArena
+from tests.cpu.forks import said_by_a_child
+from tests.shared import FULL_AUDIT
 
 KiB, MiB = 1 << 10, 1 << 20
 CHUNK: Final = 64 * KiB
@@ -30,6 +32,9 @@ CALLS: Final = (
     "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuStreamWaitEvent", "cuEventCreate", "cuEventRecord",
     "cuEventQuery", "cuEventSynchronize", "cuStreamSynchronize",
 )  # fmt: skip
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture(scope="session")
@@ -169,7 +174,7 @@ class Program:
 
 
 def play(path: str, turns: int, seed: int, packs: bool = True, limit: int = 0, failing: str = "") -> None:
-    """What a process of its own does, as there is one arena and one driver in a process. Prints what it saw."""
+    """What a child of its own does, as there is one arena and one driver in a process. Prints what it saw."""
     fake = Fake(path)
     arena = DeviceArena(driver=path, packs=packs, limit=limit)
     often = failing in ("cuMemMap", "cuMemCreate", "cuMemRelease", "cuMemUnmap", "cuEventQuery")
@@ -201,28 +206,20 @@ def play(path: str, turns: int, seed: int, packs: bool = True, limit: int = 0, f
         assert (counts.packed > 0) is packs
 
 
-def played(driver: Path, *arguments: object) -> str:
-    code = f"from tests.cpu.test_device_arena import *; play({str(driver)!r}, *{arguments!r})"
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.mark.parametrize(("packs", "limit"), [(True, 0), (False, 0), (True, 24 * MiB)])
 def test_contents_stay_and_every_call_is_right(driver: Path, packs: bool, limit: int) -> None:
-    played(driver, 34_000 if "SPILLWAY_FULL_AUDIT" in os.environ else 5000, 1, packs, limit)
+    said_by_a_child(lambda: play(str(driver), 34_000 if FULL_AUDIT else 5000, 1, packs, limit))
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_fails_costs_memory_at_most(driver: Path, call: str) -> None:
-    for seed in range(1, 9 if "SPILLWAY_FULL_AUDIT" in os.environ else 3):
-        played(driver, 1000, seed, True, 0, call)
+    for seed in range(1, 9 if FULL_AUDIT else 3):
+        said_by_a_child(partial(play, str(driver), 1000, seed, failing=call))
 
 
 def test_what_is_allowed_is_all_that_is_taken_of_it(driver: Path) -> None:
-    code = """
-        from tests.cpu.test_device_arena import *
-        path = sys.argv[1]
+    def says() -> None:
+        path = str(driver)
         fake = Fake(path, hosts=0)
         arena = DeviceArena(chunk=CHUNK + 1, limit=5 * CHUNK, driver=path)
         block = arena.take(2 * CHUNK)
@@ -235,8 +232,8 @@ def test_what_is_allowed_is_all_that_is_taken_of_it(driver: Path) -> None:
             except (DeviceFullError, NativeError) as error:
                 print(error)
         print(arena.give(7), arena.used_by(7, 0))
-    """
-    told = said(code, driver)
+
+    told = said_by_a_child(says).splitlines()
     assert told[0] == "True False True 1 1"
     assert told[1].startswith("4611686018427387904 bytes were asked for on CUDA device 0, where 262144 are in use")
     assert told[2].startswith("65544 bytes were asked for on CUDA device 0, where 262144 are in use")
@@ -244,18 +241,9 @@ def test_what_is_allowed_is_all_that_is_taken_of_it(driver: Path) -> None:
     assert told[4] == "False False"
 
 
-def said(code: str, driver: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(driver)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_torch_is_given_memory_as_its_allocators_are(driver: Path) -> None:
-    code = """
-        from tests.cpu.test_device_arena import *
-        fake, arena = Fake(sys.argv[1]), DeviceArena(driver=sys.argv[1])
+    def says() -> None:
+        fake, arena = Fake(str(driver)), DeviceArena(driver=str(driver))
         calls = library.load()
         calls.spillway_device_malloc.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
         calls.spillway_device_malloc.restype = ctypes.c_void_p
@@ -270,8 +258,8 @@ def test_torch_is_given_memory_as_its_allocators_are(driver: Path) -> None:
         calls.spillway_device_free(nothing, 0, 0, 8)
         arena.trim()
         print(nothing, live, arena.counts().physical, *fake.wrong())
-    """
-    assert said(code, driver) == [f"None {MiB} 0 0 "]
+
+    assert said_by_a_child(says) == f"None {MiB} 0 0 \n"
 
 
 def test_what_is_missing_is_named(driver: Path) -> None:
@@ -279,35 +267,41 @@ def test_what_is_missing_is_named(driver: Path) -> None:
         DeviceArena(40, driver="libnowhere.so.1")
     with pytest.raises(NativeError, match=r"cuInit is missing\.$"):
         DeviceArena(41, driver="libm.so.6")
-    with pytest.raises(NativeError, match="a device of that number is missing"):
-        DeviceArena(64, driver=str(driver))
     with pytest.raises(NativeError, match="neither may be negative"):
         DeviceArena(42, chunk=-1)
 
+    def asks_for_more_than_there_are() -> None:
+        with pytest.raises(NativeError, match="a device of that number is missing"):
+            DeviceArena(64, driver=str(driver))
 
-def test_it_serves_before_cuda_is_used_or_says_why_not(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Fake(str(driver))
-    arena = DeviceArena(43, driver=str(driver))
-    if not hasattr(torch._C, "_cuda_customAllocator"):
-        with pytest.raises(NativeError, match="built without CUDA"):
+    said_by_a_child(asks_for_more_than_there_are)
+
+
+def test_it_serves_before_cuda_is_used_or_says_why_not(driver: Path) -> None:
+    def serves() -> None:
+        Fake(str(driver))
+        arena = DeviceArena(43, driver=str(driver))
+        if not hasattr(torch._C, "_cuda_customAllocator"):
+            with pytest.raises(NativeError, match="built without CUDA"):
+                arena.serve()
+        torch._C._cuda_customAllocator = None
+        torch.cuda.is_initialized = lambda: True
+        with pytest.raises(NativeError, match="before the first CUDA tensor"):
             arena.serve()
-    monkeypatch.setattr(torch._C, "_cuda_customAllocator", None, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(NativeError, match="before the first CUDA tensor"):
-        arena.serve()
+
+    said_by_a_child(serves)
 
 
-def test_the_doctor_tells_what_the_device_allows(driver: Path) -> None:
-    code = """
-        from tests.cpu.test_device_arena import *
-        from spillway.doctor.cuda_facts import addressing
-        Fake(sys.argv[1], hosts=%d, host=%d)
-        print(addressing(0, sys.argv[1]), DeviceArena(driver=sys.argv[1]).counts().physical)
-    """
-    assert said(code % (2, MiB), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': True}} 0"]
-    assert said(code % (0, MiB), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': False}} 0"]
-    assert said(code % (3, MiB), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': True}} 0"]
-    assert said(code % (2, 0), driver) == [f"{{'chunk': {CHUNK}, 'host_behind': None}} 0"]
+@pytest.mark.parametrize(("hosts", "host", "behind"), [(2, MiB, True), (0, MiB, False), (3, MiB, True), (2, 0, None)])
+def test_the_doctor_tells_what_the_device_allows(driver: Path, hosts: int, host: int, behind: bool | None) -> None:
+    def says() -> None:
+        Fake(str(driver), hosts=hosts, host=host)
+        print(addressing(0, str(driver)), DeviceArena(driver=str(driver)).counts().physical)
+
+    assert said_by_a_child(says) == f"{{'chunk': {CHUNK}, 'host_behind': {behind}}} 0\n"
+
+
+def test_the_doctor_tells_of_a_device_without_a_driver() -> None:
     assert addressing(44, "libnowhere.so.1") == {"chunk": 0, "host_behind": None}
 
 
@@ -348,7 +342,12 @@ def test_what_is_given_back_or_was_never_there_is_nobodys(driver: Path) -> None:
         except DeviceFullError:
             print(fake.calls.fake_called(b"cuMemCreate") == called, arena.counts().physical == counts.physical)
     """
-    assert said(code, driver) == [
+    # In a process of its own, which also ends as a program does, with an arena that holds blocks.
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(driver)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
         "False True False", "a block of CUDA device 0 was not paged out: the driver says 1.", "True True 0",
         "True 0 0 ", "True True",
     ]  # fmt: skip

@@ -13,7 +13,17 @@ from spillway.engines.tensors.sizes import Sizes
 from spillway.memory.controller import Controller
 from spillway.memory.records import Value
 from spillway.tiers.disk import DiskTier
-from tests.cpu.program_judge import POLICIES, SHAKEN, Known, judge, judge_all, many, shares, shortest
+from tests.cpu.program_judge import (
+    POLICIES,
+    SHAKEN,
+    Known,
+    judge,
+    judge_all,
+    judge_planned,
+    many,
+    shares,
+    shortest,
+)  # fmt: skip
 from tests.cpu.programs import random_program
 from tests.cpu.world import ACTIONS
 
@@ -55,6 +65,13 @@ def test_a_program_that_was_wrong_once_is_right(seed: int) -> None:
     known = Known(random_program(seed))
     row = judge(known, ONCE_WRONG[seed], shares(seed)[ONCE_WRONG[seed]])
     assert known.row["complaints"] + row["complaints"] == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_programs_whose_steps_are_recorded_planned_and_followed_are_identical() -> None:
+    rows = [judge_planned(seed) for seed in (6, 13, 38)]
+    assert [row["complaints"] for both in rows for row in both] == [[]] * 2 * len(rows)
+    assert sum(row["began planned"] for _, row in rows) >= 5
 
 
 @pytest.mark.parametrize("policy", POLICIES)

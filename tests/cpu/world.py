@@ -24,6 +24,9 @@ MOST_TENSORS = 18
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 COMPLEX = (*FLOATS, torch.complex64, torch.complex128)
 
+IN_A_ROW = 4
+"""So many steps in a row are of one kind to a planner."""
+
 LARGEST: int = 128 << 10
 """Results with more bytes than this die at once."""
 

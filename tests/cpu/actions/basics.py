@@ -305,6 +305,14 @@ def die(world: World, i: Instruction) -> None:
             world.tensors.pop((i.a + number) % len(world.tensors))
 
 
+@action(0)
+def begin_anew(world: World, i: Instruction) -> None:
+    """Nothing of the steps before is left by name: the same instructions mean the same."""
+    for held in (world.tensors, world.kept, world.odd, world.rest, world.aliases):
+        held.clear()
+    world.grad, world.autocast = True, None
+
+
 @action(1)
 def die_late(world: World, i: Instruction) -> None:
     """In a cycle of references, which only a collection of garbage finds."""
