@@ -290,8 +290,7 @@ class CpuMachine:
 
     def _mapping(self, slot: Slot) -> torch.UntypedStorage:
         mapped = self.tier.mapped(slot)
-        view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
-        return view.untyped_storage()
+        return storage_of(torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start))
 
 
 def _nothing(inside: Bytes) -> None:
