@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
 
 from spillway.ir import Gap, Step
-from spillway.ir.lives import Life, idle_intervals, lives_of
-from spillway.units import Bytes, KiB
-
-SMALLEST: Final[Bytes] = 4 * KiB
-"""Storages below this stay, as they do under Spillway's planners."""
-UNIT: Final = 1e9
-"""The program counts in GB, so that its numbers are of one size."""
+from spillway.ir.lives import lives_of
+from spillway.methods.absent_bytes import comes_in, fewest_bytes
+from spillway.methods.window import SMALLEST
+from spillway.units import Bytes
 
 
 def bytes_in(step: Step, gaps: Iterable[Gap]) -> Bytes:
@@ -21,7 +17,7 @@ def bytes_in(step: Step, gaps: Iterable[Gap]) -> Bytes:
     return sum(
         step.storages[step.values[gap.value].storage].nbytes
         for gap in gaps
-        if _read_again(lives[gap.value], gap.end, len(step.ops))
+        if comes_in(lives[gap.value], gap.end, len(step.ops))
     )
 
 
@@ -30,32 +26,6 @@ def least_bytes_in(step: Step, allowed: Bytes) -> Bytes:
 
     Raises ArithmeticError if the program has none: an op alone needs more.
     """
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_matrix
-
-    ops, costs = len(step.ops), list[float]()
-    rows, columns, sizes = list[int](), list[int](), list[float]()
-    level = [0.0] * (ops + 1)
-    for storage in step.storages:
-        level[storage.alive_from] += storage.nbytes / UNIT
-        level[storage.alive_until] -= storage.nbytes / UNIT
-    for op in range(ops):
-        level[op + 1] += level[op]
-    for life, value in zip(lives_of(step), step.values, strict=True):
-        nbytes = step.storages[value.storage].nbytes
-        for start, end in idle_intervals(life, ops) if nbytes >= SMALLEST else ():
-            rows += range(start, end)
-            columns += [len(costs)] * (end - start)
-            sizes += [-nbytes / UNIT] * (end - start)
-            costs.append(nbytes / UNIT if _read_again(life, end, ops) else 0.0)
-    matrix = coo_matrix((sizes, (rows, columns)), shape=(ops, len(costs)))
-    bounds = [allowed / UNIT - there for there in level[:ops]]
-    found = linprog(costs, A_ub=matrix.tocsr(), b_ub=bounds, bounds=(0, 1), method="highs")
-    if not found.success:
-        raise ArithmeticError(f"The linear program has no optimum: {found.message}")
-    return round(found.fun * UNIT)
-
-
-def _read_again(life: Life, end: int, ops: int) -> bool:
-    """Whether what is gone until then comes back."""
-    return end in life.reads or end < min(life.ends, ops)
+    lives, sizes = lives_of(step), [storage.nbytes for storage in step.storages]
+    _, nbytes = fewest_bytes(step, lives, allowed, sizes, SMALLEST, tie=0.0)
+    return round(nbytes)

@@ -54,10 +54,16 @@ class _Around:
 
 @final
 class Script:
-    """A plan for a step, as the list of what is done. What has bytes counts as whole chunks, unless it is exempt."""
+    """A plan for a step, as the list of what is done. What has bytes counts as whole chunks, unless it is exempt.
 
-    def __init__(self, step: Step, plan: Plan, chunk: Bytes = 1, exempt: Bytes = 0) -> None:
+    With `at_once` what is copied out is freed as its copy begins: no machine is as fast.
+    """
+
+    def __init__(
+        self, step: Step, plan: Plan, chunk: Bytes = 1, exempt: Bytes = 0, *, at_once: bool = False
+    ) -> None:  # fmt: skip
         self._allowed = plan.allowed
+        self._at_once = at_once
         self._sizes = [storage.nbytes for storage in step.storages]
         self._counted = [nbytes if nbytes < exempt else rounded_up(nbytes, chunk) for nbytes in self._sizes]
         self._seconds = [op.seconds or 0.0 for op in step.ops]
@@ -98,7 +104,8 @@ class Script:
                 on_host = True
                 self._around[max(use for use in life.uses if use < gap.start)].copied.append(storage)
             if gap.start:
-                around = self._around[gap.start]
+                left = max(use for use in life.uses if use < gap.start) + 1 if self._at_once else gap.start
+                around = self._around[left]
                 (around.cleared if lost else around.waited).append(storage)
             if back:
                 self._around[gap.end].fetched.append(storage)
@@ -191,12 +198,15 @@ class Script:
         return True
 
 
-# ---------------------------------------------------------------------- NNabla's allocators
+# ---------------------------------------------------------------------- allocators: NNabla's, and TensorFlow's
 
 SMALL: Final[Bytes] = MiB
 """Smaller requests have a pool of their own."""
 SMALL_ROUNDING: Final[Bytes] = 512
 LARGE_ROUNDING: Final[Bytes] = 128 * KiB
+REGION_ROUNDING: Final[Bytes] = 256
+MOST_REST: Final[Bytes] = 128 * MiB
+"""Both of TensorFlow's allocator: `kMinAllocationSize`, `kMaxInternalFragmentation`."""
 
 
 @final
@@ -244,6 +254,34 @@ class BucketAllocator(AbstractAllocator):
         self._top += rounded
         self.reserved += rounded
         self._note_peak()
+
+
+@final
+class OneRegion(AbstractAllocator):
+    """TensorFlow's allocator ("best fit with coalescing"): all memory is one region, in pieces of 256 bytes; the
+    smallest free block that fits is split if it is twice what is asked for, or 128 MiB would be left.
+    """
+
+    def __init__(self, limit: Bytes) -> None:
+        super().__init__(limit)
+        self._blocks = BestFit(least_rest=REGION_ROUNDING)
+        self._blocks.add(0, limit // REGION_ROUNDING * REGION_ROUNDING)
+        self.reserved = limit
+
+    def allocate(self, nbytes: Bytes) -> Block:
+        """A block of the region."""
+        rounded = rounded_up(max(nbytes, 1), REGION_ROUNDING)
+        block = self._blocks.take(rounded, min(rounded, MOST_REST))
+        if block is None:
+            raise self._full(nbytes)
+        block.asked = nbytes
+        self.allocated += nbytes
+        return block
+
+    def free(self, token: Block) -> None:
+        """The block is part of the region again."""
+        self.allocated -= token.asked
+        self._blocks.free(token)
 
 
 @final

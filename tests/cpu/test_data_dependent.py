@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from tests.cpu.benchmarks_quick import quick
 from tests.cpu.families import difference, state_of
 
 WIDTH = 64
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where there is no arena (test_unwatched_steps.py)."""
+    monkeypatch.setattr(TensorEngine, "needs_no_watch", False)
 
 
 def _train(turns: list[int], budget: int | None, method: str = "lru") -> tuple[Any, list[spillway.StepReport]]:
@@ -33,7 +39,8 @@ def _train(turns: list[int], budget: int | None, method: str = "lru") -> tuple[A
 
 
 @pytest.mark.parametrize("method", ["lru", "delta", "dtr", "keep-all"])
-def test_a_loop_with_more_turns_than_ever_stays_within_the_budget(method: str) -> None:
+def test_a_loop_with_more_turns_than_ever_stays_within_the_budget(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch)
     turns = [4, 4, 4, 40, 4, 4, 4]
     expected, free = _train(turns, None)
     budget = free[1].peak_bytes + (32 << 10)
@@ -47,7 +54,10 @@ def test_a_loop_with_more_turns_than_ever_stays_within_the_budget(method: str) -
     assert free[3].peak_bytes > 3 * budget
 
 
-def test_what_came_before_room_was_short_is_moved_and_what_comes_after_may_be_dropped() -> None:
+def test_what_came_before_room_was_short_is_moved_and_what_comes_after_may_be_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched(monkeypatch)
     turns = [4, 4, 4, 40]
     _, free = _train(turns, None)
     _, reports = _train(turns, free[1].peak_bytes + (32 << 10), "dtr")
@@ -56,7 +66,7 @@ def test_what_came_before_room_was_short_is_moved_and_what_comes_after_may_be_dr
 
 def test_reports_of_what_varies_are_those_of_a_witness() -> None:
     for row in quick("data_dependent").rows:
-        assert (row["over"], row["unlike"], row["more"], row["verdict"]) == (0, 0, 0, "identical")
+        assert (row["over"], row["unlike"], row["less"], row["more"], row["verdict"]) == (0, 0, 0, 0, "identical")
         assert min(row["known"], row["counted"], row["looked"]) > 0
 
 

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, gelu, layer_norm
 import spillway
 from spillway.engines.environment import GENERAL, OpEnvironment
 from spillway.engines.tensors import native_hook
-from spillway.engines.tensors.calls import Call
+from spillway.engines.tensors.calls import Call, NativeCall
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, NativeError
 from spillway.internals.private import storage_address
@@ -40,8 +40,8 @@ MiB = 1 << 20
 
 
 def without_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_hook, "module", lambda: None)
-    monkeypatch.setattr("spillway.engines.tensors.mode.module", lambda: None)
+    monkeypatch.setattr(native_hook, "native_module", lambda: None)
+    monkeypatch.setattr("spillway.engines.tensors.mode.native_module", lambda: None)
 
 
 # ------------------------------------------------------------------ the same books
@@ -75,7 +75,19 @@ def types(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
     return half.float().sum() + turned.abs().sum() + (x > 0).sum() + x.argmax().float()
 
 
-PROGRAMS: list[Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = [attention, pictures, sums_and_writes, types]
+def statistics(x: Tensor, weight: Tensor, parameters: list[Tensor]) -> Tensor:
+    mean, deviation = torch.zeros(16), torch.ones(16)
+    norm = torch.nn.functional.batch_norm
+    for _ in range(2):
+        made = norm(x.reshape(4, 16, 4, 4), mean, deviation, training=True)
+    read = norm(made, mean, deviation, training=False) * mean.mean().item()
+    torch.equal(mean, deviation)
+    return torch.dropout(read, 0.5, train=True).sum() + weight.mean() + mean.sum()
+
+
+PROGRAMS: list[Callable[[Tensor, Tensor, list[Tensor]], Tensor]] = [
+    attention, pictures, sums_and_writes, types, statistics,
+]  # fmt: skip
 
 
 def books(engine: TensorEngine) -> list[Any]:
@@ -198,6 +210,23 @@ def test_most_ops_of_a_training_step_run_natively() -> None:
         assert memory._engine.ops_taken_natively - before > 0.8 * memory._engine.ops
 
 
+def test_batch_norm_is_run_again_without_its_statistics() -> None:
+    x, mean, deviation = torch.rand(64, 16), torch.zeros(16), torch.ones(16)
+    engine = engine_for(LRU(), 1 << 30, x, mean, deviation)
+    for _ in range(2):
+        made = torch.nn.functional.batch_norm(x, mean, deviation, training=True)
+    recipe = engine.controller.recipes[-1]
+    assert isinstance(Call.unpacked(recipe.payload), NativeCall)
+    before = mean.clone(), deviation.clone()
+    again = engine.machine.run(recipe, [value.storage for value in recipe.reads])
+    assert bytes(again[0].tolist()) == bytes(made.untyped_storage().tolist())
+    assert all(map(torch.equal, before, (mean, deviation)))
+    assert len(recipe.creates) == len(again) == 3
+    assert engine.current(engine.table[storage_address(mean)]).recipe is None
+    engine.end_step()
+    engine.close()
+
+
 def test_an_op_that_torch_refuses_is_torchs_own_error_and_leaves_the_books_as_they_were() -> None:
     x, y = torch.rand(4, 4), torch.rand(4, 4)
     engine = engine_for(LRU(), 1 << 30, x, y)
@@ -308,6 +337,25 @@ def test_who_knows_an_engine_does_not_keep_it() -> None:
     del engine
     gc.collect()
     assert seen() is None
+
+
+def test_an_engine_that_is_dropped_in_a_step_leaves_no_recipes_behind() -> None:
+    x, norm = torch.rand(64, 64), nn.BatchNorm1d(64)
+    for _ in range(3):
+        engine = engine_for(LRU(), 1 << 30, x, *norm.parameters())
+        for _ in range(2):
+            made = norm(x).mul(2).add_(x).exp()
+        recipe = engine.current(engine.table[storage_address(made)]).recipe
+        assert recipe is not None
+        name = recipe.name
+        engine._dispatch.pop()  # nobody ends its step
+        seen = weakref.ref(engine)
+        del engine, recipe
+        gc.collect()
+        assert seen() is None
+        del made
+        gc.collect()
+        assert sys.getrefcount(name) == 2  # no recipe has it
 
 
 def test_a_hook_that_cannot_be_built_is_named_once_and_sessions_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.engines.tensors.ops import OpInfo
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import SessionError
 from spillway.ir import read_run
 from spillway.native.arena import Arena
@@ -158,7 +159,9 @@ def test_the_run_file_of_a_run_that_died_can_be_read_up_to_there(tmp_path: Path)
 # ---------------------------------------------------------------------- sizes known to fit
 
 
-def test_a_size_known_to_fit_is_watched_without_recipes() -> None:
+def test_a_size_known_to_fit_is_watched_without_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorEngine, "needs_no_watch", False)  # see test_unwatched_steps.py
+
     def trained(memory: spillway.Session | None, model: nn.Module, optimizer: Optimizer) -> Any:
         torch.manual_seed(3)
         for number in range(6):

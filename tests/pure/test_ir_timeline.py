@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.ir import Change, Event, Kind, Lane, Span, StorageLine, Timeline, Work
+from spillway.ir.timeline import WindowAt
 
 
 def line(storage: int, nbytes: int, kind: Kind = Kind.ACTIVATION, *, present: bool = False) -> StorageLine:
@@ -234,3 +235,22 @@ def peak_by_hand(timeline: Timeline) -> int:
             present = present - {happened.storage}
         levels.append(sum(sizes[storage] for storage in present))
     return max(levels)
+
+
+def at(until: int) -> WindowAt:
+    return WindowAt(until=until, swapped_in=1, cancelled=2, waited=3, precleared=4)
+
+
+def test_what_a_window_did_survives_json_and_a_timeline_without_one_says_nothing_of_it() -> None:
+    slid = replace(TIMELINE, window=tuple(at(until) for until in (2, 3, 4, 4)))
+    assert slid.to_json()["window"] == [[until, 1, 2, 3, 4] for until in (2, 3, 4, 4)]
+    assert Timeline.from_json(json.loads(json.dumps(slid.to_json()))) == slid
+    assert "window" not in TIMELINE.to_json()
+
+
+@pytest.mark.parametrize(
+    ("untils", "says"), [((4,), "over 1 ops"), ((4, 4, 5, 4), "reaches to op 5")]
+)  # fmt: skip
+def test_a_window_over_other_ops_is_refused(untils: tuple[int, ...], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        replace(TIMELINE, window=tuple(at(until) for until in untils))

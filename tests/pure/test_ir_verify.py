@@ -12,6 +12,8 @@ import pytest
 from spillway.errors import PlanRejected
 from spillway.ir import Disk, Gap, Home, Host, Kind, Op, Packed, Phase, Plan, Recompute, Rule, Step, Value, verify
 from spillway.ir import StorageInfo as Info
+from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
+from tests.pure.linear_graphs import linear_step
 
 # Sizes are powers of two, so that a sum of bytes says which storages it is made of. Values by name:
 W, X, A, B, B1, C, L, G, GW, W1 = range(10)
@@ -347,3 +349,18 @@ def test_a_rejection_is_a_sentence_that_names_the_op(given: Plan, sentence: str)
 def test_the_note_lists_the_rules_by_name_and_in_order() -> None:
     note = sys.modules[verify.__module__].__doc__
     assert re.findall(r"^ ?\d+\. ([a-z-]+):", note or "", flags=re.MULTILINE) == list(Rule)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_judging_grows_no_faster_than_n_log_n(recomputed: bool) -> None:
+    module, counts = sys.modules[verify.__module__], {}
+    for layers in (200, 800, 3200):
+        step = linear_step(layers, nbytes=8192)
+        # Op v - 1 makes value v from the one before it, which stays; the last to read it is op 2 * layers - v.
+        gaps = tuple(
+            Gap(value=v, start=v + 1, end=2 * layers - v, home=Recompute(ops=(v - 1,)) if recomputed else Host())
+            for v in range(1, layers - 1, 2)
+        )
+        plan = Plan(step=step.digest(), allowed=1 << 40, projected=1 << 40, gaps=gaps)
+        counts[len(step.ops)] = lines_run(module, lambda: verify(plan, step, plan.allowed))  # noqa: B023
+    assert grows_no_faster_than_n_log_n(counts)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import spillway
 from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
 from spillway.ir import Host, Kind, Phase, Step, verify
-from spillway.ir.account import account
-from spillway.ir.lives import lives_of
-from spillway.methods import LMS, MemoryView, Planned, Problem, Proposal, lms
+from spillway.methods import LMS, lms
 from spillway.methods.lms import Parameters
-from spillway.simulation.simulated_engine import simulate
-from spillway.units import Bytes
 from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
-from tests.pure.recorded import DEVICE
-from tests.pure.training_steps import Recorder, any_step, training_step
+from tests.pure.planned_alone import holds, problem, random_problem
+from tests.pure.training_steps import Recorder, training_step
 
 UNIT = 1 << 20
-
-
-def problem(step: Step, allowed: Bytes) -> Problem:
-    return Problem(step=step, allowed=allowed, device=DEVICE)
 
 
 def gaps(step: Step, units: int, method: LMS) -> list[tuple[int, int, int]]:
@@ -172,28 +164,7 @@ methods = st.builds(
 def test_every_plan_verifies_and_keeps_its_budget_alone_or_is_refused_with_one_that_would_do(
     seed: int, trained: bool, method: LMS, share: float
 ) -> None:
-    step = training_step(seed, layers=1 + seed % 12) if trained else any_step(seed)
-    given_ = problem(step, max(int(step.plain_peak() * share), 1))
-    try:
-        plan = method.plan(given_)
-    except BudgetInfeasible as refused:
-        event("refused")
-        assert refused.smallest_budget > given_.allowed
-        given_ = problem(step, refused.smallest_budget)
-        plan = method.plan(given_)
-    verify(plan, step, given_.allowed)
-    assert plan.projected == account(step, plan.gaps, lives_of(step)).peak <= given_.allowed
-
-    def relieve(view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
-        raise AssertionError(f"{needed} bytes are needed beyond the plan")
-        yield
-
-    if sum(one.nbytes for one in step.storages if one.present_at_start) <= given_.allowed:
-        planned = Planned(plan, step, begin="at op")
-        planned.relieve = relieve  # type: ignore[method-assign]
-        ran = simulate(step, allowed=given_.allowed, method=planned, device=DEVICE)
-        assert ran.status == "ok"
-        assert ran.peak_bytes <= given_.allowed
+    holds(method, random_problem(seed, share, trained=trained))
 
 
 def test_a_plan_with_a_fault_is_found_out() -> None:

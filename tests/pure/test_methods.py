@@ -68,7 +68,7 @@ def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
     assert sorted(METHODS) == [
         "checkmate", "checkpoint", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "keep-all", "largest",
         "lms", "lru", "mimose", "mimose-published", "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "window",
-        "window-published", "zero-offload",
+        "window-improved", "window-published", "zero-offload",
     ]  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
         resolve(method)
     names = (
         "checkmate, checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, keep-all, largest, lms, lru, "
-        "mimose, mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-published, zero-offload"
+        "mimose, mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-improved, "
+        "window-published, zero-offload"
     )
     assert str(caught.value) == f"There is no method {method!r}; choose one of {names}."
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spillway.ir import Change, Event, Kind, StorageLine, Timeline
-from spillway.report.charts import COLUMNS, HEIGHT, WIDTH, Chart, columns_of, draw, round_bytes
+from spillway.ir.timeline import WindowAt
+from spillway.report.charts import (
+    COLUMNS,
+    HEIGHT,
+    WIDTH,
+    WINDOW_HEIGHT,
+    Chart,
+    columns_of,
+    draw,
+    draw_window,
+    round_bytes,
+)
 from spillway.report.figures import NO_BUDGET
 from spillway.units import GiB, MiB
 
@@ -135,3 +148,31 @@ def test_ticks_are_round_numbers_of_bytes(top: float, expected: list[int]) -> No
 @given(st.floats(1, 1e18))
 def test_there_are_neither_too_many_ticks_nor_too_few(top: float) -> None:
     assert 2 <= len(round_bytes(top)) <= 7
+
+
+def slid(*rows: tuple[int, int, int, int, int]) -> tuple[WindowAt, ...]:
+    names = ("until", "swapped_in", "cancelled", "waited", "precleared")
+    return tuple(WindowAt(**dict(zip(names, row, strict=True))) for row in rows)
+
+
+def test_the_window_reaches_from_the_op_that_runs_to_the_last_that_it_holds() -> None:
+    window = slid((2, 60, 0, 0, 0), (3, 0, 8, 40, 0), (4, 0, 0, 0, 20), (4, 0, 0, 0, 0))
+    drawn = draw_window(replace(DROPPED, window=window))
+    assert drawn is not None
+    # Five columns of 192, the last for what came after; four ops are 180 high, and the band ends at the top.
+    half, quarter = WINDOW_HEIGHT / 2, WINDOW_HEIGHT / 4
+    assert drawn.reach.startswith(f"M0.0,{half:.1f} 192.0,{half:.1f} 192.0,{quarter:.1f} 384.0,{quarter:.1f} 384.0,0.0")
+    assert f"L{WIDTH:.1f},0.0" in drawn.reach
+    assert [(bar.name, bar.most) for bar in drawn.bars] == [
+        ("swapped in", 60), ("cancelled", 8), ("waited for", 40), ("precleared", 20),
+    ]  # fmt: skip
+    assert draw_window(DROPPED) is None
+
+
+def test_a_long_step_is_drawn_in_as_many_columns_and_loses_no_bytes() -> None:
+    ops = 10 * COLUMNS + 7
+    window = slid(*((min(op + 5, ops), 1, 2, 3, 4) for op in range(ops)))
+    drawn = draw_window(Timeline(step=0, allowed=1, ops=ops, storages=(), events=(), window=window))
+    assert drawn is not None
+    assert [bar.most for bar in drawn.bars] == [ops, 2 * ops, 3 * ops, 4 * ops]
+    assert drawn.reach.count(",") < 5 * COLUMNS

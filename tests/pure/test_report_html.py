@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from spillway.ir import Change, Event, Kind, StepReport, StorageLine, Timeline
+from spillway.ir.timeline import WindowAt
 from spillway.report.charts import draw_sizes
 from spillway.report.figures import NO_BUDGET
 from spillway.report.html import ROWS, render, write_report
@@ -268,3 +269,15 @@ def test_sizes_of_several_numbers_are_multiplied_and_without_a_budget_there_is_n
     assert drawn.budget_y is None
     assert drawn.points[0].x == pytest.approx(drawn.points[1].x / 2)
     assert draw_sizes([STEP], 40 * MiB) is None
+
+
+def test_the_window_that_planned_a_step_is_drawn_without_a_script_and_nothing_is_where_none_did() -> None:
+    names = ("until", "swapped_in", "cancelled", "waited", "precleared")
+    rows = ((2, 29, 0, 0, 0), (3, 0, 10, 0, 0), (4, 0, 0, 10, 0), (4, 0, 0, 0, 29))
+    window = tuple(WindowAt(**dict(zip(names, row, strict=True))) for row in rows)
+    page = render({"simulated": {}}, [STEP], [dataclasses.replace(TIMELINE, window=window)])
+    section = page.partition("The window over the step")[2].partition("</figure>")[0]
+    for what in ("in the window", "swapped in, 29 B", "cancelled, 10 B", "waited for, 10 B", "precleared, 29 B"):
+        assert what in section
+    assert section.count("<path") == 5
+    assert "The window over the step" not in render({}, [STEP], [TIMELINE])

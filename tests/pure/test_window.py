@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,26 +13,20 @@ from hypothesis import strategies as st
 
 import spillway
 from spillway.errors import BudgetInfeasible, PlanRejected, UsageError
-from spillway.ir import Kind, Lane, Phase, Plan, Step, verify
-from spillway.ir.account import account
-from spillway.ir.lives import lives_of
-from spillway.methods import MemoryView, Planned, Problem, Proposal, Window, window
+from spillway.ir import Kind, Lane, Phase, Step, verify
+from spillway.methods import Planned, Window, window
 from spillway.methods.window import Issue
-from spillway.simulation.simulated_engine import Simulation, simulate
-from spillway.units import Bytes
+from spillway.simulation.simulated_engine import simulate
 from tests.pure.counted_lines import grows_no_faster_than_n_log_n, lines_run
 from tests.pure.linear_graphs import linear_step
+from tests.pure.planned_alone import holds, problem, ran_alone, random_problem
 from tests.pure.recorded import DEVICE
-from tests.pure.training_steps import Recorder, any_step, training_step
+from tests.pure.training_steps import Recorder, training_step
 
 UNIT = 1 << 20
 FORWARD, BACKWARD, OPTIMIZER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER
 AT_OP = Window(issue="at op")
 PUBLISHED = Window.as_published()
-
-
-def problem(step: Step, allowed: Bytes) -> Problem:
-    return Problem(step=step, allowed=allowed, device=DEVICE)
 
 
 def gaps(step: Step, units: int, method: Window = AT_OP) -> list[tuple[int, int, int]]:
@@ -79,6 +73,20 @@ def test_host_ahead_begins_a_copy_in_where_there_is_room_and_at_op_where_the_win
     # Before op 6 a unit of five is free; the window brings 0 in one op later.
     assert gaps(step, 5, Window()) == [(0, 4, 6)]
     assert gaps(step, 5, AT_OP) == [(0, 4, 7)]
+
+
+def test_a_plan_tells_op_by_op_where_the_window_was_and_what_came_and_went() -> None:
+    step = linear_step(4)
+    told = AT_OP.plan(problem(step, 4 * UNIT)).window
+    made = AT_OP.schedule(problem(step, 4 * UNIT))
+    assert told == made.window
+    assert [(op, at.waited // UNIT) for op, at in enumerate(told) if at.waited] == [(3, 1), (4, 1)]  # values 0 and 1
+    assert [(op, at.swapped_in // UNIT) for op, at in enumerate(told) if at.swapped_in] == [(6, 1), (7, 1)]
+    assert sum(at.cancelled for at in told) == made.cancelled * UNIT
+    assert [at.until for at in told] == sorted(at.until for at in told)
+    assert all(op < at.until <= len(step.ops) for op, at in enumerate(told))
+    ran = simulate(step, allowed=4 * UNIT, method=AT_OP, device=DEVICE)
+    assert ran.timeline.window == told
 
 
 def test_what_nobody_reads_again_is_precleared_at_once_as_published_and_else_when_its_bytes_are_wanted() -> None:
@@ -212,22 +220,6 @@ def test_arguments_that_make_no_sense_are_refused(make: Callable[[], Window]) ->
 # ---------------------------------------------------------------------- any step
 
 
-def planned_alone(plan: Plan, step: Step) -> Planned:
-    """What fails if the plan alone does not keep the budget."""
-
-    def relieve(view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
-        raise AssertionError(f"{needed} bytes are needed beyond the plan")
-        yield
-
-    planned = Planned(plan, step, begin="at op")
-    planned.relieve = relieve  # type: ignore[method-assign]
-    return planned
-
-
-def ran_alone(plan: Plan, step: Step, steps: int = 2) -> Simulation:
-    return simulate(step, allowed=plan.allowed, method=planned_alone(plan, step), device=DEVICE, steps=steps)
-
-
 windows = st.builds(
     Window,
     window=st.sampled_from([0.5, 1.0, 1.0, 1.5, 3.0]),
@@ -243,28 +235,14 @@ windows = st.builds(
 def test_every_plan_verifies_and_keeps_its_budget_alone_or_is_refused_with_the_least_that_would_do(
     seed: int, trained: bool, method: Window, share: float
 ) -> None:
-    step = training_step(seed, layers=1 + seed % 12) if trained else any_step(seed)
-    given_ = problem(step, max(int(step.plain_peak() * share), 1))
-    try:
-        made = method.schedule(given_)
-    except BudgetInfeasible as refused:
-        event("refused")
-        assert refused.smallest_budget > given_.allowed
-        given_ = problem(step, refused.smallest_budget)
-        made = method.schedule(given_)
+    given_ = random_problem(seed, share, trained=trained)
+    held = holds(method, given_)
+    if held.allowed > given_.allowed:
         with pytest.raises(BudgetInfeasible):
-            method.schedule(problem(step, refused.smallest_budget - 1))
+            method.schedule(problem(held.step, held.allowed - 1))
+    made = method.schedule(held)
     event(f"restarts: {made.restarts > 0}")
     assert not made.restarts or method.window > 1
-    plan = method.plan(given_)
-    assert plan == method.plan(given_)
-    verify(plan, step, given_.allowed)
-    assert plan.projected == account(step, plan.gaps, lives_of(step)).peak <= given_.allowed
-    # What dies before the first op was in memory when the step began, whatever the plan.
-    if not any(one.present_at_start and not one.alive_until for one in step.storages):
-        ran = ran_alone(plan, step)
-        assert ran.status == "ok"
-        assert ran.peak_bytes <= plan.projected
 
 
 def test_a_plan_with_a_fault_is_found_out() -> None:

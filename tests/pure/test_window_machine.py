@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 
 from papers.out_of_core_window.least import bytes_in, least_bytes_in
-from papers.out_of_core_window.nnabla import BucketAllocator, Memory, Script, WholeChunks
+from papers.out_of_core_window.nnabla import BucketAllocator, Memory, OneRegion, Script, WholeChunks
 from spillway.costs import Device
 from spillway.costs.device_files import read_device
 from spillway.errors import DeviceFullError
@@ -163,3 +163,26 @@ def test_the_least_bytes_are_those_of_the_best_choice_of_gaps() -> None:
         assert bytes_in(step, made.gaps) == least_bytes_in(step, units * UNIT) == (6 - units) * UNIT
     with pytest.raises(ArithmeticError, match="no optimum"):
         least_bytes_in(step, 2 * UNIT)
+
+
+def test_a_region_is_split_where_twice_as_much_is_there_or_much_would_be_left() -> None:
+    region = OneRegion(400 * MiB)
+    first = region.allocate(240 * MiB)  # 160 are left: more than 128
+    second = region.allocate(96 * MiB)  # all of these 160: less than twice, and 64 would be left
+    with pytest.raises(DeviceFullError):
+        region.allocate(MiB)
+    region.free(first)
+    third = region.allocate(100 * MiB)  # 240 are more than twice
+    assert region.allocated == 196 * MiB
+    region.free(second)
+    region.free(third)
+    region.allocate(400 * MiB)  # everything is one again
+
+
+def test_what_is_copied_out_at_once_is_freed_right_after_its_last_use() -> None:
+    step = linear_step(4)
+    moved = plan(step, (1, 4, 6))
+    for at_once, before in ((False, 4), (True, 2)):  # op 1 reads value 1 last
+        asked = list(Script(step, moved, at_once=at_once).memory())
+        assert asked.index(Memory(1, False)) < asked.index(Memory(before + 1, True))
+        assert asked.index(Memory(1, False)) > asked.index(Memory(before, True))

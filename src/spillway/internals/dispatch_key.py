@@ -94,10 +94,12 @@ class Watcher:
     def begin(self) -> None:
         """In the thread whose ops are meant."""
         with _registering:
-            _register()
-            for op in torch._ops._higher_order_ops.values():  # they are made of ops, and these arrive
-                if cast(Any, op).non_fallthrough_keys.has(_KEY):
-                    cast(Any, op).fallthrough(_KEY)
+            registered, made_of_ops = _register(), torch._ops._higher_order_ops
+            if registered.higher != len(made_of_ops):  # the ops that they are made of arrive
+                for op in made_of_ops.values():
+                    if cast(Any, op).non_fallthrough_keys.has(_KEY):
+                        cast(Any, op).fallthrough(_KEY)
+                registered.higher = len(made_of_ops)
         _kept_by.add(threading.get_native_id())
         _of_torch._stash_obj_in_tls(_NAME, self)
         self.watching = True
@@ -207,6 +209,8 @@ class _Registered:
         """By their names in full: what native code may come before."""
         self.one_by_one = [_library(space) for space in _SPACES]
         self.served = False
+        self.higher = 0
+        """Ops of a higher order that fall through."""
 
 
 @functools.cache

@@ -108,13 +108,15 @@ and by what ops need inside)."""
 class Reclaimer:
     """Returns freed memory to the system before the resident set passes a limit.
 
-    It looks when so much was created since the last look, or is about to be, that the limit may be near.
+    It looks when so much was created since the last look, or is about to be, that the limit may be near. Where `kept`,
+    what is created lies in pages that were there, and the resident set grows by other things alone.
     """
 
-    __slots__ = ("_arriving", "_headroom", "_resident_set", "highest", "limit")
+    __slots__ = ("_arriving", "_headroom", "_most", "_resident_set", "highest", "limit")
 
-    def __init__(self, resident_set: ResidentSet) -> None:
+    def __init__(self, resident_set: ResidentSet, *, kept: bool = False) -> None:
         self._resident_set = resident_set
+        self._most = 16 * _MOST if kept else _MOST
         self._headroom: Bytes = 0
         self._arriving: Bytes = 0
         self.limit: Bytes = _NO_LIMIT
@@ -152,7 +154,7 @@ class Reclaimer:
             resident = self._resident_set.read()
             self.highest = max(self.highest, resident + coming)  # some of what arrives is resident already
         resident += self._arriving
-        self._headroom = max(min(self.limit - resident, _MOST), _LEAST)
+        self._headroom = max(min(self.limit - resident, self._most), _LEAST)
 
 
 _M_TRIM_THRESHOLD = -1
@@ -247,13 +249,21 @@ _sbrk = _of_linux("sbrk", (ctypes.c_ssize_t,), ctypes.c_size_t)
 def reset_peak() -> None:
     """Let the system's own peak counter start anew (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_bytes(b"5")
+        file = os.open("/proc/self/clear_refs", os.O_WRONLY)  # `Path` takes as long as the system, here and below
+        try:
+            os.write(file, b"5")
+        finally:
+            os.close(file)
 
 
 def peak_rss() -> Bytes:
     """Highest resident set size since `reset_peak`, files mapped included; 0 where the system does not say."""
     with contextlib.suppress(OSError):
-        _, _, rest = Path("/proc/self/status").read_bytes().partition(b"VmHWM:")
+        file = os.open("/proc/self/status", os.O_RDONLY)
+        try:
+            _, _, rest = os.read(file, 1 << 14).partition(b"VmHWM:")
+        finally:
+            os.close(file)
         return int(rest.split(maxsplit=1)[0]) * 1024 if rest else 0
     return 0
 

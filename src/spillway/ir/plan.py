@@ -5,10 +5,11 @@ A plan says nothing of how bytes travel; it says when they are not there. Whethe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from spillway.ir.step import ValueId
+from spillway.ir.timeline import WindowAt
 from spillway.units import Bytes, format_bytes
 
 
@@ -113,6 +114,8 @@ class Plan:
     """The peak that it is expected to need."""
     gaps: tuple[Gap, ...]
     """What is gone when; in no particular order."""
+    window: tuple[WindowAt, ...] = field(default=(), compare=False, repr=False)
+    """What a window that made it did, op by op, for whoever draws it. Files of plans do not have it."""
 
     def __post_init__(self) -> None:
         if self.allowed < 0 or self.projected < 0:

@@ -20,7 +20,8 @@ class StepReport:
     signature: str
     """Shapes and dtypes of the step's inputs; empty if the step was entered without a batch."""
     managed: bool
-    """False if the step was known to fit: its ops were seen, and nothing was prepared for dropping what they make."""
+    """False if the step was known to fit: nothing was prepared for dropping what its ops make. With `ops` of 0 nobody
+    watched it but the arena, which counts small blocks as malloc gives them, and what ops take for themselves."""
     allowed: Bytes
     """The budget."""
     start_bytes: Bytes
@@ -30,7 +31,8 @@ class StepReport:
     end_bytes: Bytes
     """Resident bytes when the step ended."""
     peak_rss_bytes: Bytes
-    """The process's highest resident set size during the step, as the system counts it; 0 where it does not say."""
+    """The process's highest resident set size during the step, as the system counts it; 0 where it does not say, or
+    nobody watched the step."""
     working_bytes: Bytes
     """Most bytes that one op needed at once, among the ops that ran when room was short."""
     seconds: Seconds
@@ -42,7 +44,7 @@ class StepReport:
     recomputed_seconds: Seconds
     """Time that they took."""
     ops: int
-    """Ops of the step itself."""
+    """Ops of the step itself; 0 where nobody watched it."""
     bytes_out: Bytes
     """Bytes copied to the slower tier."""
     bytes_in: Bytes
@@ -73,8 +75,8 @@ class StepReport:
     """The most that the device's allocator had handed out, measured: with what ops take for themselves while they run.
     On the CPU the arena counts it, within steps under a budget; 0 where nobody does."""
     beyond_bytes: Bytes = 0
-    """The most that an op took for itself above the budget, on the CPU: it lay in the spill directory, which is slow.
-    From then on room is made for it."""
+    """The most that an op took for itself above the budget, on the CPU, or a step that nobody watched: it lay in the
+    spill directory, which is slow. From then on room is made for it, or such steps are watched."""
     reserved_bytes: Bytes = 0
     """Of the budget, what was reserved when the step ended, for what the account does not see: on CUDA workspaces,
     other tensors, odd pieces; on the CPU whatever kept the resident set too far above the budget.

@@ -83,6 +83,23 @@ class Event:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WindowAt:
+    """What a window that slides over a step did in front of one op and behind it."""
+
+    until: Annotated[int, Within(0, MOST_OPS)]
+    """The first op that does not lie in it whole."""
+    swapped_in: Bytes
+    """Bytes that it brought in."""
+    cancelled: Bytes
+    """Bytes that had left it, and came into it again before anybody waited for their copy."""
+    waited: Bytes
+    """Bytes whose copy out was waited for."""
+    precleared: Bytes
+    """Bytes that went without being read again."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Which storages were resident during one step.
 
@@ -102,12 +119,18 @@ class Timeline:
     """What happened, in order."""
     spans: tuple[Span, ...] = ()
     """What the lanes did, by when it began; empty if nobody looked at the clock."""
+    window: tuple[WindowAt, ...] = ()
+    """For every op what the window did that planned the step; empty if none did."""
 
     def __post_init__(self) -> None:
         if len({line.storage for line in self.storages}) < len(self.storages):
             raise ValueError("two storages of a timeline have the same number")
         _check_order(self.events, self.ops)
         _check_spans(self.spans, self.ops)
+        if self.window and len(self.window) != self.ops:
+            raise ValueError(f"a window over {len(self.window)} ops in a timeline of {self.ops} ops")
+        if furthest := next((at.until for at in self.window if at.until > self.ops), None):
+            raise ValueError(f"a window that reaches to op {furthest} in a timeline of {self.ops} ops")
         for _ in self._changes():
             pass  # Walking through them is the check.
 
@@ -139,7 +162,9 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         """The timeline as JSON can hold it: a row `[storage, kind, bytes, present at start]` per storage,
         `[op, storage, change]` per event, and per span
-        `[lane, work, began, ended, op, name, storage, bytes, stalled]`, times in seconds."""
+        `[lane, work, began, ended, op, name, storage, bytes, stalled]`, times in seconds; and a row
+        `[until, bytes swapped in, cancelled, waited for, precleared]` per op, if a window planned the step."""
+        window = [[at.until, at.swapped_in, at.cancelled, at.waited, at.precleared] for at in self.window]
         return {
             "step": self.step,
             "allowed": self.allowed,
@@ -147,6 +172,7 @@ class Timeline:
             "storages": [[line.storage, line.kind.value, line.nbytes, line.present_at_start] for line in self.storages],
             "events": [[event.op, event.storage, event.change.value] for event in self.events],
             "spans": [_span_row(span) for span in self.spans],
+            **({"window": window} if window else {}),
         }
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Whether a plan could run: a slow, obvious check that shares nothing with the planners it judges.
+"""Whether a plan could run: an obvious check that shares nothing with the planners it judges.
 
 NOTE: the rules, in the order in which they are checked; the first that is broken is named. "Before op k" is the moment
 at which gaps that end at k come back; "during op k" is the op itself. With n ops, "before op n" is after the last one.
@@ -38,9 +38,12 @@ a replay: the same without the outputs of op k, and the temporaries of the large
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import final
 
 from spillway.errors import PlanRejected
@@ -172,18 +175,15 @@ def _check_life(gap: Gap, step: Step, life: _Life) -> None:
         raise PlanRejected(reason, rule=Rule.GAP_AFTER_OVERWRITE)
     if gap.end > life.dies:
         raise PlanRejected(f"{gap} goes on after the value died at op {life.dies}", rule=Rule.GAP_AFTER_DEATH)
-    for read in life.reads:
-        if gap.start <= read < gap.end:
+    for read in life.reads[bisect_left(life.reads, gap.start) :][:1]:
+        if read < gap.end:
             raise PlanRejected(f"{gap} holds {step.ops[read].label}, which reads the value", rule=Rule.GAP_OVER_READ)
 
 
 def _check_overlap(plan: Plan) -> None:
-    gone: dict[tuple[ValueId, int], Gap] = {}
-    for gap in plan.gaps:
-        for op in range(gap.start, gap.end):
-            other = gone.setdefault((gap.value, op), gap)
-            if other is not gap:
-                raise PlanRejected(f"{gap} and {other} both hold op {op}", rule=Rule.OVERLAPPING_GAPS)
+    for before, after in pairwise(sorted(plan.gaps, key=lambda gap: (gap.value, gap.start))):
+        if before.value == after.value and after.start < before.end:
+            raise PlanRejected(f"{before} and {after} both hold op {after.start}", rule=Rule.OVERLAPPING_GAPS)
 
 
 def _check_lossy(gap: Gap, step: Step, life: _Life, lossy: bool) -> None:
@@ -191,8 +191,8 @@ def _check_lossy(gap: Gap, step: Step, life: _Life, lossy: bool) -> None:
         return
     if not lossy:
         raise PlanRejected(f"{gap} may bring back other bits, and the user did not allow it", rule=Rule.LOSSY_REFUSED)
-    for read in life.reads:
-        if read >= gap.start and step.ops[read].phase is Phase.FORWARD:
+    for read in life.reads[bisect_left(life.reads, gap.start) :]:
+        if step.ops[read].phase is Phase.FORWARD:
             reason = f"{gap} comes before the value's last forward use by {step.ops[read].label}"
             raise PlanRejected(reason, rule=Rule.LOSSY_TOO_EARLY)
     if life.ends > len(step.ops):
@@ -230,16 +230,15 @@ def _check_replays(replays: list[_Replay], plan: Plan, step: Step, life: list[_L
     for replay in replays:
         _check_own_cycle(replay, step)
     _check_shared_cycles(replays)
+    absent, holds = _by_value(plan, life)
     for replay in replays:
         for leaf in sorted(replay.leaves):
-            _check_leaf(leaf, replay, plan, step, life)
+            _check_leaf(leaf, replay, absent[leaf], holds[leaf], step, life[leaf])
+    together: dict[tuple[int, tuple[int, ...]], list[_Replay]] = defaultdict(list)
     for replay in replays:
-        together = [
-            other.gap.value
-            for other in replays
-            if (other.gap.end, other.recipe.ops) == (replay.gap.end, replay.recipe.ops)
-        ]
-        _check_temporaries(replay, {step.values[value].storage for value in together}, step)
+        together[replay.gap.end, replay.recipe.ops].append(replay)
+    for group in together.values():
+        _check_temporaries(group, step)
 
 
 def _check_recipe(replay: _Replay, step: Step) -> None:
@@ -265,47 +264,80 @@ def _check_own_cycle(replay: _Replay, step: Step) -> None:
 def _check_shared_cycles(replays: list[_Replay]) -> None:
     """Take away replays that wait for no other until none is left; those that cannot be taken away wait in a circle."""
     waiting = {(replay.gap.value, replay.gap.end): replay for replay in replays}
-    while waiting:
-        ready = [
-            key for key, replay in waiting.items() if not any((v, replay.gap.end) in waiting for v in replay.leaves)
-        ]
-        if not ready:
-            circle = " and ".join(f"[{replay.gap}]" for replay in waiting.values())
-            raise PlanRejected(f"among {circle} every replay waits for another", rule=Rule.CYCLIC_RECIPE)
-        for key in ready:
-            del waiting[key]
+    waits_for = {
+        key: {(leaf, replay.gap.end) for leaf in replay.leaves} & waiting.keys() for key, replay in waiting.items()
+    }
+    waited_by: dict[tuple[ValueId, int], list[tuple[ValueId, int]]] = defaultdict(list)
+    for key, others in waits_for.items():
+        for other in others:
+            waited_by[other].append(key)
+    ready = [key for key, others in waits_for.items() if not others]
+    while ready:
+        gone = ready.pop()
+        del waiting[gone]
+        for key in waited_by[gone]:
+            waits_for[key].remove(gone)
+            if not waits_for[key]:
+                ready.append(key)
+    if waiting:
+        circle = " and ".join(f"[{replay.gap}]" for replay in waiting.values())
+        raise PlanRejected(f"among {circle} every replay waits for another", rule=Rule.CYCLIC_RECIPE)
 
 
-def _check_leaf(leaf: ValueId, replay: _Replay, plan: Plan, step: Step, life: list[_Life]) -> None:
-    trouble = _trouble(leaf, replay, plan, step, life[leaf])
+def _by_value(plan: Plan, life: list[_Life]) -> tuple[dict[ValueId, list[Gap]], dict[ValueId, list[tuple[int, int]]]]:
+    """The gaps of every value, and the ops, half-open, during which gaps hold it, one after the other."""
+    absent: dict[ValueId, list[Gap]] = defaultdict(list)
+    holds: dict[ValueId, list[tuple[int, int]]] = defaultdict(list)
+    for gap in sorted(plan.gaps, key=lambda gap: gap.start):
+        absent[gap.value].append(gap)
+        for leaf in _held(gap):
+            reached = holds[leaf][-1][1] if holds[leaf] else -1
+            if gap.start <= reached:
+                holds[leaf][-1] = (holds[leaf][-1][0], max(reached, gap.end))
+            else:
+                holds[leaf].append((gap.start, gap.end))
+    return absent, holds
+
+
+def _check_leaf(
+    leaf: ValueId, replay: _Replay, absent: list[Gap], holds: list[tuple[int, int]], step: Step, life: _Life
+) -> None:
+    trouble = _trouble(leaf, replay, absent, holds, step, life)
     if trouble:
         reason = f"{replay.gap}: at the replay before op {replay.gap.end}, {step.values[leaf]} {trouble}"
         raise PlanRejected(reason, rule=Rule.MISSING_LEAF)
 
 
-def _trouble(leaf: ValueId, replay: _Replay, plan: Plan, step: Step, life: _Life) -> str | None:
-    """Say why the leaf cannot be read at the replay."""
+def _trouble(
+    leaf: ValueId, replay: _Replay, absent: list[Gap], holds: list[tuple[int, int]], step: Step, life: _Life
+) -> str | None:
+    """Say why the leaf cannot be read at the replay, by its own gaps and by when gaps hold it."""
     moment = replay.gap.end
     if life.overwritten is not None and life.overwritten < moment:
         return f"has been overwritten by op {life.overwritten}: the version is stale"
     last_alive = min(moment, life.dies - 1)
-    for gap in plan.gaps:
-        if gap.value == leaf and _gone_before(last_alive, gap, step, life):
-            return "is absent" if last_alive == moment else "was absent when it died"
+    # Gaps of one value do not overlap, so that the last to have started is the last to end.
+    last = bisect_right(absent, last_alive, key=lambda gap: gap.start) - 1
+    if last >= 0 and _gone_before(last_alive, absent[last], step, life):
+        return "is absent" if last_alive == moment else "was absent when it died"
     if life.dies > moment:
         return None
     if leaf not in replay.recipe.held:
         return "is dead and not held"
-    for op in range(life.dies, moment):
-        if not any(leaf in _held(gap) for gap in plan.gaps if gap.start <= op < gap.end):
-            return f"is dead and nothing held it during op {op}"
+    place = bisect_right(holds, (life.dies, len(step.ops) + 1)) - 1
+    reached = holds[place][1] if place >= 0 else -1
+    if reached < moment:
+        return f"is dead and nothing held it during op {max(reached, life.dies)}"
     return None
 
 
-def _check_temporaries(replay: _Replay, own: set[StorageId], step: Step) -> None:
-    needed = max(_outputs(step, replay, own, place) for place in range(len(replay.recipe.ops)))
-    if replay.recipe.temporaries < needed:
-        raise PlanRejected(f"{replay.gap}: the replay needs {needed} B at least", rule=Rule.UNDERSTATED_REPLAY)
+def _check_temporaries(group: list[_Replay], step: Step) -> None:
+    """Of replays that are one."""
+    own = {step.values[replay.gap.value].storage for replay in group}
+    needed = max(_outputs(step, group[0], own, place) for place in range(len(group[0].recipe.ops)))
+    for replay in group:
+        if replay.recipe.temporaries < needed:
+            raise PlanRejected(f"{replay.gap}: the replay needs {needed} B at least", rule=Rule.UNDERSTATED_REPLAY)
 
 
 def _outputs(step: Step, replay: _Replay, own: set[StorageId], place: int) -> Bytes:
@@ -344,47 +376,83 @@ def _check_bytes(plan: Plan, step: Step, life: list[_Life], allowed: Bytes) -> N
 
 
 def _moments(plan: Plan, step: Step, life: list[_Life]) -> Iterator[tuple[str, Bytes]]:
-    for op in step.ops:
-        temporaries = _temporaries_before(op.number, plan, step, life)
-        if temporaries is not None:
-            yield f"before {op.label}", _before(op.number, plan, step, life) + temporaries
-        yield f"during {op.label}", _during(op.number, plan, step)
-    temporaries = _temporaries_before(len(step.ops), plan, step, life)
-    if temporaries is not None:
-        yield "after the last op", _before(len(step.ops), plan, step, life) + temporaries
+    temporaries = _temporaries(plan, step, life)
+    for op, (before, during) in enumerate(zip(_before(plan, step, life), [*_during(plan, step), 0], strict=True)):
+        last = op == len(step.ops)
+        if op in temporaries:
+            yield "after the last op" if last else f"before {step.ops[op].label}", before + temporaries[op]
+        if not last:
+            yield f"during {step.ops[op].label}", during
 
 
-def _temporaries_before(op: int, plan: Plan, step: Step, life: list[_Life]) -> Bytes | None:
-    """Temporaries of the largest replay before the op; None if there is no replay."""
-    back = [gap for gap in plan.gaps if gap.end == op and _comes_back(gap, step, life[gap.value])]
-    return max((gap.home.temporaries for gap in back if isinstance(gap.home, Recompute)), default=None)
+def _temporaries(plan: Plan, step: Step, life: list[_Life]) -> dict[int, Bytes]:
+    """Temporaries of the largest replay before every op that has one."""
+    most: dict[int, Bytes] = {}
+    for gap in plan.gaps:
+        if isinstance(gap.home, Recompute) and _comes_back(gap, step, life[gap.value]):
+            most[gap.end] = max(most.get(gap.end, 0), gap.home.temporaries)
+    return most
 
 
-def _before(op: int, plan: Plan, step: Step, life: list[_Life]) -> Bytes:
-    """Bytes before the op, when all that comes back has come back, and nothing that the op creates is there."""
-    exists = {
-        storage.id
-        for storage in step.storages
-        if (storage.present_at_start or storage.alive_from < op) and op < _dies(storage, step)
-    }
-    gaps = [gap for gap in plan.gaps if gap.start <= op <= gap.end]
-    absent = {gap.value for gap in gaps if _gone_before(op, gap, step, life[gap.value])}
-    return _bytes(exists, absent, gaps, step)
+_Interval = tuple[int, int, StorageId]
+"""Of the half-open interval of moments the first and the end, and a storage."""
 
 
-def _during(op: int, plan: Plan, step: Step) -> Bytes:
-    """Bytes during the op."""
-    exists = {storage.id for storage in step.storages if storage.alive_from <= op < storage.alive_until}
-    gaps = [gap for gap in plan.gaps if gap.start <= op < gap.end]
-    return _bytes(exists, {gap.value for gap in gaps}, gaps, step)
+def _before(plan: Plan, step: Step, life: list[_Life]) -> Iterator[Bytes]:
+    """Bytes before every op, when all that comes back has come back, and nothing that the op creates is there; and
+    after the last."""
+    moments = len(step.ops) + 1
+    exists = [
+        (0 if one.present_at_start else one.alive_from + 1, min(_dies(one, step), moments), one.id)
+        for one in step.storages
+    ]
+    absent = [
+        (gap.start, gap.end + _gone_before(gap.end, gap, step, life[gap.value]), step.values[gap.value].storage)
+        for gap in plan.gaps
+    ]
+    return _sums(plan, step, exists, absent, moments=moments, still=1)
 
 
-def _bytes(exists: set[StorageId], absent: set[ValueId], gaps: list[Gap], step: Step) -> Bytes:
-    """Bytes of what exists and is not absent, of what the open gaps hold beyond its death, and of what they pack."""
-    held = {step.values[value].storage for gap in gaps for value in _held(gap)} - exists
-    present = (exists - {step.values[value].storage for value in absent}) | held
-    packed = sum(gap.home.nbytes for gap in gaps if isinstance(gap.home, Packed))
-    return sum(step.storages[storage].nbytes for storage in present) + packed
+def _during(plan: Plan, step: Step) -> Iterator[Bytes]:
+    """Bytes during every op."""
+    exists = [(one.alive_from, one.alive_until, one.id) for one in step.storages]
+    absent = [(gap.start, gap.end, step.values[gap.value].storage) for gap in plan.gaps]
+    return _sums(plan, step, exists, absent, moments=len(step.ops), still=0)
+
+
+def _sums(
+    plan: Plan, step: Step, exists: list[_Interval], absent: list[_Interval], *, moments: int, still: int
+) -> Iterator[Bytes]:
+    """At every moment the bytes of what exists and is not absent, of what the open gaps hold beyond its death, and of
+    what they pack. A gap is open for `still` moments beyond its end."""
+    held = [
+        (gap.start, gap.end + still, step.values[value].storage) for gap in plan.gaps for value in _held(gap)
+    ]  # fmt: skip
+    counts: tuple[dict[StorageId, int], ...] = ({}, {}, {})
+    changes: list[list[tuple[dict[StorageId, int], StorageId, int]]] = [[] for _ in range(moments + 1)]
+    for count, intervals in zip(counts, (exists, absent, held), strict=True):
+        for start, end, storage in intervals:
+            if start < end:
+                changes[start].append((count, storage, 1))
+                changes[end].append((count, storage, -1))
+    packed = [0] * (moments + 1)
+    for gap in plan.gaps:
+        if isinstance(gap.home, Packed):
+            packed[gap.start] += gap.home.nbytes
+            packed[gap.end + still] -= gap.home.nbytes
+
+    def resident(storage: StorageId) -> Bytes:
+        there, gone, kept = (bool(count.get(storage, 0)) for count in counts)
+        return step.storages[storage].nbytes * ((there and not gone) or (kept and not there))
+
+    total = 0
+    for moment in range(moments):
+        total += packed[moment]
+        for count, storage, change in changes[moment]:
+            total -= resident(storage)
+            count[storage] = count.get(storage, 0) + change
+            total += resident(storage)
+        yield total
 
 
 def _held(gap: Gap) -> tuple[ValueId, ...]:

@@ -33,6 +33,7 @@ from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
+from spillway.methods.window.improved import ImprovedWindow
 from spillway.methods.zero_offload import ZeroOffload
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "Drop",
     "Evicted",
     "Fetch",
+    "ImprovedWindow",
     "KeepAll",
     "MemoryView",
     "Method",

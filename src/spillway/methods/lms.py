@@ -36,10 +36,8 @@ Not implemented: serialization of levels, lists of ops that are to be left alone
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from math import ceil
 from typing import Final, final
 
@@ -48,6 +46,7 @@ from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
 from spillway.ir.timeline import Kind
+from spillway.methods.absent_bytes import Interval, during, waited_late
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.units import Bytes, KiB
 
@@ -190,7 +189,6 @@ class _Flow:
     """A value that may leave."""
 
     value: int
-    nbytes: Bytes
     created: int
     """The op that makes it."""
     reads: tuple[int, ...]
@@ -209,60 +207,26 @@ class _Graph:
         for op, level in enumerate(self._level):
             self._of_level[level].append(op)
         self._flows = list(_flows(step, smallest))
-        changes = [0] * (len(step.ops) + 1)
-        for storage in step.storages:
-            changes[storage.alive_from] += storage.nbytes
-            changes[storage.alive_until] -= storage.nbytes
-        self._changes = changes
-        """Of the bytes of the plain step, op by op."""
+        self._sizes = [storage.nbytes for storage in step.storages]
 
     def peak(self, parameters: Parameters) -> tuple[Bytes, int]:
         """The most bytes with all copies out done as early as they may be, and the op at which that is so."""
-        during = self._during(self._intervals(parameters))
-        most = max(during, default=0)
-        return most, during.index(most) if during else 0
+        there = during(self._step, self._intervals(parameters), self._sizes)
+        most = max(there, default=0)
+        return most, there.index(most) if there else 0
 
     def gaps(self, parameters: Parameters, allowed: Bytes) -> Iterator[Gap]:
         """What is gone when; copies out that nobody waits for are waited for when room is short."""
-        gone = sorted(self._intervals(parameters), key=lambda one: (one[1], one[0].value))
+        gone = sorted(self._intervals(parameters), key=lambda one: (one.start, one.value))
         if not parameters.waits_out:
-            gone = self._waited_late(gone, allowed)
-        for flow, start, end in gone:
-            yield Gap(value=flow.value, start=start, end=end, home=Host())
-
-    def _during(self, gone: Sequence[tuple[_Flow, int, int]]) -> list[Bytes]:
-        changes = list(self._changes)
-        for flow, start, end in gone:
-            changes[start] -= flow.nbytes
-            changes[end] += flow.nbytes
-        return list(accumulate(changes[:-1]))
-
-    def _waited_late(self, gone: Sequence[tuple[_Flow, int, int]], allowed: Bytes) -> list[tuple[_Flow, int, int]]:
-        """The same intervals, each beginning where its bytes are wanted, the oldest first."""
-        during, starting, late = self._during(gone), defaultdict(list), list[tuple[_Flow, int, int]]()
+            there = during(self._step, gone, self._sizes)
+            gone = waited_late(self._step, gone, there, allowed, self._sizes)
         for one in gone:
-            starting[one[1]].append(one)
-        pending: deque[tuple[_Flow, int, int]] = deque()
-        waited = set[tuple[int, int]]()  # values by where they come back
-        ending: dict[int, list[tuple[_Flow, int, int]]] = defaultdict(list)
-        more = 0  # bytes of what is pending
-        for op, nbytes in enumerate(during):
-            for one in starting.get(op, ()):
-                pending.append(one)
-                ending[one[2] - 1].append(one)
-                more += one[0].nbytes
-            due = deque(ending.pop(op, ()))  # at the latest
-            while due or (nbytes + more > allowed and pending):
-                flow, _, end = due.popleft() if due else pending.popleft()
-                if (flow.value, end) not in waited:
-                    waited.add((flow.value, end))
-                    late.append((flow, op, end))
-                    more -= flow.nbytes
-        return late
+            yield Gap(value=one.value, start=one.start, end=one.end, home=Host())
 
-    def _intervals(self, parameters: Parameters) -> list[tuple[_Flow, int, int]]:
+    def _intervals(self, parameters: Parameters) -> list[Interval]:
         """When each value is gone."""
-        level, gone = self._level, list[tuple[_Flow, int, int]]()
+        level, gone = self._level, list[Interval]()
         delay = 1 if parameters.waits_out else 2
         for flow in self._flows:
             nearest = level[flow.created] + parameters.threshold
@@ -272,7 +236,7 @@ class _Graph:
             there = max((op for op in flow.reads if level[op] <= nearest), default=flow.created) + delay
             for first, latest in sorted(self._groups(flow, far, parameters)):
                 if there < first:
-                    gone.append((flow, there, first))
+                    gone.append(Interval(flow.value, there, first))
                 there = max(there, latest + 1)
         return gone
 
@@ -327,4 +291,4 @@ def _flows(step: Step, smallest: Bytes) -> Iterator[_Flow]:
         kept = storage.present_at_start or storage.kind in (Kind.PARAMETER, Kind.BUFFER, Kind.OPTIMIZER_STATE)
         reads = tuple(op for op in life.reads if op > life.created)
         if reads and not kept and storage.nbytes >= max(smallest, 1):
-            yield _Flow(value=value.id, nbytes=storage.nbytes, created=life.created, reads=reads)
+            yield _Flow(value=value.id, created=life.created, reads=reads)

@@ -24,6 +24,7 @@ from spillway.methods.sqrt_n import SqrtN
 from spillway.methods.swap import Swap
 from spillway.methods.uvm import UVM
 from spillway.methods.window import Window
+from spillway.methods.window.improved import ImprovedWindow
 from spillway.methods.zero_offload import ZeroOffload
 
 Runs: TypeAlias = Literal["tensor engine", "block engine"]
@@ -68,6 +69,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ZeroOffload.name: Method(ZeroOffload),
         Window.name: Method(Window),
         "window-published": Method(Window.as_published),
+        ImprovedWindow.name: Method(ImprovedWindow),
         LMS.name: Method(LMS),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),

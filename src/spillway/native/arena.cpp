@@ -23,12 +23,17 @@
 //  8. While an op runs (`OpMemory`), what its thread takes counts on top of the session's account. What would pass the
 //     budget lies in a file without a name, mapped, until it is freed: the system can have those pages back. A file
 //     system without room for it is out of memory.
+//  9. A step may run unwatched: then all that its thread takes counts as that of one op does, what is small too, by what
+//     malloc gives. Whatever was born in such steps counts until it is gone, in whatever thread, or until a step is
+//     watched again, whose account has it. Too much may be counted, never too little: small blocks are counted for all
+//     sessions together.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
+#include <malloc.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -141,11 +146,14 @@ struct Born {
   std::uint32_t traces;  // that count it, a bit each
 };
 
+class OpMemory;
+
 struct Block {
   std::size_t size;  // in pages
   bool told;         // whether the profiler heard of it
   Born born;
-  std::uint64_t op;  // in which it was born; 0 outside of any
+  std::uint64_t op;    // in which it was born; 0 outside of any
+  OpMemory* unwatched;  // in whose unwatched steps; null outside of any
 };
 
 // What has come since a moment, less what of it is gone: with what was known then, a step's memory above its beginning.
@@ -191,7 +199,7 @@ class Arena {
   }
 
   // Memory for a tensor, or null where there is no room for it here.
-  void* take(std::size_t nbytes, bool told, std::uint64_t op) {
+  void* take(std::size_t nbytes, bool told, std::uint64_t op, OpMemory* unwatched) {
     if (nbytes > span_) return nullptr;  // also what is negative
     const std::size_t size = pages(nbytes);
     std::lock_guard<std::mutex> guard(mutex_);
@@ -216,7 +224,7 @@ class Arena {
       }
       counts_.peak_resident = std::max(counts_.peak_resident, counts_.live + size + warm_.bytes());
     }
-    used_.emplace(offset, Block{size, told, count(base_ + offset, nbytes), op});
+    used_.emplace(offset, Block{size, told, count(base_ + offset, nbytes), op, unwatched});
     ++counts_.blocks;
     counts_.live += size;
     counts_.peak_live = std::max(counts_.peak_live, counts_.live);
@@ -470,7 +478,6 @@ Arena& arena() {
   return *only;
 }
 
-class OpMemory;
 // Of the session whose step this thread runs.
 OpMemory*& op_memory() {
   thread_local OpMemory* here = nullptr;
@@ -481,7 +488,7 @@ OpMemory*& op_memory() {
 // others; nobody else does while the op runs.
 class OpMemory {
  public:
-  enum Cell { RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, CELLS };
+  enum Cell { RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD, CELLS };
   enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };
 
   explicit OpMemory(const char* directory) : directory_(directory) {}
@@ -493,12 +500,58 @@ class OpMemory {
     if (cells_[STATE] == BEGINS) {
       cells_[STATE] = RUNS;
       cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = 0;
-      static std::atomic<std::uint64_t> ops{0};
-      op_ = ++ops;
+      op_ = new_op();
     }
     return cells_[STATE] >= RUNS;
   }
   std::uint64_t op() const { return op_; }
+
+  // Whether a step runs that nobody watches (rule 9); all steps of this kind between two watched ones are one op.
+  bool unwatched() const { return cells_[UNWATCHED] != 0; }
+  void begin_unwatched() {
+    if (step_ == 0) step_ = new_op();
+    op_ = step_;
+    cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = cells_[BEYOND] = 0;
+    cells_[STATE] = IDLE;
+    cells_[UNWATCHED] = 1;
+    cells_[PEAK] = counted();
+  }
+  void begin_watched() {
+    cells_[UNWATCHED] = 0;
+    step_ = 0;
+    __atomic_store_n(&cells_[HELD], 0, __ATOMIC_RELAXED);
+  }
+  std::int64_t counted() const {
+    return cells_[RESIDENT] + __atomic_load_n(&cells_[HELD], __ATOMIC_RELAXED) +
+           __atomic_load_n(small(), __ATOMIC_RELAXED);
+  }
+  bool fits_unwatched(std::size_t nbytes) const {
+    return counted() + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
+  }
+  void holds(std::size_t nbytes) {
+    __atomic_fetch_add(&cells_[HELD], static_cast<std::int64_t>(nbytes), __ATOMIC_RELAXED);
+    cells_[PEAK] = std::max(cells_[PEAK], counted());
+  }
+  void gone(const Block& block) {
+    if (block.op != step_) return;  // a watched step has begun since
+    __atomic_fetch_sub(&cells_[HELD], static_cast<std::int64_t>(block.born.nbytes), __ATOMIC_RELAXED);
+  }
+  // Whether there is room for what malloc gave.
+  bool holds_small(void* memory) {
+    const std::size_t size = ::malloc_usable_size(memory);
+    if (!fits_unwatched(size)) return false;
+    __atomic_fetch_add(small(), static_cast<std::int64_t>(size), __ATOMIC_RELAXED);
+    cells_[PEAK] = std::max(cells_[PEAK], counted());
+    return true;
+  }
+  static void gone_small(void* memory) {
+    __atomic_fetch_sub(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
+  }
+  static std::int64_t* small() {  // of all sessions
+    static std::int64_t held = 0;
+    return &held;
+  }
+
   bool fits(std::size_t nbytes) const {
     return cells_[RESIDENT] + cells_[LOCAL] + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
   }
@@ -535,7 +588,7 @@ class OpMemory {
       }
       if (error == 0) {
         free_.take(offset, size);
-        all()[mapped] = {this, offset, {size, told, Born{nbytes, 0, 0}, op_}};
+        all()[mapped] = {this, offset, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
         ++mapped_beyond();
       } else if (file_ >= 0) {
         punch(offset, size);  // what it was given until there was no more
@@ -544,7 +597,14 @@ class OpMemory {
     if (error != 0) {
       cells_[STATE] = REFUSED;
       cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE] + static_cast<std::int64_t>(nbytes));
-      const std::string reason = std::strerror(error);
+      std::string reason = std::strerror(error);
+      if (unwatched()) {
+        reason = "This step takes " + std::to_string(counted() + cells_[ABOVE] + static_cast<std::int64_t>(nbytes)) +
+                 " bytes at once, its budget is " + std::to_string(cells_[ALLOWED]) +
+                 ", and there is no room for the rest in the spill directory " + directory_ + " (" + reason +
+                 "): raise the budget, or free some space there or choose another with SpillOptions(directory=...) or "
+                 "--spill-directory.";
+      }
       throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, reason);
     }
     if (cells_[STATE] != REFUSED) cells_[STATE] = WENT_BEYOND;
@@ -606,6 +666,10 @@ class OpMemory {
     return number;
   }
 
+  static std::uint64_t new_op() {
+    static std::atomic<std::uint64_t> ops{0};
+    return ++ops;
+  }
   int open() {
     if (file_ >= 0) return 0;
     std::string path = directory_ + "/spillway-XXXXXX";
@@ -627,6 +691,7 @@ class OpMemory {
   const std::string directory_;
   const pid_t process_ = ::getpid();
   std::uint64_t op_ = 0;
+  std::atomic<std::uint64_t> step_{0};  // the one op that unwatched steps are; 0 after a watched one
   int file_ = -1;
   bool closed_ = false;
   Extents free_;  // of the file, by offset
@@ -637,12 +702,17 @@ class ArenaAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(std::size_t nbytes) override {
     if (nbytes == 0) return c10::GetDefaultCPUAllocator()->allocate(0);
-    void* memory = nbytes < SMALL ? nullptr : take(nbytes);
+    OpMemory* const unwatched = op_memory() != nullptr && op_memory()->unwatched() ? op_memory() : nullptr;
+    void* memory = nbytes < SMALL ? nullptr : unwatched != nullptr ? take(nbytes, *unwatched) : take(nbytes);
     if (memory == nullptr) {  // rule 4
       c10::DataPtr outside = c10::GetDefaultCPUAllocator()->allocate(nbytes);
-      arena().born_outside(outside.get(), nbytes);
-      memory = outside.release_context();
-      return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
+      if (unwatched == nullptr || unwatched->holds_small(outside.get())) {
+        arena().born_outside(outside.get(), nbytes);
+        memory = outside.release_context();
+        return {memory, memory, unwatched != nullptr ? &free_small : &free, c10::Device(c10::DeviceType::CPU)};
+      }
+      outside.clear();
+      memory = unwatched->beyond(nbytes, c10::memoryProfilingEnabled());
     }
     report(memory, static_cast<std::int64_t>(nbytes));
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
@@ -662,9 +732,20 @@ class ArenaAllocator final : public c10::Allocator {
     OpMemory* const op = op_memory();
     const bool counts = op != nullptr && op->runs(), told = c10::memoryProfilingEnabled();
     if (counts && !op->fits(nbytes)) return op->beyond(nbytes, told);
-    void* const memory = arena().take(nbytes, told, counts ? op->op() : 0);
+    void* const memory = arena().take(nbytes, told, counts ? op->op() : 0, nullptr);
     if (counts && memory != nullptr) op->took(nbytes);
     return memory;
+  }
+  static void* take(std::size_t nbytes, OpMemory& unwatched) {
+    const bool told = c10::memoryProfilingEnabled();
+    if (!unwatched.fits_unwatched(nbytes)) return unwatched.beyond(nbytes, told);
+    void* const memory = arena().take(nbytes, told, unwatched.op(), &unwatched);
+    if (memory != nullptr) unwatched.holds(nbytes);
+    return memory;
+  }
+  static void free_small(void* memory) {
+    OpMemory::gone_small(memory);
+    free(memory);
   }
   static void free(void* memory) {
     Block block = arena().give(memory);
@@ -674,6 +755,8 @@ class ArenaAllocator final : public c10::Allocator {
         arena().died_outside(memory);
         return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
       }
+    } else if (block.unwatched != nullptr) {
+      block.unwatched->gone(block);
     } else if (OpMemory* const op = op_memory()) {
       op->gave(block);
     }
@@ -727,7 +810,12 @@ int spillway_arena_owns(const void* address) { return arena().owns(address) ? 1 
 
 OpMemory* spillway_op_memory(const char* directory) { return new OpMemory(directory); }  // rule 5
 std::int64_t* spillway_op_memory_cells(OpMemory* memory) { return memory->cells(); }
-void spillway_op_memory_here(OpMemory* memory) { op_memory() = memory; }
+void spillway_op_memory_here(OpMemory* memory, int unwatched) {
+  op_memory() = memory;
+  if (memory == nullptr) return;
+  unwatched != 0 ? memory->begin_unwatched() : memory->begin_watched();
+}
+std::int64_t* spillway_op_memory_small() { return OpMemory::small(); }
 void spillway_op_memory_close(OpMemory* memory) { memory->close(); }
 int spillway_op_memory_has(void* address) { return OpMemory::has(address) ? 1 : 0; }
 }

@@ -69,9 +69,11 @@ def _opened() -> ctypes.CDLL:
     library.spillway_arena_forget.argtypes = [ctypes.c_int, ctypes.c_size_t]
     library.spillway_arena_since.argtypes = [ctypes.c_int, ctypes.c_void_p]
     library.spillway_op_memory.argtypes = [ctypes.c_char_p]
-    library.spillway_op_memory.restype = library.spillway_op_memory_cells.restype = ctypes.c_void_p
-    for name in ("cells", "here", "close", "has"):
+    for name in ("", "_cells", "_small"):
+        getattr(library, f"spillway_op_memory{name}").restype = ctypes.c_void_p
+    for name in ("cells", "close", "has"):
         getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
+    library.spillway_op_memory_here.argtypes = [ctypes.c_void_p, ctypes.c_int]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
         raise NativeError(f"the system gives no {_SPAN >> 30} GiB of addresses ({os.strerror(error)}).")
@@ -194,12 +196,18 @@ class Trace:
             self.end()
 
 
-RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND = range(8)
+RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD = range(10)
 """Cells of an `OpMemory`: the session's account when the op began; what of the following it is; the budget; what the op
 has now, in memory and above the budget; the most of both together; the most of the account and what ops had in memory;
-the most that one op had above the budget."""
+the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made of which the
+account does not know, without what is small."""
 IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
 """What `STATE` says. Python writes the first two; an op that allocated nothing stays at the second."""
+
+
+def _numbers(address: int, count: int) -> memoryview:
+    """Of memory that is never freed."""
+    return memoryview((ctypes.c_int64 * count).from_address(address)).cast("B").cast("q")
 
 
 @final
@@ -212,20 +220,40 @@ class OpMemory:
         self._library = _opened()
         self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
         self.address: int = self._library.spillway_op_memory_cells(self._memory)
-        self.cells = memoryview((ctypes.c_int64 * 8).from_address(self.address)).cast("B").cast("q")
-        """Never freed."""
+        self.cells = _numbers(self.address, 10)
+        self._small = _numbers(self._library.spillway_op_memory_small(), 1)
+        """What is small of what unwatched steps of all sessions made."""
         weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 
     def begin(self, allowed: Bytes) -> None:
         """A step of this thread begins; peaks are of what follows."""
         self.cells[STATE], self.cells[ALLOWED] = IDLE, allowed
         self.cells[PEAK] = self.cells[BEYOND] = 0
-        self._library.spillway_op_memory_here(self._memory)
+        self._library.spillway_op_memory_here(self._memory, 0)
+
+    def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
+        """A step of this thread begins that nobody watches: what it takes counts as if it were one op, on top of what
+        is resident by the account, and of what earlier ones made since a step was watched. Returns all that."""
+        self.cells[ALLOWED], self.cells[RESIDENT] = allowed, resident
+        self._library.spillway_op_memory_here(self._memory, 1)
+        return self.cells[PEAK]
+
+    def died(self, nbytes: Bytes) -> None:
+        """Of what was resident when an unwatched step began, so much is gone."""
+        self.cells[RESIDENT] -= nbytes
+
+    def counted(self, resident: Bytes) -> Bytes:
+        """What is resident by the account, and what unwatched steps made since one was watched."""
+        return resident + self.cells[HELD] + self._small[0]
+
+    def taken(self) -> tuple[Bytes, Bytes]:
+        """The most that the last step had at once, and what of it lay above the budget."""
+        return self.cells[PEAK], self.cells[BEYOND]
 
     def end(self) -> None:
         """This thread's ops count for nobody."""
-        self.cells[STATE] = IDLE
-        self._library.spillway_op_memory_here(None)
+        self.cells[STATE], self.cells[UNWATCHED] = IDLE, 0
+        self._library.spillway_op_memory_here(None, 0)
 
     def is_beyond(self, address: int) -> bool:
         """Whether memory that begins there is such a file's."""

@@ -21,12 +21,14 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cfloat>
@@ -57,13 +59,14 @@ constexpr DispatchKey ARRIVES = DispatchKey::Fake;
 constexpr DispatchKey LONG_WAY = DispatchKey::TESTING_ONLY_GenericWrapper;  // where the handlers in Python stand
 constexpr std::int64_t LARGE = std::int64_t{256} << 10;                     // as in `memory/records.py`
 constexpr std::int64_t SMALLEST_MOVABLE = 4096;                             // as in `memory/ledger.py`
+constexpr std::int64_t SMALL = 16384;  // elements that an op goes through in some microseconds
 constexpr std::int64_t UNBOUNDED = -1;
 constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the long way
 
 enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp
-enum Cell { RESIDENT, STATE };                                // as there
+enum Cell { RESIDENT, STATE, UNWATCHED = 8 };                 // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
-enum class Kind { VIEW, CREATES, WRITES };
+enum class Kind { VIEW, READS, CREATES, WRITES, NORMALISES };
 
 // Around what Python calls.
 #define BEGIN_CALL HANDLE_TH_ERRORS try {
@@ -129,6 +132,20 @@ class WithoutGil {
   PyThreadState* state_;
 };
 
+// While an op runs others may have the GIL, but where giving it up and taking it again takes as long as the op.
+class WhileOpRuns {
+ public:
+  explicit WhileOpRuns(bool small) : state_(small ? nullptr : PyEval_SaveThread()) {}
+  ~WhileOpRuns() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WhileOpRuns(const WhileOpRuns&) = delete;
+  WhileOpRuns& operator=(const WhileOpRuns&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // Where the objects of a class keep one of their `__slots__`.
 class Slot {
  public:
@@ -181,13 +198,25 @@ struct Geometry {
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(both.slice(0, dims), both.slice(dims), offset);
     return tensor;
   }
+  at::Tensor zeros() const {
+    const auto both = c10::IntArrayRef(sizes_and_strides);
+    return at::zeros(both.slice(0, both.size() / 2), at::TensorOptions(dtype));
+  }
 };
 
 struct Recorded {
   c10::OperatorHandle op;
   Stack args;  // with a hole for each tensor
   c10::SmallVector<std::pair<std::size_t, Geometry>, 3> operands;
+  c10::SmallVector<std::pair<std::size_t, Geometry>, 2> scratch;  // a replay fills these with zeros
 };
+
+// Those of recipes that are gone: a step makes thousands, and whatever they own is there for the next.
+constexpr std::size_t SPARE = 8192;
+std::vector<std::unique_ptr<Recorded>>& spare() {
+  static auto* const all = new std::vector<std::unique_ptr<Recorded>>;
+  return *all;
+}
 
 struct Payload {  // what a recipe keeps of a call: `calls.Recorded` in Python
   PyObject_HEAD
@@ -200,7 +229,11 @@ void payload_dealloc(PyObject* self) {
   auto* const payload = reinterpret_cast<Payload*>(self);
   Py_CLEAR(payload->environment);
   Py_CLEAR(payload->outputs);
-  delete payload->recorded;
+  std::unique_ptr<Recorded> recorded(std::exchange(payload->recorded, nullptr));
+  if (recorded != nullptr && spare().size() < SPARE) {
+    recorded->args.clear(), recorded->operands.clear(), recorded->scratch.clear();
+    spare().push_back(std::move(recorded));
+  }
   PyTypeObject* const type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -220,6 +253,7 @@ PyObject* payload_again(PyObject* self, PyObject* storages) {
   }
   {
     const WithoutGil without;
+    for (const auto& [place, geometry] : recorded.scratch) stack[place] = geometry.zeros();
     recorded.op.callBoxed(stack);
   }
   Ref results(PyTuple_New(static_cast<Py_ssize_t>(stack.size())));
@@ -251,7 +285,13 @@ Ref payload_of(const c10::OperatorHandle& op, PyObject* environment, PyObject* o
   auto* const payload = reinterpret_cast<Payload*>(self.get());
   payload->environment = Py_NewRef(environment);
   payload->outputs = Py_NewRef(outputs);
-  payload->recorded = new Recorded{op, {}, {}};
+  if (spare().empty()) {
+    payload->recorded = new Recorded{op, {}, {}, {}};
+  } else {
+    payload->recorded = spare().back().release();
+    spare().pop_back();
+    payload->recorded->op = op;
+  }
   return self;
 }
 
@@ -373,7 +413,10 @@ struct Plan {
   bool recorded;  // whether recipes are written of it, where any are
   bool resized;   // whether what it writes may have grown out of sight
   bool seeded;
+  bool small;     // whether it takes next to no time on little: it goes through its elements once
   std::int64_t safety;
+  std::int64_t training;                     // where `training` stands, of what normalises; -1 where it always trains
+  c10::SmallVector<std::size_t, 2> scratch;  // what that writes, and a replay does without
   std::size_t settings;
   Ref name, exactness, bound, beyond, refused;
   std::unordered_map<c10::SmallVector<std::int64_t, 32>, std::int64_t, Hash> needs;
@@ -384,6 +427,18 @@ struct Operand {
   Ref storage, value;  // the session may end meanwhile
 };
 using Operands = c10::SmallVector<Operand, 6>;
+
+class Hook;
+
+// Hears of the deaths of storages that were taken into account by a hook. It keeps neither that nor its engine.
+struct Deaths {
+  PyObject_HEAD
+  Hook* hook;  // null once it is gone
+  Slot record, handle, value;
+};
+PyObject* deaths_type = nullptr;
+PyObject* deaths_heard(PyObject* self, PyObject* watch);
+PyMethodDef deaths_method = {"died", &deaths_heard, METH_O, "A storage died."};
 
 class Hook {
  public:
@@ -403,16 +458,18 @@ class Hook {
     acquire_ = Ref(PyObject_GetAttrString(turn.get(), "acquire"));
     release_ = Ref(PyObject_GetAttrString(turn.get(), "release"));
     recording_ = recording;
+    thread_ = PyThread_get_thread_ident(), elsewhere_ = false;
     armed_ = true;
   }
   void disarm() { armed_ = false; }
   std::int64_t taken() const { return taken_; }
+  bool elsewhere() const { return elsewhere_; }
   std::size_t settings(PyObject* now);
 
   // For the garbage collector: whom it knows knows it.
   int visit(visitproc visit, void* arg) {
     for (const Ref* const known : {&watcher_, &table_, &interrupts_, &ledger_, &budget_, &acquire_, &release_, &died_,
-                                   &expect_, &created_, &look_ahead_, &odd_}) {
+                                   &creations_, &expect_, &created_, &look_ahead_, &odd_}) {
       Py_VISIT(known->get());
     }
     for (const auto& plan : plans_) {
@@ -423,6 +480,15 @@ class Hook {
     return 0;
   }
 
+  // Before the garbage collector takes an engine apart whose step did not end: the circles that it does not see.
+  void part();
+  // `died` of `build_register`, and `AbstractLedger.forget`.
+  void died(PyObject* watch);
+
+  // Between steps: storages whose size has to be asked for in Python, as it has changed or they are no usual ones; bytes
+  // of all others that are present; and how many storages have escaped.
+  PyObject* survey() const;
+
   // Whether the op ran here; if not, nothing has changed.
   bool run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
 
@@ -430,8 +496,11 @@ class Hook {
   class Turn;
   bool create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
   bool write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
-  bool look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found,
-            Arguments& seen);
+  bool normalise(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
+  bool look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Operands& found, Arguments& seen);
+  bool fits(Plan& plan, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args, Arguments& seen);
+  void finish(const Plan& plan, const c10::OperatorHandle& op, Stack& stack, PyObject* clock, Ref reads, Ref payload,
+              double seconds);
   std::int64_t needed(Plan& plan, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args, Arguments& seen);
   PyObject* environment(std::size_t settings);
   Ref record(const c10::OperatorHandle& op, Plan& plan, c10::ArrayRef<IValue> args, const Operands& found, Ref& reads);
@@ -442,14 +511,21 @@ class Hook {
   Ref value_of(PyObject* storage, PyObject* nbytes);
   PyObject* overwrite(PyObject* storage);
   bool is_plain(const at::Tensor& tensor) const;
-  void tell(PyObject* function, std::int64_t nbytes) {
-    const Ref told(PyObject_CallOneArg(function, number(nbytes).get()));
+  // `Reclaimer.expect` and `Reclaimer.created`, but for what they do when it is time to look.
+  void expect(std::int64_t nbytes) {
+    if (nbytes <= headroom_.number_of(creations_.get())) return;
+    const Ref told(PyObject_CallOneArg(expect_.get(), number(nbytes).get()));
+  }
+  void created(std::int64_t nbytes) {
+    const std::int64_t left = headroom_.number_of(creations_.get()) - nbytes;
+    if (left >= 0) return headroom_.put(creations_.get(), left);
+    const Ref told(PyObject_CallOneArg(created_.get(), number(nbytes).get()));
   }
 
   PyObject* const self_;  // whose hook it is
   Ref watcher_, table_, interrupts_, ledger_, budget_, plain_, acquire_, release_;
   Ref storage_type_, value_type_, recipe_type_, watch_type_;
-  Ref died_, expect_, created_, look_ahead_, odd_;
+  Ref died_, deaths_, heard_, creations_, expect_, created_, look_ahead_, odd_;
   Ref zero_, gone_, empty_, first_;
   struct {
     Slot escaped, exposed, handle, held, key, kind, locks, nbytes, number, touched, value, written;
@@ -466,12 +542,15 @@ class Hook {
   struct {
     Slot watching, within;
   } watcher_at_;
-  Slot record_;
+  Slot record_, headroom_;
   std::int64_t* cells_ = nullptr;
   bool limited_ = false;
   std::atomic<bool> armed_{false};
   bool recording_ = false, op_raised_ = false;
+  bool small_ = false;  // whether the op takes next to no time
   std::int64_t taken_ = 0;
+  unsigned long thread_ = 0;
+  bool elsewhere_ = false;  // whether ops came from another thread
   std::vector<std::shared_ptr<Plan>> plans_;
   std::vector<Settings> settings_;
 };
@@ -501,7 +580,10 @@ Hook::Hook(PyObject* self, PyObject* known) : self_(self) {
   watcher_ = get("watcher"), table_ = get("table"), interrupts_ = get("interrupts"), ledger_ = get("ledger");
   budget_ = get("budget"), plain_ = get("plain");
   storage_type_ = get("storage"), value_type_ = get("value"), recipe_type_ = get("recipe"), watch_type_ = get("watch");
-  died_ = get("died"), expect_ = get("expect"), created_ = get("created"), look_ahead_ = get("look_ahead");
+  died_ = get("died"), creations_ = get("creations"), look_ahead_ = get("look_ahead");
+  expect_ = Ref(PyObject_GetAttrString(creations_.get(), "expect"));
+  created_ = Ref(PyObject_GetAttrString(creations_.get(), "created"));
+  headroom_ = {reinterpret_cast<PyObject*>(Py_TYPE(creations_.get())), "_headroom"};
   odd_ = get("odd");
   limited_ = member(known, "limited") == Py_True;
   cells_ = static_cast<std::int64_t*>(PyLong_AsVoidPtr(member(known, "cells")));
@@ -522,6 +604,11 @@ Hook::Hook(PyObject* self, PyObject* known) : self_(self) {
   type = reinterpret_cast<PyObject*>(Py_TYPE(watcher_.get()));
   watcher_at_ = {{type, "watching"}, {type, "within"}};
   record_ = Slot(watch_type_.get(), "record");
+  deaths_ = made(deaths_type);
+  auto& deaths = *reinterpret_cast<Deaths*>(deaths_.get());
+  deaths.hook = this;
+  deaths.record = record_, deaths.handle = storage_.handle, deaths.value = storage_.value;
+  heard_ = Ref(PyCFunction_New(&deaths_method, deaths_.get()));
   for (auto& place : hooks()) {
     Hook* none = nullptr;
     if (place.hook.compare_exchange_strong(none, this)) {
@@ -532,6 +619,7 @@ Hook::Hook(PyObject* self, PyObject* known) : self_(self) {
 }
 
 Hook::~Hook() {
+  if (deaths_) reinterpret_cast<Deaths*>(deaths_.get())->hook = nullptr;
   for (auto& place : hooks()) {
     if (place.hook != this) continue;
     place.watcher = nullptr;
@@ -625,6 +713,7 @@ bool Hook::is_plain(const at::Tensor& tensor) const {
 bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
   const Gil gil;
   const Ref kept = Ref::to(self_);  // what runs may end the session
+  elsewhere_ |= PyThread_get_thread_ident() != thread_;
   if (place >= plans_.size() || plans_[place] == nullptr) return false;
   const std::shared_ptr<Plan> plan = plans_[place];  // what runs may have all of them forgotten
   if (c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python)) return false;
@@ -633,7 +722,6 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
     if (!viewed.isTensor() || !viewed.toTensor().defined() || !is_plain(viewed.toTensor())) return false;
     if (PyLong_AsUnsignedLong(watcher_at_.within.of(watcher_.get())) == PyThread_get_thread_ident()) return false;
     ++taken_;
-    const WithoutGil without;
     const Hidden hidden;
     op.redispatchBoxed(below(keys), &stack);
     return true;
@@ -642,8 +730,11 @@ bool Hook::run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet 
   const Turn turn(*this);
   if (!turn.ours) return false;
   op_raised_ = false;
+  small_ = plan->small;
   try {
-    const bool ran = plan->kind == Kind::CREATES ? create(*plan, op, keys, stack) : write(*plan, op, keys, stack);
+    const bool ran = plan->kind == Kind::CREATES      ? create(*plan, op, keys, stack)
+                     : plan->kind == Kind::NORMALISES ? normalise(*plan, op, keys, stack)
+                                                      : write(*plan, op, keys, stack);
     if (ran) ++taken_;
     return ran;
   } catch (const std::bad_alloc&) {
@@ -679,6 +770,7 @@ bool Hook::look(c10::ArrayRef<IValue> args, PyObject* clock, bool recorded, Oper
     PyObject* const value = storage_.value.of(storage);
     if (value == Py_None || value_.absent.number_of(value) != HERE) return false;
     if (recorded && (c10::isComplexType(tensor.scalar_type()) || c10::isQIntType(tensor.scalar_type()))) return false;
+    small_ = small_ && tensor.numel() <= SMALL;
     seen.tensor(tensor);
     found.push_back({place, Ref::to(storage), Ref::to(value)});
   }
@@ -751,7 +843,7 @@ double Hook::call(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   }
   timespec began{}, ended{};
   try {
-    const WithoutGil without;
+    const WhileOpRuns without(small_);
     ::clock_gettime(CLOCK_MONOTONIC, &began);
     op.redispatchBoxed(below(keys), &stack);
     ::clock_gettime(CLOCK_MONOTONIC, &ended);
@@ -795,6 +887,8 @@ Ref Hook::value_of(PyObject* storage, PyObject* nbytes) {
 }
 
 // `register` and `AbstractLedger.adopt`: takes a new storage into account. None if it is there already, or nobody's.
+// The garbage collector would walk thousands of records again and again, and does not see these: the circles that they
+// are in end when the storage dies.
 Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   const bool usual = tensor.is_cpu() && tensor.layout() == c10::kStrided && tensor.has_storage();
   if (!usual || tensor.key_set().has(DispatchKey::Python)) {
@@ -808,7 +902,9 @@ Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   const auto size = static_cast<std::int64_t>(storage.nbytes());
   const Ref nbytes = number(size);
   const Ref real(THPStorage_Wrap(storage));
-  const Ref watch(PyObject_CallFunctionObjArgs(watch_type_.get(), real.get(), died_.get(), nullptr));
+  const Ref given(PyTuple_Pack(2, real.get(), heard_.get()));
+  auto* const type = reinterpret_cast<PyTypeObject*>(watch_type_.get());
+  const Ref watch(type->tp_new(type, given.get(), nullptr));  // of a weak reference, `__init__` does nothing
 
   PyObject* const ledger = ledger_.get();
   const Ref next = number(ledger_at_.next_number.number_of(ledger) + 1);
@@ -834,8 +930,9 @@ Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   if (size >= SMALLEST_MOVABLE && PyList_Append(ledger_at_.young.of(ledger), self) != 0) raise();
   if (PyDict_SetItem(table_.get(), key.get(), self) != 0) raise();
   record_.put(watch.get(), self);
+  for (PyObject* const one : {watch.get(), self, storage_.value.of(self)}) PyObject_GC_UnTrack(one);
   if (size >= LARGE) {
-    tell(created_.get(), size);
+    created(size);
     if (look_ahead_.get() != Py_None) const Ref done(PyObject_CallNoArgs(look_ahead_.get()));
   }
   return record;
@@ -869,6 +966,50 @@ void Hook::remember(const Plan& plan, PyObject* clock, Ref reads, Ref payload, d
   if (PyList_Append(ledger_at_.recipes.of(ledger_.get()), self) != 0) raise();
 }
 
+// Whether what the op creates has room at once.
+bool Hook::fits(Plan& plan, const c10::OperatorHandle& op, c10::ArrayRef<IValue> args, Arguments& seen) {
+  const std::int64_t bound = needed(plan, op, args, seen);
+  PyObject* const budget = budget_.get();
+  const std::int64_t left = budget_at_.allowed.number_of(budget) - budget_at_.resident.number_of(budget);
+  if (bound == UNBOUNDED || bound > left) return false;
+  if (bound >= LARGE) expect(bound / plan.safety);
+  small_ = small_ && bound < SMALL;
+  return true;
+}
+
+// Registers what the op created, under one recipe if there is a payload for it.
+void Hook::finish(const Plan& plan, const c10::OperatorHandle& op, Stack& stack, PyObject* clock, Ref reads,
+                  Ref payload, double seconds) {
+  c10::SmallVector<Ref, 4> created;
+  c10::SmallVector<std::int64_t, 4> positions;
+  std::int64_t position = 0, nbytes = 0;
+  for (const IValue& result : torch::jit::last(stack, op.schema().returns().size())) {
+    if (!result.isTensor() || !result.toTensor().defined()) continue;
+    if (Ref storage = adopt(result.toTensor(), clock)) {
+      nbytes += storage_.nbytes.number_of(storage.get());
+      created.push_back(std::move(storage));
+      positions.push_back(position);
+    }
+    ++position;
+  }
+  if (!payload || created.empty()) return;
+  const auto count = static_cast<Py_ssize_t>(created.size());
+  const Ref creates(PyTuple_New(count));
+  for (Py_ssize_t place = 0; place < count; ++place) {
+    PyObject* const storage = created[static_cast<std::size_t>(place)].get();
+    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(storage)));
+  }
+  if (position > 1 || positions[0] != 0) {
+    Ref outputs(PyTuple_New(count));
+    for (Py_ssize_t place = 0; place < count; ++place) {
+      PyTuple_SET_ITEM(outputs.get(), place, number(positions[static_cast<std::size_t>(place)]).release());
+    }
+    auto* const written = reinterpret_cast<Payload*>(payload.get());
+    Py_DECREF(std::exchange(written->outputs, outputs.release()));
+  }
+  remember(plan, clock, std::move(reads), std::move(payload), seconds, creates.get(), empty_.get(), nbytes, nullptr);
+}
+
 // `_creating` and `_creating_with_recipe`.
 bool Hook::create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
   const bool recorded = plan.recorded && recording_;
@@ -877,44 +1018,53 @@ bool Hook::create(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys
   Operands found;
   Arguments seen;
   if (!look(args, clock.get(), recorded, found, seen)) return false;
-  if (limited_) {
-    const std::int64_t bound = needed(plan, op, args, seen);
-    PyObject* const budget = budget_.get();
-    const std::int64_t left = budget_at_.allowed.number_of(budget) - budget_at_.resident.number_of(budget);
-    if (bound == UNBOUNDED || bound > left) return false;
-    if (bound >= LARGE) tell(expect_.get(), bound / plan.safety);
-  }
+  if (limited_ && !fits(plan, op, args, seen)) return false;
   ledger_at_.clock.put(ledger_.get(), clock.get());
   Ref reads, payload;
   if (recorded) payload = record(op, plan, args, found, reads);
   const double seconds = call(plan, op, keys, stack);
-  const auto results = torch::jit::last(stack, op.schema().returns().size());
-  c10::SmallVector<Ref, 4> created;
-  c10::SmallVector<std::int64_t, 4> positions;
-  std::int64_t position = 0, nbytes = 0;
-  for (const IValue& result : results) {
-    if (!result.isTensor() || !result.toTensor().defined()) continue;
-    if (Ref storage = adopt(result.toTensor(), clock.get())) {
-      nbytes += storage_.nbytes.number_of(storage.get());
-      created.push_back(std::move(storage));
-      positions.push_back(position);
-    }
-    ++position;
+  finish(plan, op, stack, clock.get(), std::move(reads), std::move(payload), seconds);
+  return true;
+}
+
+// `_normalising`. What it writes are running statistics, which a replay does without.
+bool Hook::normalise(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
+  const auto args = torch::jit::last(stack, op.schema().arguments().size());
+  if (plan.training >= 0 && !(args[static_cast<std::size_t>(plan.training)].isBool() &&
+                              args[static_cast<std::size_t>(plan.training)].toBool())) {
+    return false;
   }
-  if (!recorded || created.empty()) return true;
-  const auto count = static_cast<Py_ssize_t>(created.size());
-  const Ref creates(PyTuple_New(count)), outputs(PyTuple_New(count));
-  for (Py_ssize_t place = 0; place < count; ++place) {
-    const auto which = static_cast<std::size_t>(place);
-    PyTuple_SET_ITEM(creates.get(), place, Py_NewRef(storage_.value.of(created[which].get())));
-    PyTuple_SET_ITEM(outputs.get(), place, number(positions[which]).release());
+  const Ref clock = number(ledger_at_.clock.number_of(ledger_.get()) + 1);
+  Operands found, read, written;
+  Arguments seen;
+  if (!look(args, clock.get(), true, found, seen)) return false;
+  for (Operand& operand : found) {
+    const bool scratch = std::find(plan.scratch.begin(), plan.scratch.end(), operand.place) != plan.scratch.end();
+    PyObject* const dependents = value_.dependents.of(operand.value.get());
+    if (scratch && dependents != Py_None && PyDict_GET_SIZE(dependents) != 0) return false;
+    (scratch ? written : read).push_back(std::move(operand));
   }
-  if (position > 1 || positions[0] != 0) {
-    auto* const written = reinterpret_cast<Payload*>(payload.get());
-    Py_DECREF(std::exchange(written->outputs, Py_NewRef(outputs.get())));
+  if (!fits(plan, op, args, seen)) return false;
+  ledger_at_.clock.put(ledger_.get(), clock.get());
+  Ref reads;
+  Ref payload = record(op, plan, args, read, reads);
+  Recorded& recorded = *reinterpret_cast<Payload*>(payload.get())->recorded;
+  for (const Operand& operand : written) {
+    recorded.scratch.emplace_back(operand.place, Geometry(args[operand.place].toTensor()));
+    recorded.args[operand.place] = IValue();
   }
-  remember(plan, clock.get(), std::move(reads), std::move(payload), seconds, creates.get(), empty_.get(), nbytes,
-           nullptr);
+  const auto next_versions = [&] {  // in an error whatever it wrote until then
+    for (const Operand& operand : written) overwrite(operand.storage.get());
+  };
+  double seconds = 0;
+  try {
+    seconds = call(plan, op, keys, stack);
+  } catch (...) {
+    next_versions();
+    throw;
+  }
+  next_versions();
+  finish(plan, op, stack, clock.get(), std::move(reads), std::move(payload), seconds);
   return true;
 }
 
@@ -926,19 +1076,27 @@ PyObject* Hook::overwrite(PyObject* storage) {
     if (storage_.escaped.of(storage) == Py_True) value_.recipe.put(old, Py_None);
     if (value_.home.of(old) != Py_None && PyList_Append(ledger_at_.dead.of(ledger_.get()), old) != 0) raise();
   }
-  storage_.value.put(storage, value_of(storage, storage_.nbytes.of(storage)).get());
-  return storage_.value.of(storage);
+  const Ref value = value_of(storage, storage_.nbytes.of(storage));
+  if (!PyObject_GC_IsTracked(storage)) PyObject_GC_UnTrack(value.get());  // as it is in `adopt`
+  storage_.value.put(storage, value.get());
+  return value.get();
 }
 
-// `_writing`, `_filling` and `_recorded_write`.
+// `_writing`, of what writes nothing too; `_filling` and `_recorded_write`.
 bool Hook::write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack) {
   const auto args = torch::jit::last(stack, op.schema().arguments().size());
   const Ref clock = number(ledger_at_.clock.number_of(ledger_.get()) + 1);
   Operands found;
   Arguments seen;
-  if (!look(args, clock.get(), false, found, seen) || found.empty() || found[0].place != 0) return false;
+  if (!look(args, clock.get(), false, found, seen)) return false;
   PyObject* const budget = budget_.get();
   if (budget_at_.resident.number_of(budget) > budget_at_.allowed.number_of(budget)) return false;
+  if (plan.kind == Kind::READS) {
+    ledger_at_.clock.put(ledger_.get(), clock.get());
+    call(plan, op, keys, stack);
+    return true;
+  }
+  if (found.empty() || found[0].place != 0) return false;
   const Ref target = std::move(found[0].storage), old = Ref::to(found[0].value.get());
   const auto size = static_cast<std::int64_t>(args[0].toTensor().storage().nbytes());
   if (plan.resized && size != storage_.nbytes.number_of(target.get())) return false;
@@ -972,6 +1130,83 @@ bool Hook::write(Plan& plan, const c10::OperatorHandle& op, DispatchKeySet keys,
     overwrite(target.get());
   }
   return true;
+}
+
+void Hook::died(PyObject* watch) {
+  PyObject* const known = record_.of(watch);
+  if (known == nullptr) return;  // Ctrl-C came before it had one
+  const Ref storage = Ref::to(known);
+  PyObject *const self = storage.get(), *const ledger = ledger_.get(), *const budget = budget_.get();
+  const Ref value = Ref::to(storage_.value.of(self));
+  const bool usual = value.get() != Py_None && value_.absent.number_of(value.get()) == HERE;
+  if (!usual || ledger_at_.events.of(ledger) != Py_None) {
+    const Ref done(PyObject_CallOneArg(died_.get(), watch));
+    return;
+  }
+  PyObject* const key = storage_.key.of(self);
+  if (PyDict_GetItemWithError(table_.get(), key) != nullptr && PyDict_DelItem(table_.get(), key) != 0) raise();
+  storage_.handle.put(self, Py_None);
+  storage_.value.put(self, Py_None);
+  const std::int64_t size = storage_.nbytes.number_of(self);
+  budget_at_.resident.put(budget, budget_at_.resident.number_of(budget) - size);
+  if (cells_ != nullptr && cells_[UNWATCHED] != 0) cells_[RESIDENT] -= size;
+  value_.absent.put(value.get(), gone_.get());
+  if (storage_.escaped.of(self) == Py_True) value_.recipe.put(value.get(), Py_None);
+  if (value_.home.of(value.get()) != Py_None || value_.leaves.of(value.get()) != Py_None) {
+    if (PyList_Append(ledger_at_.dead.of(ledger), value.get()) != 0) raise();
+  }
+}
+
+PyObject* Hook::survey() const {
+  const Ref odd(PyList_New(0));
+  std::int64_t present = 0, escaped = 0;
+  PyObject *key = nullptr, *storage = nullptr;
+  for (Py_ssize_t place = 0; PyDict_Next(table_.get(), &place, &key, &storage) != 0;) {
+    escaped += storage_.escaped.of(storage) == Py_True ? 1 : 0;
+    PyObject *const value = storage_.value.of(storage), *const handle = storage_.handle.of(storage);
+    const auto* const real = static_cast<const c10::StorageImpl*>(PyLong_AsVoidPtr(key));
+    const std::int64_t size = storage_.nbytes.number_of(storage);
+    const bool here = value != Py_None && value_.absent.number_of(value) == HERE;
+    const bool alive = real != nullptr && PyWeakref_Check(handle) != 0 && PyWeakref_GET_OBJECT(handle) != Py_None;
+    if (!here || !alive || static_cast<std::int64_t>(real->nbytes()) != size) {
+      if (PyList_Append(odd.get(), storage) != 0) raise();
+    } else {
+      present += size;
+    }
+  }
+  return Py_BuildValue("OLL", odd.get(), static_cast<long long>(present), static_cast<long long>(escaped));
+}
+
+PyObject* deaths_heard(PyObject* self, PyObject* watch) {
+  BEGIN_CALL
+  const Deaths& deaths = *reinterpret_cast<Deaths*>(self);
+  if (deaths.hook != nullptr) {
+    deaths.hook->died(watch);
+  } else if (PyObject* const known = deaths.record.of(watch); known != nullptr) {
+    const Ref storage = Ref::to(known);
+    deaths.handle.put(known, Py_None);
+    deaths.value.put(known, Py_None);
+  }
+  Py_RETURN_NONE;
+  END_CALL
+}
+
+void Hook::part() {
+  reinterpret_cast<Deaths*>(deaths_.get())->hook = nullptr;  // the books may be taken apart before a storage dies
+  PyObject* const recipes = ledger_at_.recipes.of(ledger_.get());
+  if (recipes == nullptr) return;
+  for (Py_ssize_t place = 0; place < PyList_GET_SIZE(recipes); ++place) {
+    const Ref recipe = Ref::to(PyList_GET_ITEM(recipes, place));
+    const Ref creates(PySequence_Tuple(PyTuple_GET_ITEM(recipe.get(), 6)));
+    const Ref writes(PySequence_Tuple(PyTuple_GET_ITEM(recipe.get(), 7)));
+    for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(creates.get()); ++one) {
+      value_.recipe.put(PyTuple_GET_ITEM(creates.get(), one), Py_None);
+    }
+    for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(writes.get()); ++one) {
+      value_.recipe.put(PyTuple_GET_ITEM(PyTuple_GET_ITEM(writes.get(), one), 1), Py_None);
+    }
+  }
+  if (PyList_SetSlice(recipes, 0, PyList_GET_SIZE(recipes), nullptr) != 0) raise();
 }
 
 // ------------------------------------------------------------------------------------------- where ops of torch arrive
@@ -1029,12 +1264,23 @@ int hook_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   return object_of(self).hook != nullptr ? object_of(self).hook->visit(visit, arg) : 0;
 }
+void hook_finalize(PyObject* self) {
+  PyObject *type = nullptr, *error = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &error, &trace);
+  try {
+    if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->part();
+  } catch (...) {
+    PyErr_WriteUnraisable(self);
+  }
+  PyErr_Restore(type, error, trace);
+}
 int hook_clear(PyObject* self) {
   set_armed(self, false);
   delete std::exchange(object_of(self).hook, nullptr);
   return 0;
 }
 void hook_dealloc(PyObject* self) {
+  if (PyObject_CallFinalizerFromDealloc(self) != 0) return;
   PyObject_GC_UnTrack(self);
   hook_clear(self);
   PyTypeObject* const type = Py_TYPE(self);
@@ -1055,6 +1301,12 @@ PyObject* hook_disarm(PyObject* self, PyObject*) {
   set_armed(self, false);
   Py_RETURN_NONE;
 }
+PyObject* hook_survey(PyObject* self, PyObject*) {
+  BEGIN_CALL
+  if (const Hook* const hook = object_of(self).hook; hook != nullptr) return hook->survey();
+  Py_RETURN_NONE;
+  END_CALL
+}
 PyObject* hook_forget(PyObject* self, PyObject*) {
   if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->forget();
   Py_RETURN_NONE;
@@ -1062,12 +1314,12 @@ PyObject* hook_forget(PyObject* self, PyObject*) {
 PyObject* hook_teach(PyObject* self, PyObject* args) {
   BEGIN_CALL
   const char *name = nullptr, *kind = nullptr;
-  int recorded = 0, resized = 0, seeded = 0;
-  long long safety = 1;
+  int recorded = 0, resized = 0, seeded = 0, small = 0;
+  long long safety = 1, training = -1;
   PyObject *schema = nullptr, *exactness = nullptr, *bound = nullptr, *settings = nullptr, *beyond = nullptr;
-  PyObject* refused = nullptr;
-  if (PyArg_ParseTuple(args, "ssOpppLOOOOO", &name, &kind, &schema, &recorded, &resized, &seeded, &safety,
-                       &exactness, &bound, &settings, &beyond, &refused) == 0) {
+  PyObject *refused = nullptr, *scratch = nullptr;
+  if (PyArg_ParseTuple(args, "ssOppppLOOOLO!OO", &name, &kind, &schema, &recorded, &resized, &seeded, &small,
+                       &safety, &exactness, &bound, &settings, &training, &PyTuple_Type, &scratch, &beyond, &refused) == 0) {
     return nullptr;
   }
   const auto place = places().find(name);
@@ -1075,9 +1327,17 @@ PyObject* hook_teach(PyObject* self, PyObject* args) {
   if (place == places().end() || hook == nullptr) Py_RETURN_FALSE;
   const std::string which = kind;
   auto plan = std::make_shared<Plan>();
-  plan->kind = which == "view" ? Kind::VIEW : which == "creates" ? Kind::CREATES : Kind::WRITES;
+  plan->kind = which == "view"      ? Kind::VIEW
+               : which == "reads"   ? Kind::READS
+               : which == "creates" ? Kind::CREATES
+               : which == "writes"  ? Kind::WRITES
+                                    : Kind::NORMALISES;
   plan->recorded = recorded != 0, plan->resized = resized != 0, plan->seeded = seeded != 0;
-  plan->safety = safety;
+  plan->small = small != 0;
+  plan->safety = safety, plan->training = training;
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(scratch); ++place) {
+    plan->scratch.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(scratch, place)));
+  }
   plan->name = Ref::to(schema), plan->exactness = Ref::to(exactness), plan->bound = Ref::to(bound);
   plan->beyond = Ref::to(beyond), plan->refused = Ref::to(refused);
   plan->settings = hook->settings(settings);
@@ -1093,19 +1353,30 @@ PyMethodDef hook_methods[] = {
     {"arm", &hook_arm, METH_O, "From now on ops of watched threads are taken; whether recipes are written."},
     {"disarm", &hook_disarm, METH_NOARGS, "From now on none is."},
     {"teach", &hook_teach, METH_VARARGS, "What is known of an op; false if it does not arrive here."},
+    {"survey", &hook_survey, METH_NOARGS, "Storages to be asked for their size, bytes of the others, how many escaped."},
     {"forget", &hook_forget, METH_NOARGS, "Nothing is known of any op."},
     {nullptr, nullptr, 0, nullptr}};
+PyObject* hook_elsewhere(PyObject* self, void*) {
+  return PyBool_FromLong(object_of(self).hook != nullptr && object_of(self).hook->elsewhere() ? 1 : 0);
+}
 PyGetSetDef hook_getters[] = {{"taken", &hook_taken, nullptr, "Ops that ran here.", nullptr},
+                              {"elsewhere", &hook_elsewhere, nullptr, "Whether other threads had ops, since `arm`.",
+                               nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot hook_slots[] = {{Py_tp_new, reinterpret_cast<void*>(&hook_new)},
                             {Py_tp_dealloc, reinterpret_cast<void*>(&hook_dealloc)},
                             {Py_tp_traverse, reinterpret_cast<void*>(&hook_traverse)},
                             {Py_tp_clear, reinterpret_cast<void*>(&hook_clear)},
+                            {Py_tp_finalize, reinterpret_cast<void*>(&hook_finalize)},
                             {Py_tp_methods, hook_methods},
                             {Py_tp_getset, hook_getters},
                             {0, nullptr}};
 PyType_Spec hook_spec = {"spillway_hook.Hook", sizeof(HookObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
                          hook_slots};
+
+PyType_Slot deaths_slots[] = {{0, nullptr}};
+PyType_Spec deaths_spec = {"spillway_hook.Deaths", sizeof(Deaths), 0,
+                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, deaths_slots};
 
 PyObject* module_serve(PyObject*, PyObject* name) {
   BEGIN_CALL
@@ -1128,6 +1399,8 @@ PyMODINIT_FUNC PyInit_spillway_hook() {
   Ref self(PyModule_Create(&module));
   payload_type = PyType_FromSpec(&payload_spec);
   if (payload_type == nullptr || PyModule_AddObjectRef(self.get(), "Payload", payload_type) != 0) return nullptr;
+  deaths_type = PyType_FromSpec(&deaths_spec);
+  if (deaths_type == nullptr) return nullptr;
   const Ref hook(PyType_FromSpec(&hook_spec));
   if (PyModule_AddObjectRef(self.get(), "Hook", hook.get()) != 0) return nullptr;
   return self.release();

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
 from math import prod
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from spillway.ir import Change, Kind, Lane, StepReport, Timeline, Transfers, Work
 from spillway.ir.spans import Interval, merged, outside, overlap, total, within
@@ -27,6 +27,8 @@ HEIGHT: Final = 300
 """Of the areas of memory, without ticks."""
 BARS_HEIGHT: Final = 130
 """Of the bars below them."""
+WINDOW_HEIGHT: Final = 180
+"""Of the window's reach."""
 RADIUS: Final = 4
 """Of a step among input sizes."""
 ROW: Final = 22
@@ -36,6 +38,8 @@ PITCH: Final = 30
 LANES_HEIGHT: Final = PITCH * len(Lane)
 NARROWEST: Final = 0.5
 """In units of the picture's width: what is narrower is drawn as wide as this."""
+
+T = TypeVar("T", bound=str)
 
 LEFT: Final = (Change.DROP, Change.MOVE)
 """How bytes leave; drawn downwards."""
@@ -187,7 +191,7 @@ def draw(timeline: Timeline) -> Chart:
         outline = _outline(*([_height(level, top) for level in levels] for levels in (above, below)))
         areas.append(Area(name=kind.value, path=outline, most=max(column.by_kind[kind] for column in columns)))
         below = above
-    bars, bar_ticks = _bars(columns)
+    bars, bar_ticks = _bars([column.changed for column in columns], CAME_BACK, LEFT)
     return Chart(
         columns=columns, areas=[area for area in areas if area.most], bars=bars,
         budget_y=_height(timeline.allowed, top) if budget_seen else None, bytes_ticks=_bytes_ticks(top),
@@ -221,19 +225,22 @@ def round_bytes(top: float, ticks: int = 5) -> list[Bytes]:
     return list(range(0, int(top) + 1, step))
 
 
-def _bars(columns: Sequence[Column]) -> tuple[list[Area], list[Tick]]:
-    """Bars for each of the four changes, and the ticks beside them; nothing if nothing left and nothing came back."""
-    most = max(sum(column.changed[change] for change in side) for column in columns for side in (CAME_BACK, LEFT))
+def _bars(
+    columns: Sequence[Mapping[T, Bytes]], upwards: Sequence[T], downwards: Sequence[T]
+) -> tuple[list[Area], list[Tick]]:
+    """Bars for what is drawn upwards and what downwards, one on the other, and the ticks beside them; nothing if there
+    are no bytes."""
+    most = max(sum(column[what] for what in side) for column in columns for side in (upwards, downwards))
     if not most:
         return [], []
     middle, scale = BARS_HEIGHT / 2, (BARS_HEIGHT / 2 - 4) / most
     areas = []
-    for side, direction in ((CAME_BACK, -scale), (LEFT, scale)):
+    for side, direction in ((upwards, -scale), (downwards, scale)):
         start = [middle] * len(columns)
-        for change in side:
-            end = [at + direction * column.changed[change] for at, column in zip(start, columns, strict=True)]
-            total = sum(column.changed[change] for column in columns)
-            areas.append(Area(name=change.value, path=_outline(end, start), most=total))
+        for what in side:
+            end = [at + direction * column[what] for at, column in zip(start, columns, strict=True)]
+            total = sum(column[what] for column in columns)
+            areas.append(Area(name=what, path=_outline(end, start), most=total))
             start = end
     step = round_bytes(most, ticks=2)[-1] or most
     ticks = [Tick(at=middle + sign * step * scale, text=short_bytes(step)) for sign in (-1, 1)]
@@ -272,6 +279,54 @@ def short_bytes(nbytes: Bytes) -> str:
 
 def _bytes_ticks(top: float) -> list[Tick]:
     return [Tick(at=_height(nbytes, top), text=short_bytes(nbytes)) for nbytes in round_bytes(top)]
+
+
+# ---------------------------------------------------------------------- the window
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowChart:
+    """Everything that the page's template draws of the window that planned a step."""
+
+    reach: str
+    """The ops in the window, upwards, over the step: an outline, as SVG writes one."""
+    ops_ticks: list[Tick]
+    """Of it, from the bottom upwards."""
+    bars: list[Area]
+    """What came into the window and what went; empty if nothing did."""
+    bar_ticks: list[Tick]
+    """Of the bars, above and below their middle."""
+
+
+ENTERED: Final = ("swapped in", "cancelled")
+"""What comes into the window; drawn upwards."""
+WENT: Final = ("waited for", "precleared")
+"""What goes; drawn downwards."""
+
+
+def draw_window(timeline: Timeline) -> WindowChart | None:
+    """Lay the window out, over the columns of the timeline's picture; None if no window planned the step."""
+    if not timeline.window:
+        return None
+    last, upper, lower, columns = timeline.ops, list[float](), list[float](), list[dict[str, Bytes]]()
+    reached = 0
+    for first, end in op_ranges(timeline):
+        ops = range(first, min(end, last))
+        at = [timeline.window[op] for op in ops if op >= reached]  # an op in several columns counts in its first
+        reached = max(reached, end)
+        nbytes = [(one.swapped_in, one.cancelled, one.waited, one.precleared) for one in at]
+        columns.append(dict(zip((*ENTERED, *WENT), map(sum, zip(*nbytes, strict=True)), strict=False)))
+        until = max((timeline.window[op].until for op in ops), default=last)
+        upper.append(WINDOW_HEIGHT * (1 - until / last))
+        lower.append(WINDOW_HEIGHT * (1 - min(first, last) / last))
+    columns = [dict.fromkeys((*ENTERED, *WENT), 0) | column for column in columns]
+    bars, bar_ticks = _bars(columns, ENTERED, WENT)
+    apart = next(number for number in round_numbers() if last / number <= 5)
+    return WindowChart(
+        reach=_outline(upper, lower), bars=bars, bar_ticks=bar_ticks,
+        ops_ticks=[Tick(at=WINDOW_HEIGHT * (1 - op / last), text=f"op {op}") for op in range(0, last + 1, apart)],
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- by input size

@@ -30,7 +30,7 @@ FAMILIES: Final = (
     Family(drawing.PINK, ("delta", "delta-published")),
     Family(drawing.BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
     Family(drawing.GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
-    Family(drawing.ORANGE, ("swap", "swap-prefetch", "window", "window-published", "lms")),
+    Family(drawing.ORANGE, ("swap", "swap-prefetch", "window", "window-improved", "window-published", "lms")),
     Family(drawing.VIOLET, ()),
 )
 """The last is for whatever else."""

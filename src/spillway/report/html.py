@@ -44,11 +44,15 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
         how="simulated" if "simulated" in header else "measured",
         facts={n: "none" if value is None else str(value) for n, value in header.items() if n not in _NOT_SHOWN},
         budget=budget, figures=_figures(steps), sizes=charts.draw_sizes(steps, budget),
-        pictures=[(timeline, charts.draw(timeline), charts.draw_lanes(timeline)) for timeline in timelines],
+        pictures=[
+            (timeline, charts.draw(timeline), charts.draw_lanes(timeline), charts.draw_window(timeline))
+            for timeline in timelines
+        ],
         steps=[*steps[: ROWS // 2], *steps[-ROWS // 2 :]] if left_out else list(steps), left_out=left_out,
         logged=sorted({name for step in steps for name in step.logged}),
         chart={"width": charts.WIDTH, "height": charts.HEIGHT, "bars_height": charts.BARS_HEIGHT},
-        lanes_height=charts.LANES_HEIGHT, row=charts.ROW, radius=charts.RADIUS, names_of_work=charts.NAMES,
+        lanes_height=charts.LANES_HEIGHT, window_height=charts.WINDOW_HEIGHT, row=charts.ROW, radius=charts.RADIUS,
+        names_of_work=charts.NAMES,
         no_budget=NO_BUDGET, recomputed_share=recomputed_share, hover=_hover,
     )  # fmt: skip
 

@@ -21,7 +21,7 @@ import threading
 import warnings
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Self, final
 
@@ -57,6 +57,23 @@ def header(allowed: Bytes, method: str, device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": str(device),
     }
+
+
+def modules_of(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """As `Module.modules` has them, in its order, in a third of the time."""
+    waiting: list[Any] = [*models][::-1]
+    seen = set()
+    while waiting:
+        module = waiting.pop()
+        if module is None or module in seen:
+            continue
+        children = module._modules
+        if type(children) is not dict:  # of TorchScript
+            yield from (one for one in module.modules() if one not in seen)
+            continue
+        seen.add(module)
+        yield module
+        waiting += reversed(children.values())
 
 
 class AbstractStep(ABC):
@@ -172,7 +189,7 @@ class Session(ABC):
         self._given_up = False
         """Whether closing is done."""
         self._closes_with_step = False
-        self._told_left_out = False
+        self._told_left_out = self._grouped = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -294,7 +311,8 @@ class Session(ABC):
         """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
-        if process_groups():
+        self._grouped = bool(process_groups())
+        if self._grouped:
             check_not_sharded(self._models, self._optimizers)  # since the session was opened
         running = self._running
         if running is not None:
@@ -356,20 +374,21 @@ class Session(ABC):
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         """Every tensor that is known by name, and what it is for."""
         parameters, gradients, buffers, states = NAMED  # looking a member up takes as long as the rest
-        for module in (module for model in self._models for module in model.modules()):
+        tensor, mappings = torch.Tensor, (dict, Mapping)
+        for module in modules_of(self._models):
             for parameter in module._parameters.values():
                 if parameter is not None:
                     yield parameters, parameter
-                    if parameter.grad is not None:
-                        yield gradients, parameter.grad
+                    if (gradient := parameter.grad) is not None:
+                        yield gradients, gradient
             for buffer in module._buffers.values():
                 if buffer is not None:
                     yield buffers, buffer
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
-                if isinstance(state, dict | Mapping):
+                if isinstance(state, mappings):
                     for value in state.values():
-                        if isinstance(value, torch.Tensor):
+                        if isinstance(value, tensor):
                             yield states, value
         yield from ((Kind.INPUT, leaf) for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
 
@@ -379,6 +398,8 @@ class Session(ABC):
 
     def _finish(self, report: StepReport) -> None:
         self.history.append(report)
+        if self._live is None and self._writer is None:
+            return
         with contextlib.ExitStack() as stack:
             if self._live is not None:
                 stack.callback(self._live.update, report)

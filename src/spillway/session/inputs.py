@@ -26,6 +26,8 @@ _CONTAINERS: Final = (list, tuple)
 
 def signature_of(batch: Any) -> str:
     """Shapes and dtypes of the tensors in a batch, and its numbers, in order; empty without tensors."""
+    if type(batch) is torch.Tensor and not batch.is_nested:  # the usual case, before every step
+        return f"{str(batch.dtype)[6:]}{list(batch.shape)}"
     found = list(leaves(batch))
     if not any(isinstance(leaf, torch.Tensor) for leaf in found):
         return ""

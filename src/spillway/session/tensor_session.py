@@ -26,12 +26,15 @@ from spillway.ir import RunWriter, StepReport, Timeline
 from spillway.methods.planned import SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
-from spillway.session.inputs import signature_of
+from spillway.session.inputs import leaves, signature_of
 from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes, Seconds
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine
+
+SPARE: Final = 32
+"""One part in so many of what a step takes has to be left for it to run unwatched."""
 
 _TRAINING: Final = operator.attrgetter("training")
 _REQUIRES_GRAD: Final = operator.attrgetter("requires_grad")
@@ -61,6 +64,11 @@ class TensorSession(Session):
         self._fits: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
         """Of steps that kept everything, resident bytes when they began and from there to the peak. Another like one is
         expected to, not promised: it is watched all the same."""
+        self._unwatched: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
+        """Of those that may run unwatched, bytes from when they began to the peak, of what ops take for themselves too,
+        and of what they use that they do not make."""
+        self._varying: set[tuple[Any, ...]] = set()
+        """Of those that did and took more than the budget: they are watched."""
         self._most_pressure = (-1, 0)
         self._told_eager = False
         self._unwritten: Timeline | None = None
@@ -135,7 +143,34 @@ class TensorSession(Session):
         start, growth = self._fits.get(circumstances, (0, controller.budget.allowed + 1))
         if self._keep_timeline or controller.away or controller.policy.follows:
             return False
-        return max(controller.budget.resident, start) + growth <= controller.budget.allowed
+        return max(self._engine.resident, start) + growth <= controller.budget.allowed
+
+    def _needs_no_watch(self, circumstances: tuple[Any, ...]) -> bool:
+        """Whether the arena alone is to watch over a step that is known to fit. It counts small blocks as malloc gives
+        them, so that a little has to be left."""
+        engine, meter = self._engine, self._engine.backend.unwatched
+        growth, unseen = self._unwatched.get(circumstances, (0, -1))
+        if meter is None or unseen < 0 or engine.recorded is not None or self._plans is not None:
+            return False
+        needed = meter.counted(engine.budget.resident) + growth + growth // SPARE + unseen
+        return needed <= engine.budget.allowed and not self._grouped
+
+    def _learn_to_fit(self, circumstances: tuple[Any, ...], report: StepReport) -> None:
+        """A step kept everything, and was a whole one."""
+        growth = report.peak_bytes - report.start_bytes
+        self._fits[circumstances] = report.start_bytes, growth
+        if circumstances not in self._varying and self._engine.needs_no_watch:
+            with_ops = max(report.device_peak_bytes - report.start_bytes, growth)
+            self._unwatched[circumstances] = with_ops, self._engine.from_outside
+
+    def _forget_to_fit(self, circumstances: tuple[Any, ...]) -> None:
+        self._fits.pop(circumstances, None)
+        self._unwatched.pop(circumstances, None)
+
+    def _bring_into_memory(self) -> None:
+        """What an unwatched step left in the spill directory of what is known by name, as far as there is room."""
+        engine = self._engine
+        engine.bring_into_memory(tensor for _, tensor in self._tensors(()))
 
     def _say_what_ran_eagerly(self) -> None:
         if self._engine.ran_eagerly and not self._told_eager:
@@ -171,7 +206,8 @@ class _Step(AbstractStep):
         super().__init__(session, batch, owner)
         self._engine = session._engine
         self._calls = Calls()
-        self._ended = False
+        self._ended = self._unwatched = False
+        self._taken = (0, 0)
 
     @unheard
     def begin(self) -> None:
@@ -181,7 +217,6 @@ class _Step(AbstractStep):
         self._signature = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
         known_to_fit = session._known_to_fit(self._circumstances)
-        self._states, self._versions = session._state_entries(), session._versions()
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
         close: Callable[[], None] = engine.close
@@ -189,6 +224,12 @@ class _Step(AbstractStep):
             close = functools.partial(session._plans.abandon, close)
         abandon = functools.partial(self._calls.abandon, close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        if known_to_fit and session._needs_no_watch(self._circumstances):
+            self._unwatched = True
+            inputs = (leaf for leaf in leaves(self._batch) if isinstance(leaf, torch.Tensor))
+            engine.begin_unwatched(inputs, session._unwatched[self._circumstances][1])
+            return
+        self._states, self._versions = session._state_entries(), session._versions()
         if session._plans is not None:
             session._plans.begin(self._circumstances, self._batch)
         reset_peak()
@@ -204,6 +245,8 @@ class _Step(AbstractStep):
             return None
         late: SpillwayError | None = None
         try:
+            if self._unwatched:
+                self._end_unwatched()
             self._engine.end_step()
         except (BudgetInfeasible, SpillFullError) as at_the_end:
             late = at_the_end  # everything is back all the same; what the body raised is what the user has to see
@@ -213,6 +256,15 @@ class _Step(AbstractStep):
             end_turn(self._engine)
         self._ended = True
         return late
+
+    def _end_unwatched(self) -> None:
+        """What took more than there was room for is watched the next time."""
+        session = self._session
+        self._taken = self._engine.end_unwatched()
+        if self._taken[1]:
+            session._varying.add(self._circumstances)
+            session._forget_to_fit(self._circumstances)
+            session._bring_into_memory()
 
     @property
     def refused(self) -> BudgetInfeasible | None:
@@ -227,12 +279,15 @@ class _Step(AbstractStep):
     def conclude(self) -> None:
         session, engine = self._session, self._engine
         seconds = time.perf_counter() - self._began
+        if self._unwatched:
+            session._finish(self._unwatched_report(seconds))
+            return
         report = report_of(engine, len(session.history), self._signature, seconds, self.logged)
         kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
         if not kept_all:
-            session._fits.pop(self._circumstances, None)
+            session._forget_to_fit(self._circumstances)
         elif self._signature and self._is_whole():
-            session._fits[self._circumstances] = report.start_bytes, report.peak_bytes - report.start_bytes
+            session._learn_to_fit(self._circumstances, report)
         timeline = None
         if engine.history is not None:
             timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
@@ -241,6 +296,17 @@ class _Step(AbstractStep):
         session._say_what_ran_eagerly()
         if session._plans is not None:
             session._plans.conclude()
+
+    def _unwatched_report(self, seconds: Seconds) -> StepReport:
+        """What the arena counted."""
+        engine, (peak, beyond) = self._engine, self._taken
+        return StepReport(
+            step=len(self._session.history), signature=self._signature, managed=False, allowed=engine.budget.named,
+            start_bytes=engine.start_bytes, peak_bytes=peak, end_bytes=engine.resident, peak_rss_bytes=0,
+            working_bytes=0, seconds=seconds, stall_seconds=0.0, recomputed_ops=0, recomputed_seconds=0.0, ops=0,
+            bytes_out=0, bytes_in=0, dropped_bytes=0, drops=0, moves=0, refusals={}, escaped=0, unmanaged=0,
+            logged=self.logged, device_peak_bytes=peak, beyond_bytes=beyond, reserved_bytes=engine.budget.reserved,
+        )  # fmt: skip
 
     def _is_whole(self) -> bool:
         """Whether every optimizer stepped, and none for the first time: an evaluation or a part of an accumulation

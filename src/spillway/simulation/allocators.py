@@ -100,14 +100,15 @@ class BestFit:
         self._least_rest = least_rest
         self._free: list[tuple[Bytes, int, Block]] = []  # in order; addresses are distinct, so no blocks are compared
 
-    def take(self, nbytes: Bytes) -> Block | None:
-        """A block of so many bytes or a little more; None if no free one is large enough."""
+    def take(self, nbytes: Bytes, least_rest: Bytes | None = None) -> Block | None:
+        """A block of so many bytes or a little more; None if no free one is large enough. It is split if at least so
+        many bytes are left over, or as many as blocks of this pool are split for."""
         place = bisect_left(self._free, (nbytes, 0))
         if place == len(self._free):
             return None
         block = self._free.pop(place)[2]
         block.free = False
-        if block.nbytes - nbytes >= self._least_rest:
+        if block.nbytes - nbytes >= (self._least_rest if least_rest is None else least_rest):
             rest = Block(self, block.address + nbytes, block.nbytes - nbytes, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = rest

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Final, Literal, NamedTuple, final
 
@@ -318,6 +318,8 @@ class _Run:
         controller, counters, log = self._controller, self._controller.counters, self._machine.log
         events = self._chronicle.stop()
         timeline = self._chronicle.timeline(self._number, events, log, self._began, ops=len(self._calls))
+        if isinstance(controller.policy, Planned) and controller.policy.plan.window:
+            timeline = replace(timeline, window=controller.policy.plan.window)
         hidden = transfers_beside(log.transfers, stalled_intervals(counters.stalls)).hidden_seconds
         return Simulation(
             status=status, why=why, timeline=timeline, seconds=self._seconds, plain_seconds=plain,

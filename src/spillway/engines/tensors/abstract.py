@@ -93,6 +93,26 @@ class Creations(Protocol):
         """So many bytes are new."""
 
 
+class Unwatched(Protocol):
+    """Counts what steps take that nobody watches, and holds them to their budget."""
+
+    def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
+        """One begins in this thread, with so much resident by the account; what is there with what earlier ones left
+        behind."""
+
+    def died(self, nbytes: Bytes) -> None:
+        """Of the account: so much is gone while it runs."""
+
+    def counted(self, resident: Bytes) -> Bytes:
+        """All that is there between steps, on top of the account."""
+
+    def taken(self) -> tuple[Bytes, Bytes]:
+        """The most that the last one had in memory, and the most that it had above the budget."""
+
+    def end(self) -> None:
+        """It ended."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Hooked:
@@ -146,6 +166,8 @@ class AbstractBackend(ABC):
     """How bytes go to a spill file, where there is one."""
     workspaces: Workspaces | None = None
     """What ops need for themselves, where that counts."""
+    unwatched: Unwatched | None = None
+    """Counts what a step takes that nobody watches, where there can be one."""
     hooked: Hooked | None = None
     """For the native hook, on a device for which there is one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final, TypeVar, final
 
@@ -18,6 +18,7 @@ from spillway.engines.tensors.cpu_machine import CpuMachine
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.reserve import Workspaces
 from spillway.errors import SpillError
+from spillway.internals.private import storage_of
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet
 from spillway.memory.budget import UNLIMITED
 from spillway.memory.controller import Controller
@@ -75,7 +76,7 @@ class CpuBackend(AbstractBackend):
         self.resident_set = ResidentSet()
         self._heap = HeldHeap()
         self._arena = Arena.for_session()
-        self.creations = self.reclaimer = Reclaimer(self.resident_set)
+        self.creations = self.reclaimer = Reclaimer(self.resident_set, kept=self._arena is not None)
         self._controller: Controller | None = None
         self._base_rss: Bytes | None = None
         self._learned: Bytes = 0  # what is to be reserved
@@ -94,6 +95,7 @@ class CpuBackend(AbstractBackend):
         if self._arena is not None and engine.budget.limited:
             self._op_memory = self._machine.op_memory = OpMemory(self.tier.directory)
             self._machine.budget = engine.budget
+            self.unwatched = self._op_memory
             if not engine.controller.policy.follows:  # a plan says what leaves, and knows of nothing inside ops
                 self.workspaces = Workspaces(OpMeter(self._op_memory), frozenset(), required=False)
         if self._arena is not None:
@@ -127,6 +129,15 @@ class CpuBackend(AbstractBackend):
         if inside > info.inside:
             info.takes_inside(inside)
             self._engine.start_anew()
+
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor], room: Bytes) -> None:
+        """Of these what an unwatched step left in the spill directory, as far as there is room."""
+        memory = self._op_memory
+        for tensor in tensors:
+            nbytes = storage_of(tensor).nbytes() if torch._C._has_storage(tensor) else 0
+            if memory is not None and 0 < nbytes <= room and memory.is_beyond(storage_of(tensor).data_ptr()):
+                room -= nbytes
+                self._machine.bring_into_memory([tensor], lambda _: None)
 
     def follow(self) -> None:
         """One thing comes after the other anyway."""

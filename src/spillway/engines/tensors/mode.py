@@ -28,13 +28,14 @@ from spillway.engines.tensors.calls import (
 from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.handlers import Usual, handler_for
 from spillway.engines.tensors.lists import Elements
-from spillway.engines.tensors.native_hook import NativeHook, module
+from spillway.engines.tensors.native_hook import NativeHook, native_module
 from spillway.engines.tensors.ops import LAZY_BITS, NESTED, ODD_DTYPES, PLAIN_TENSORS, OpInfo
 from spillway.engines.tensors.torch_compile import begin_eagerly, end_eagerly
 from spillway.internals.dispatch_key import Handler, Watcher, unwatched
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import unheard
 from spillway.memory.records import DROPPED, Recipe, Storage, Value
+from spillway.units import Bytes
 
 
 @final
@@ -57,10 +58,23 @@ class Dispatch:
         """Ops that ran in the native hook."""
         return self._hook.taken if self._hook is not None else 0
 
+    @property
+    def heard_one_thread(self) -> bool:
+        """Whether all ops of this step came from its own thread, as far as that is known."""
+        return self._hook is not None and not self._hook.heard_other_threads
+
+    def survey(self) -> tuple[list[Storage], Bytes, int]:
+        """Between steps: storages that have to be looked at one by one, the bytes of all others, which are present and
+        have the size that is known, and how many storages have escaped."""
+        if self._hook is not None:
+            return self._hook.survey()
+        storages = list(self._engine.table.values())
+        return storages, 0, sum(storage.escaped for storage in storages)
+
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked
-        native = module() if hooked is not None else None
+        native = native_module() if hooked is not None else None
         if hooked is not None and native is not None:
             self._hook = NativeHook(self._engine, self._watcher, hooked, native)
 

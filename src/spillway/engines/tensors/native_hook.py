@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, final
 
+import torch
+
 from spillway.engines.environment import OpEnvironment, Settings
 from spillway.engines.tensors.abstract import AbstractTensorEngine, Hooked
 from spillway.engines.tensors.collectives import NAMESPACES
@@ -21,11 +23,12 @@ from spillway.errors import NativeError
 from spillway.internals.dispatch_key import Watcher, serve_first
 from spillway.memory.records import EXACT, Recipe, Storage, Value
 from spillway.native.library import HOOK, load_hook, wanted
+from spillway.units import Bytes
 
 _told: Final[set[str]] = set()
 
 
-def module() -> Any | None:
+def native_module() -> Any | None:
     """The hook's module, or None where there cannot be one; why not is said once."""
     if not wanted(HOOK) or _told:  # it would not be compiled by another try
         return None
@@ -50,7 +53,7 @@ class NativeHook:
         self._native = native.Hook(
             watcher=watcher, table=engine.table, interrupts=engine.interrupts, ledger=engine.controller,
             budget=engine.budget, plain=tuple(PLAIN_TENSORS), storage=Storage, value=Value, recipe=Recipe, watch=Watch,
-            died=engine.died, expect=engine.creations.expect, created=engine.creations.created,
+            died=engine.died, creations=engine.creations,
             look_ahead=engine.look_ahead if engine.foresees else None, odd=engine.pass_by,
             limited=engine.budget.limited, cells=hooked.cells,
         )  # fmt: skip
@@ -61,6 +64,12 @@ class NativeHook:
         taken: int = self._native.taken
         return taken
 
+    @property
+    def heard_other_threads(self) -> bool:
+        """Whether an op of this step came from another thread than the step's."""
+        elsewhere: bool = self._native.elsewhere
+        return elsewhere
+
     def arm(self, *, recording: bool) -> None:
         """In a step that is watched, with recipes or without."""
         self._native.arm(recording)
@@ -68,6 +77,12 @@ class NativeHook:
     def disarm(self) -> None:
         """Between steps, and where something stands around the handlers."""
         self._native.disarm()
+
+    def survey(self) -> tuple[list[Storage], Bytes, int]:
+        """Between steps: storages whose size may have changed or that are absent, the bytes of all others, and how many
+        storages have escaped."""
+        found: tuple[list[Storage], Bytes, int] = self._native.survey()
+        return found
 
     def forget(self) -> None:
         """What is known about ops has changed."""
@@ -81,9 +96,11 @@ class NativeHook:
         settings = self._engine.backend.settings_of(info)
         environment = self._environments.setdefault(settings, partial(OpEnvironment.now, settings))
         recorded = bool(self._engine.controller.policy.uses_recipes and info.exactness)
+        training = -1 if info.training is None else info.training
         self._native.teach(
-            info.func.name(), kind, info.name, recorded, info.resized, info.seeded, info.safety,
-            info.exactness, info.bound, environment, *self._hooked.around(info),
+            info.func.name(), kind, info.name, recorded, info.resized, info.seeded,
+            torch.Tag.pointwise in info.func.tags, info.safety, info.exactness, info.bound, environment, training,
+            tuple(info.scratch), *self._hooked.around(info),
         )  # fmt: skip
 
     def _kind(self, info: OpInfo) -> str | None:
@@ -92,8 +109,12 @@ class NativeHook:
             return None
         if info.view:
             return "view" if self._engine.machine.readable_in_place else None
+        if info.writes_statistics and info.bound is not None:
+            return "normalises" if self._engine.controller.policy.uses_recipes and info.exactness else None
         if not info.fast or info.resizes:
             return None
         if info.fresh and not info.writes:
             return "creates"
-        return "writes" if not info.fresh and info.writes == (0,) and info.exactness == EXACT else None
+        if info.fresh or info.writes not in ((), (0,)):
+            return None
+        return "reads" if not info.writes else "writes" if info.exactness == EXACT else None

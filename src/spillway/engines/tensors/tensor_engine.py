@@ -17,7 +17,7 @@ from typing import Any, Final, final
 
 import torch
 
-from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen
+from spillway.engines.tensors.abstract import AbstractBackend, AbstractTensorEngine, Around, Completion, Seen, Unwatched
 from spillway.engines.tensors.calls import Geometry, inner_tensors
 from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.cpu_backend import CpuBackend
@@ -88,11 +88,16 @@ class TensorEngine(AbstractTensorEngine):
         self.unmanaged = 0
         self._newcomers: list[torch.Tensor] = []
         self._foreign: list[Storage] = []
+        self.unwatched: list[Unwatched] = []
+        """What counts, in a step that nobody watches."""
         self.register, self.died = build_register(self)
         self.fused_updates = 0
         self.ran_eagerly = False
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
+        self._after_unwatched = False
+        self.from_outside: Bytes = 0
+        """What this step met that it had not made, and that nobody had named."""
         self._begun = False
         """Whether a step began whose end is not done."""
         self.recording = True
@@ -189,6 +194,7 @@ class TensorEngine(AbstractTensorEngine):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             self.note_odd_tensors()
         if self.in_step:
+            self.from_outside += _storage_of(tensor).nbytes()
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
@@ -478,14 +484,13 @@ class TensorEngine(AbstractTensorEngine):
         """
         self.began = time.perf_counter()
         self.recording = recipes
+        self._after_unwatched = False
+        self.from_outside = 0
         self.inputs.clear()
         self.label(tensors)
         controller = self.controller
-        for storage in list(self.table.values()):
-            self.check_size(storage)  # the user may have changed it between steps
         self.collectives.land()
-        there = [s.nbytes for s in list(self.table.values()) if s.value is not None and not s.value.absent]
-        self.budget.begin(controller.flights.beside + sum(there))
+        self.budget.begin(controller.flights.beside + self._present_bytes())
         self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
@@ -507,6 +512,13 @@ class TensorEngine(AbstractTensorEngine):
             with contextlib.suppress(BudgetInfeasible, SpillFullError):
                 self.end_step()
             raise
+
+    def _present_bytes(self) -> Bytes:
+        """What is there. The user may have changed sizes between steps."""
+        odd, present, _ = self._dispatch.survey()
+        for storage in odd:
+            self.check_size(storage)
+        return present + sum(s.nbytes for s in odd if s.value is not None and not s.value.absent)
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
@@ -530,9 +542,12 @@ class TensorEngine(AbstractTensorEngine):
         return storage.kind is Kind.INPUT and storage not in self.inputs
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        tensors = list(tensors)
+        tensors, known = list(tensors), self.table.get
         for kind, tensor in tensors:
-            storage = self.lookup(tensor)
+            try:
+                storage = known(_address(tensor)) or self.adopt(tensor)
+            except (RuntimeError, TypeError):  # as in `lookup`
+                storage = self.adopt(tensor)
             if storage is not None:
                 storage.kind = kind
                 if kind is Kind.INPUT:
@@ -564,6 +579,49 @@ class TensorEngine(AbstractTensorEngine):
             finally:
                 self._begun = False
                 self._add_up_lanes()
+
+    # ------------------------------------------------------------------ steps that nobody watches
+
+    @property
+    def needs_no_watch(self) -> bool:
+        """Whether a step like the one that ended last may run unwatched: the arena would have seen all that it made."""
+        odd = self.unmanaged or self.sparse_tensors or self.ran_eagerly or len(self.controller.flights)
+        return self.backend.unwatched is not None and self._dispatch.heard_one_thread and not odd
+
+    @property
+    def resident(self) -> Bytes:
+        """What is there between steps, with what unwatched ones left behind."""
+        known, meter = self.budget.resident, self.backend.unwatched
+        return known if meter is None or not self._after_unwatched else meter.counted(known)
+
+    def begin_unwatched(self, inputs: Iterable[torch.Tensor], unseen: Bytes) -> None:
+        """A step begins that is known to fit, and runs as if nothing were there: no op of it is seen. The arena counts
+        what it takes; what has no room in the budget, less what is `unseen` in such steps, lies in the spill directory.
+        """
+        meter = self.backend.unwatched
+        assert meter is not None, "it needs no watch"
+        self.began = time.perf_counter()
+        self.recording, self.ops = False, 0
+        new = {_address(one): _storage_of(one).nbytes() for one in inputs if _has_storage(one)}
+        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
+        self.budget.begin()
+        self._after_unwatched = True
+        self.unwatched.append(meter)
+        self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
+
+    def end_unwatched(self) -> tuple[Bytes, Bytes]:
+        """It ended: the most that it had in memory, and the most above the budget. Called again it says that again."""
+        meter = self.backend.unwatched
+        if meter is None:
+            return 0, 0
+        if self.unwatched:
+            meter.end()
+            self.unwatched.clear()  # now: what was interrupted is called again
+        return meter.taken()
+
+    def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Of these what an unwatched step left in the spill directory, as far as there is room."""
+        self._on_cpu.bring_into_memory(tensors, self.budget.allowed - self.resident)
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
@@ -607,6 +665,7 @@ class TensorEngine(AbstractTensorEngine):
         """
         if self._closed:
             return
+        self.end_unwatched()
         try:
             with contextlib.suppress(BudgetInfeasible, SpillFullError):  # everything is back all the same
                 self.end_step()
@@ -637,13 +696,13 @@ class TensorEngine(AbstractTensorEngine):
 
     def escaped_count(self) -> int:
         """Storages that are left alone because something else holds their address (rule 10)."""
-        return sum(storage.escaped for storage in list(self.table.values()))
+        return self._dispatch.survey()[2]
 
 
 def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], Storage], Callable[[Any], None]]:
     """The function that begins to account for the storage of a tensor, at a key, and the one that hears of its death:
     they are called by nearly every op."""
-    controller, table = engine.controller, engine.table
+    controller, table, unwatched = engine.controller, engine.table, engine.unwatched
     adopt, forget, created = controller.adopt, controller.forget, engine.creations.created
 
     def died(watch: Any) -> None:
@@ -651,9 +710,13 @@ def build_register(engine: TensorEngine) -> tuple[Callable[[torch.Tensor, int], 
             storage: Storage = watch.record
         except AttributeError:  # Ctrl-C came before it had one
             return
+        if not hasattr(controller, "budget"):  # the garbage collector is taking the engine apart
+            return
         table.pop(storage.key, None)
         storage.handle = None
         forget(storage)
+        for meter in unwatched:
+            meter.died(storage.nbytes)
 
     def register(tensor: torch.Tensor, key: int) -> Storage:
         real = _storage_of(tensor)

@@ -33,10 +33,11 @@ from spillway.ir import Gap, Plan
 from spillway.ir.account import account, comes_back
 from spillway.ir.plan import Recompute
 from spillway.ir.recipes import replayed
+from spillway.methods.absent_bytes import load_solver
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.checkmate.gaps import gaps_of, without_idle_ends
 from spillway.methods.checkmate.graph import Graph, graph_of
-from spillway.methods.checkmate.milp import INFEASIBLE, OPTIMAL, Answer, Program, load_solver
+from spillway.methods.checkmate.milp import INFEASIBLE, OPTIMAL, Answer, Program
 from spillway.units import Bytes, Seconds, format_seconds
 
 THRESHOLDS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -105,7 +106,7 @@ class Checkmate(AbstractPlanner):
 
     def solve(self, problem: Problem) -> Solution:
         """As `plan`, with what is known about it."""
-        load_solver()
+        load_solver("Checkmate")
         deadline, most_nodes = time.monotonic() + self.time_limit, self.most_nodes
         failure: BudgetInfeasible | NoPlanFound | None = None
         while True:

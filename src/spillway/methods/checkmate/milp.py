@@ -19,8 +19,8 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from spillway.errors import UsageError
 from spillway.ir import Phase
+from spillway.methods.absent_bytes import load_solver
 from spillway.methods.checkmate.graph import Graph
 from spillway.units import Bytes, Seconds
 
@@ -47,17 +47,6 @@ class Answer:
     """How much of a datum is kept into a stage; 0 and 1 but for a relaxation. Empty without a solution."""
     bound: Seconds
     """No plan of this graph takes less."""
-
-
-def load_solver() -> tuple[Any, Any]:
-    """SciPy's `milp` and sparse matrices. Raises UsageError with the command that installs them."""
-    try:
-        from scipy import optimize, sparse
-    except ImportError as error:
-        raise UsageError(
-            "Checkmate needs SciPy, which is not installed: pip install 'torch-spillway[plan]' adds it."
-        ) from error
-    return optimize, sparse
 
 
 @final
@@ -159,7 +148,7 @@ class Program:
 
     def solve(self, time_limit: Seconds, *, relaxed: bool = False) -> Answer:
         """Solve it, or its relaxation, within about `time_limit` seconds."""
-        optimize, sparse = load_solver()
+        optimize, sparse = load_solver("Checkmate")
         cells = [(row, variable, factor) for row, (terms, _, _) in enumerate(self.rows) for variable, factor in terms]
         rows, columns, factors = zip(*cells, strict=True)
         matrix = sparse.csr_matrix((factors, (rows, columns)), shape=(len(self.rows), self.count))

@@ -45,7 +45,7 @@ as it is.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +58,7 @@ from spillway.errors import BudgetInfeasible, UsageError
 from spillway.ir import Gap, Host, Plan, Step
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
+from spillway.ir.timeline import WindowAt
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.units import Bytes, KiB, format_bytes
 
@@ -91,6 +92,8 @@ class Schedule:
     """Storages that went without being read again."""
     restarts: int
     """How often backtracking made the schedule anew."""
+    window: tuple[WindowAt, ...]
+    """The same, op by op, in bytes."""
 
 
 @final
@@ -143,13 +146,15 @@ class Window(AbstractPlanner):
     def plan(self, problem: Problem) -> Plan:
         """Raises BudgetInfeasible if an op needs more than is allowed, or than the window holds."""
         step, lives = problem.step, lives_of(problem.step)
-        gaps = self.schedule(problem).gaps
-        peak = account(step, gaps, lives).peak
-        return Plan(step=step.digest(), allowed=problem.allowed, projected=peak, gaps=gaps)
+        made = self.schedule(problem)
+        peak = account(step, made.gaps, lives).peak
+        return Plan(
+            step=step.digest(), allowed=problem.allowed, projected=peak, gaps=made.gaps, window=made.window
+        )  # fmt: skip
 
     def schedule(self, problem: Problem) -> Schedule:
         """What the window does, and how often. Raises what `plan` raises."""
-        row = _Row.of(problem.step, self._counted(problem.step), self.smallest, comes_in=not self.drained)
+        row = _Row.of(problem.step, self.counted(problem.step), self.smallest, comes_in=not self.drained)
         budget = problem.allowed - row.small
         window = int(budget * self.window)
         needed, fullest = max(((row.needed(op), -op) for op in range(len(row.ops))), default=(0, 0))
@@ -172,7 +177,7 @@ class Window(AbstractPlanner):
             made = self._made(row, budget, window, staying - row.through)
         return made.schedule(problem.allowed, self.issue)
 
-    def _counted(self, step: Step) -> list[Bytes]:
+    def counted(self, step: Step) -> list[Bytes]:
         """Of every storage its bytes, in whole chunks."""
         return [
             nbytes if nbytes < self.exempt else -(-nbytes // self.chunk) * self.chunk
@@ -258,7 +263,7 @@ class _Row:
         return sum(self.sizes[self.accesses[place][0]] for place in self.of_op(op))
 
 
-class _Gone(NamedTuple):
+class Gone(NamedTuple):
     """A storage without its bytes during a half-open interval of ops."""
 
     storage: int
@@ -305,9 +310,13 @@ class _Made:
         self._left = [-1] * storages  # the op after which it left the window; -1 before the step
         self._pending: deque[tuple[int, int]] = deque()  # storages that are out, by when they left
         self._gone = [-1] * storages  # where the gap began that is open; -1 if none is
-        self._gaps: list[_Gone] = []
+        self._gaps: list[Gone] = []
         self._dead = [False] * storages  # nobody reads it before it is written or dies
         self._swapped_in = self._waited = self._cancelled = self._precleared = 0
+        ops = len(row.ops)
+        self._until = [0] * ops
+        # Bytes, op by op.
+        self._in_at, self._cancelled_at, self._waited_at, self._precleared_at = ([0] * ops for _ in range(4))
         self.unsteady: set[int] = set()
         """What is in memory when the step begins, as it would be when the next one does, but not when this one ends."""
         for source in row.sources:
@@ -322,6 +331,7 @@ class _Made:
             for storage in self._row.dying.get(op, ()):
                 self._dies(storage, op)
             self._swap_in(op)
+            self._until[op] = self._head
             if not self._reserve(op):
                 return False
             self._swap_out(op)
@@ -330,11 +340,23 @@ class _Made:
 
     def schedule(self, allowed: Bytes, issue: Issue) -> Schedule:
         """Gaps of values, from those of storages."""
-        gaps = self._gaps if issue == "at op" else _earlier(self._row, self._gaps, allowed)
+        step, sizes = self._row.step, self._row.sizes
+        gaps = _of_values(step, self._gaps) if issue == "at op" else earlier(step, sizes, self._gaps, allowed)
         return Schedule(
-            gaps=tuple(_of_values(self._row.step, gaps)), swapped_in=self._swapped_in, waited=self._waited,
+            gaps=tuple(gaps), swapped_in=self._swapped_in, waited=self._waited,
             cancelled=self._cancelled, precleared=self._precleared, restarts=self._restarts,
+            window=self._slid(),
         )  # fmt: skip
+
+    def _slid(self) -> tuple[WindowAt, ...]:
+        """What happened, op by op."""
+        ops, places = self._row.ops, len(self._row.accesses)
+        until = (len(ops) if head >= places else bisect_right(ops, head) - 1 for head in self._until)
+        rows = zip(until, self._in_at, self._cancelled_at, self._waited_at, self._precleared_at, strict=True)
+        return tuple(
+            WindowAt(until=until, swapped_in=into, cancelled=cancelled, waited=waited, precleared=precleared)
+            for until, into, cancelled, waited, precleared in rows
+        )
 
     # ------------------------------------------------------------------ rule 1
 
@@ -351,10 +373,12 @@ class _Made:
                     self._out -= nbytes
                     self._in += nbytes
                     self._cancelled += 1
+                    self._cancelled_at[op] += nbytes
                 elif reads:
                     self._make_room(nbytes, op)
                     self._in += nbytes
                     self._swapped_in += 1
+                    self._in_at[op] += nbytes
                     self._comes(storage, op, read=True)
                 else:
                     states[storage] = _State.UNPREFETCHED
@@ -437,6 +461,8 @@ class _Made:
         self._gone[storage] = op
         self._precleared += self._dead[storage]
         self._waited += not self._dead[storage]
+        told = self._precleared_at if self._dead[storage] else self._waited_at
+        told[min(op, len(told) - 1)] += self._row.sizes[storage]
         if not op:
             self._there.discard(storage)
 
@@ -455,7 +481,7 @@ class _Made:
         """A gap ends. What was waited for and wanted before one op has none: it might as well have stayed."""
         gone, self._gone[storage] = self._gone[storage], -1
         if 0 <= gone < op:
-            self._gaps.append(_Gone(storage, gone, op, read))
+            self._gaps.append(Gone(storage, gone, op, read))
 
     def _end(self) -> None:
         """What is out and was not there when the step began leaves, if the next one begins without it too."""
@@ -471,7 +497,7 @@ class _Made:
             self._close(storage, min(row.dies[storage], len(row.ops)), read=False)
 
 
-def _of_values(step: Step, gaps: Iterable[_Gone]) -> Iterator[Gap]:
+def _of_values(step: Step, gaps: Iterable[Gone]) -> Iterator[Gap]:
     created: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for value in step.values:
         if value.version == 0:
@@ -487,17 +513,20 @@ def _of_values(step: Step, gaps: Iterable[_Gone]) -> Iterator[Gap]:
 # ---------------------------------------------------------------------- host ahead
 
 
-def _earlier(row: _Row, gaps: Sequence[_Gone], allowed: Bytes) -> Iterator[_Gone]:
+def earlier(step: Step, sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes) -> Iterator[Gap]:
     """The same gaps with copies in that begin as early as there is room for them, none in front of the one before.
 
     What would come back as it goes stays.
     """
-    levels = _Levels(_levels(row, gaps))
+    return _of_values(step, _earlier(sizes, gaps, allowed, _Levels(_levels(step, sizes, gaps))))
+
+
+def _earlier(sizes: Sequence[Bytes], gaps: Sequence[Gone], allowed: Bytes, levels: _Levels) -> Iterator[Gone]:
     reached = 0
     for gap in gaps:
         end = gap.end
         if gap.read:
-            nbytes = row.sizes[gap.storage]
+            nbytes = sizes[gap.storage]
             full = levels.last_above(end, allowed - nbytes)
             end = min(max(full + 1, gap.start, reached), end)
             levels.add(end, gap.end, nbytes)
@@ -506,15 +535,15 @@ def _earlier(row: _Row, gaps: Sequence[_Gone], allowed: Bytes) -> Iterator[_Gone
             yield gap._replace(end=end)
 
 
-def _levels(row: _Row, gaps: Iterable[_Gone]) -> list[Bytes]:
+def _levels(step: Step, sizes: Sequence[Bytes], gaps: Iterable[Gone]) -> list[Bytes]:
     """Bytes in memory during every op."""
-    changes = [0] * (len(row.ops) + 1)
-    for storage in row.step.storages:
-        changes[storage.alive_from] += row.sizes[storage.id]
-        changes[storage.alive_until] -= row.sizes[storage.id]
+    changes = [0] * (len(step.ops) + 1)
+    for storage in step.storages:
+        changes[storage.alive_from] += sizes[storage.id]
+        changes[storage.alive_until] -= sizes[storage.id]
     for gap in gaps:
-        changes[gap.start] -= row.sizes[gap.storage]
-        changes[gap.end] += row.sizes[gap.storage]
+        changes[gap.start] -= sizes[gap.storage]
+        changes[gap.end] += sizes[gap.storage]
     return list(accumulate(changes[:-1]))
 
 
