@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from benchmarks import columns, workloads
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.engines.blocks.block_engine import BlockEngine
+from spillway.engines.blocks.discovery import discover
 from spillway.engines.blocks.meter import meter_for
 from spillway.methods.actions import Action, ActionOptions
 from spillway.units import Bytes
@@ -102,9 +103,8 @@ def _checks(rows: Sequence[Row], size: Size) -> Iterator[Check]:
 
 def _engine(workload: Workload, bits: int) -> BlockEngine:
     batch = next(iter(workload.batches(1)))
-    return BlockEngine(
-        workload.model, sample=lambda: workload.loss(workload.model, batch), lossy=True, options=_in(bits)
-    )
+    blocks = discover(workload.model, lambda: workload.loss(workload.model, batch))
+    return BlockEngine(workload.model, blocks, lossy=True, options=_in(bits))
 
 
 def _in(bits: int) -> dict[Action, ActionOptions]:

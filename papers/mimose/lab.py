@@ -21,6 +21,7 @@ from benchmarks.models import bottleneck_resnet, swin_transformer
 from benchmarks.record import frozen
 from papers.mimose.tasks_models import CHOICES, network
 from spillway.engines.blocks.block_engine import BlockEngine
+from spillway.engines.blocks.discovery import discover
 from spillway.units import Bytes
 from spillway.workloads import seed_everything
 
@@ -46,9 +47,7 @@ class Subject:
 
     def engine(self, size: int, **options: Any) -> BlockEngine:
         """One around the model, with all its blocks kept unless told otherwise."""
-        if self.blocks:
-            return BlockEngine(self.model, self.blocks, **options)
-        return BlockEngine(self.model, sample=partial(self.loss, size), **options)
+        return BlockEngine(self.model, self.blocks or discover(self.model, partial(self.loss, size)), **options)
 
 
 # ---------------------------------------------------------------------- the models

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from spillway.engines.blocks.block_engine import BlockEngine, CallReport
+from spillway.engines.blocks.block import CallReport
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.discovery import discover
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS, Action

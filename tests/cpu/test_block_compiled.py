@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks.block_engine import BlockEngine
+from spillway.engines.blocks.discovery import discover
 from spillway.errors import ModelError
 from spillway.methods.actions import LOSSLESS
 from tests.cpu.block_cases import Chain, Normalised, Residual
@@ -88,8 +89,9 @@ def test_a_compiled_block_that_is_recomputed_holds_nothing_in_between() -> None:
 
 def test_copies_of_a_compiled_block_are_plain_and_it_is_found_as_if_it_were_not_compiled() -> None:
     model = compiled_model("block")
-    with BlockEngine(model, sample=lambda: model(batch())) as engine:
-        assert engine.blocks == ("blocks.0", "blocks.1")
+    blocks = discover(model, lambda: model(batch()))
+    assert blocks == ["blocks.0", "blocks.1"]
+    with BlockEngine(model, blocks) as engine:
         twin = copy.deepcopy(model)
         twin(batch()).sum().backward()
         assert engine.calls == []

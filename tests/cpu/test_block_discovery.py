@@ -68,7 +68,7 @@ def test_modules_that_are_not_called_do_not_count() -> None:
 def test_a_model_without_blocks_is_told_so_and_offered_the_tensor_engine() -> None:
     model = Once(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     with pytest.raises(ModelError, match=r"Once has no blocks.*or take a method of the tensor engine"):
-        BlockEngine(model, sample=lambda: model(X))
+        discover(model, lambda: model(X))
     assert "forward" not in vars(model)
 
 
@@ -81,8 +81,6 @@ def test_names_that_are_no_modules_are_refused() -> None:
     model.blocks.append(model.blocks[0])
     with pytest.raises(ModelError, match="Two names in blocks= are of one module"):
         BlockEngine(model, ["blocks.0", "blocks.2"])
-    with pytest.raises(ModelError, match="give sample="):
-        BlockEngine(model)
 
 
 # ------------------------------------------------------------------------------------------------------- transformers

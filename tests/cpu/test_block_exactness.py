@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spillway.engines.blocks.block_engine import BlockEngine, CallReport
+from spillway.engines.blocks.block import CallReport
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.methods.actions import LOSSLESS, Action
 from tests.cpu.block_cases import CASES, Case
 from tests.cpu.families import State, difference, state_of

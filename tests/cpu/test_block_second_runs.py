@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
-from spillway.engines.blocks.block_engine import BlockEngine, CallReport
+from spillway.engines.blocks.block import CallReport
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.errors import RecomputeError

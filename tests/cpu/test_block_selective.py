@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.selective import EXPENSIVE, Selection, Supplying
-from spillway.errors import ModelError
 from spillway.methods.actions import Action
 from tests.cpu.block_cases import Chain, Functional, Residual
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines, used
@@ -59,12 +58,12 @@ def steps(build: Callable[[], nn.Module], action: Action | None, **rest: Any) ->
     return found, skipped
 
 
-def skipped_and_exact(build: Callable[[], nn.Module], **rest: Any) -> list[int]:
+def skipped_and_exact(build: Callable[[], nn.Module]) -> list[int]:
     """How many ops were skipped in each of three steps, which end as plain ones do."""
     plain, _ = steps(build, None)
     skipped = []
     for action in SELECTIVE:
-        found, skipped = steps(build, action, **rest)
+        found, skipped = steps(build, action)
         assert same(plain, found)
     return skipped
 
@@ -244,57 +243,8 @@ def test_a_cast_that_autocast_remembers_shifts_nothing() -> None:
     assert skipped_and_exact(lambda: Functional(function)) == [6, 6, 6]
 
 
-# ------------------------------------------------------------------------------------------------------- named modules
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.mlp = nn.LSTM(32, 16, batch_first=True), Residual()
-        self.out = nn.Linear(16, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(torch.tanh(self.out(self.layers(x.view(4, 10, 32))[0]).reshape(40, 32)))
-
-
-def test_modules_are_selected_by_their_classes() -> None:
-    assert skipped_and_exact(Recurrent, selected=[nn.LSTM]) == [6, 6, 6]
-
-
-def test_modules_are_selected_by_name() -> None:
-    chosen: list[str] = []
-
-    def up(name: str, module: nn.Module) -> bool:
-        chosen.append(name)
-        return name.endswith("mlp.up")
-
-    assert skipped_and_exact(Recurrent, selected=up) == [2, 2, 2]
-    assert "blocks.1.mlp.up" in chosen
-
-
-def test_of_a_module_with_many_ops_those_are_kept_that_made_its_result() -> None:
-    model = Chain(Recurrent())
-    with BlockEngine(
-        model, ["blocks.0"], actions=lambda block, call: Action.SELECTIVE, selected=lambda name, _: name.endswith("mlp")
-    ) as engine:
-        forward = counted(lambda: model(batch()).sum())
-        assert engine.calls[0].kept_bytes == 0, "the sum that it returns is what the block returns"
-        ops = counted(lambda: model(batch()).sum().backward())
-    assert ops["gelu"] == forward["gelu"] + 1
-
-
-def test_a_selection_of_nothing_is_refused() -> None:
-    with pytest.raises(ModelError, match="chooses no module"):
-        BlockEngine(Chain(Residual()), ["blocks.0"], selected=[nn.Conv3d])
-
-
-def test_a_named_module_that_draws_random_numbers_draws_them_again() -> None:
-    # The product with the mask is kept; the mask is drawn anew, as what follows needs the stream.
-    assert skipped_and_exact(Residual, selected=[nn.Dropout]) != [0, 0, 0]
-
-
 def test_fused_attention_is_selected_without_dropout_alone() -> None:
-    mode = Supplying(Selection(0, set(), by_module=False))
+    mode = Supplying(Selection(0, set()))
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     query = torch.empty(1, 1, 4, 8)
     assert op in EXPENSIVE

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from spillway.engines.blocks import reach
-from spillway.engines.blocks.block_engine import BlockEngine, CallReport
+from spillway.engines.blocks.block import CallReport
+from spillway.engines.blocks.block_engine import BlockEngine
 from spillway.engines.blocks.code import names_of, package
 from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.iterators import CannotCopyError

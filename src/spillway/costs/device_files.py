@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any, Final
 
 from spillway.costs.device import Device
 from spillway.ir.reading import content_of, document, fault_in, read_fields, read_value, shown
+from spillway.ir.sealed import replace_file
 from spillway.units import Bytes, MiB
 
 FORMAT: Final = "spillway device"
@@ -25,16 +24,8 @@ def write_device(path: Path, device: Device, facts: Mapping[str, Any] | None = N
 
     Raises OSError if the system refuses.
     """
-    document = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "device": asdict(device)}
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    told = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "device": asdict(device)}
+    replace_file(path, f"{json.dumps(told, indent=1)}\n".encode())
 
 
 def read_device(path: Path) -> tuple[Device, Mapping[str, Any]]:

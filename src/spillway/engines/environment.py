@@ -14,6 +14,7 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, final
 
 import numpy as np
@@ -493,26 +494,16 @@ class Environment:
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Captured:
     """An environment, written down."""
 
-    __slots__ = ("autocast", "dispatch_modes", "flags", "function_modes", "streams", "variables")
-
-    def __init__(
-        self,
-        streams: list[Any],
-        autocast: list[Autocast],
-        flags: tuple[Any, ...],
-        function_modes: Sequence[Any],
-        dispatch_modes: Sequence[Any],
-        variables: contextvars.Context,
-    ) -> None:
-        self.streams = streams
-        self.autocast = autocast
-        self.flags = flags
-        self.function_modes = function_modes
-        self.dispatch_modes = dispatch_modes
-        self.variables = variables
+    streams: list[Any]
+    autocast: list[Autocast]
+    flags: tuple[Any, ...]
+    function_modes: Sequence[Any]
+    dispatch_modes: Sequence[Any]
+    variables: contextvars.Context
 
 
 @contextlib.contextmanager

@@ -127,12 +127,11 @@ class Reclaimer:
         """The most that was resident, or about to be, when all freed memory had been returned."""
 
     def expect(self, nbytes: Bytes) -> None:
-        """So many bytes are about to be created. They count when they are: what was expected need not come."""
+        """They count when they are there: what was expected need not come."""
         if nbytes > self._headroom:
             self.settle(nbytes)
 
     def created(self, nbytes: Bytes) -> None:
-        """So many bytes are new in memory."""
         self._headroom -= nbytes
         if self._headroom < 0:
             self.settle()

@@ -39,13 +39,19 @@ _NO_ZIP: Final = (BadZipFile, RuntimeError, EOFError, ValueError, zlib.error, lz
 """What Python raises for a zip file that is damaged, encrypted, or packed in a way that it does not know."""
 
 
-@final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constant:
-    """A tensor that no op makes."""
+class Line:
+    """An instruction."""
 
     line: int
     """Where it stands in the log, from 1."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant(Line):
+    """A tensor that no op makes."""
+
     name: str
     """What the log calls the tensor."""
     nbytes: Bytes = 0
@@ -67,11 +73,9 @@ class Result:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(Line):
     """An operator that makes tensors."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     operator: str
     """Its name, `cudnn_convolution`."""
     args: tuple[str, ...]
@@ -84,11 +88,9 @@ class Call:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mutate:
+class Mutate(Line):
     """An operator that writes to some of its arguments and makes nothing."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     operator: str
     """Its name, `add_`."""
     args: tuple[str, ...]
@@ -101,11 +103,9 @@ class Mutate:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
+class Copy(Line):
     """One more name for a tensor."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     source: str
     """A name that it has."""
     destination: str
@@ -114,11 +114,9 @@ class Copy:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyFrom:
+class CopyFrom(Line):
     """A name in use is given to another tensor; the one that had it loses it."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     source: str
     """A name of the tensor that gets one more."""
     destination: str
@@ -127,22 +125,18 @@ class CopyFrom:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
+class Release(Line):
     """A name is given up; a tensor without names is needed by nobody outside of the graph."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     name: str
     """The name."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Annotate:
+class Annotate(Line):
     """A remark: `START` before the first instruction, `BACKWARD` where the backward begins."""
 
-    line: int
-    """Where it stands in the log, from 1."""
     text: str
     """The remark."""
 

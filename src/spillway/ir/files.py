@@ -8,15 +8,15 @@ as Python's `json` writes them (`NaN`, `Infinity`), because a diverging loss is 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from os import PathLike
 from types import TracebackType
 from typing import Any, Final, Self, final
 
-from spillway.ir.reading import LONGEST, MOST, fault_in, lines_of, read_value
-from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
+from spillway.ir.reading import LONGEST, MOST, fault_in, lines_of
+from spillway.ir.sealed import RESERVED, encoded, records_of, seal
 from spillway.ir.step_report import StepReport
 from spillway.ir.timeline import MOST_OPS, Timeline
 from spillway.units import format_bytes
@@ -133,17 +133,19 @@ def read_run(path: str | PathLike[str]) -> RunFile:
     """
     steps: list[StepReport] = []
     timelines: list[Timeline] = []
-    damaged_tail = 0
-    lines = lines_of(path)
-    with fault_in(path, 1):
-        header, checksum = read_header(next(lines, (1, b""))[1], name=FORMAT, version=VERSION, what="a run file")
-        header = read_value(dict[str, Any], header, "the first line")
-    for number, line in lines:
-        if not line.endswith(b"\n"):
-            damaged_tail = 1
-            break
+    tail: list[int] = []
+
+    def whole() -> Iterator[tuple[int, bytes]]:
+        for number, line in lines_of(path):
+            if number > 1 and not line.endswith(b"\n"):
+                tail.append(number)
+                return
+            yield number, line
+
+    records = records_of(path, whole(), name=FORMAT, version=VERSION, what="a run file")
+    _, header = next(records)
+    for number, record in records:
         with fault_in(path, number):
-            record, checksum = unsealed(line, checksum)
             match record:
                 case {"step": step}:
                     steps.append(StepReport.from_json(step))
@@ -151,4 +153,4 @@ def read_run(path: str | PathLike[str]) -> RunFile:
                     timelines.append(Timeline.from_json(timeline))
                 case _:
                     raise ValueError("the line holds neither a step nor a timeline")
-    return RunFile(header=header, steps=steps, timelines=timelines, damaged_tail=damaged_tail)
+    return RunFile(header=header, steps=steps, timelines=timelines, damaged_tail=len(tail))

@@ -10,9 +10,7 @@ is for; a plan is good for no other.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, Final, final
 from spillway.errors import FileFormatError
 from spillway.ir.plan import Disk, Gap, Home, Host, Packed, Plan, Recompute
 from spillway.ir.reading import fault_in, lines_of, read_fields, read_value
-from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
+from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.ir.step import Step
 from spillway.ir.verify import verify
 from spillway.units import Bytes
@@ -71,20 +69,8 @@ def write_plan(path: str | PathLike[str], plan: Plan, facts: Mapping[str, Any]) 
     """
     header = {"format": FORMAT, "version": VERSION, "step": plan.step, "allowed": plan.allowed,
               "projected": plan.projected, "gaps": len(plan.gaps), "facts": dict(facts)}  # fmt: skip
-    lines, checksum = [], 0
     gaps = ({"value": gap.value, "gone": [gap.start, gap.end], **_home_record(gap.home)} for gap in plan.gaps)
-    for record in (header, *gaps):
-        line, checksum = seal(encoded(record), checksum)
-        lines.append(line)
-    path = Path(path)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        beside.write_bytes(b"".join(lines))
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    replace_file(Path(path), sealed([header, *gaps]))
 
 
 def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
@@ -94,13 +80,11 @@ def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
     plan of another step; PlanRejected for a plan that could not run; OSError where the system does.
     """
     path = Path(path)
-    lines = lines_of(path)
-    with fault_in(path, 1):
-        header, checksum = read_header(next(lines, (1, b""))[1], name=FORMAT, version=VERSION, what="a plan")
+    records = records_of(path, lines_of(path), name=FORMAT, version=VERSION, what="a plan")
+    _, header = next(records)
     gaps = []
-    for number, line in lines:
+    for number, record in records:
         with fault_in(path, number):
-            record, checksum = unsealed(line, checksum)
             gaps.append(_gap(record))
     with fault_in(path, 1):
         found = _plan_file(header, tuple(gaps))
@@ -113,7 +97,7 @@ def read_plan(path: str | PathLike[str], step: Step | None = None) -> PlanFile:
 
 
 def _plan_file(header: dict[str, Any], gaps: tuple[Gap, ...]) -> PlanFile:
-    first = read_fields(_Header, {name: value for name, value in header.items() if name not in RESERVED}, "plan")
+    first = read_fields(_Header, stated(header), "plan")
     if first.gaps != len(gaps):
         raise ValueError(f"{len(gaps)} gaps follow of the {first.gaps} that the first line announces")
     plan = Plan(step=first.step, allowed=first.allowed, projected=first.projected, gaps=gaps)

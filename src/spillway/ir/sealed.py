@@ -7,12 +7,16 @@ before it, so that no damage is read as numbers: a changed digit, a missing line
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
 from typing import Any, Final
 
-from spillway.ir.reading import document
+from spillway.ir.reading import document, fault_in, read_value
 
 RESERVED: Final = frozenset({"format", "version", "crc32"})
 """What every header says by itself."""
@@ -46,7 +50,52 @@ def unsealed(line: bytes, checksum: int) -> tuple[dict[str, Any], int]:
     return record, checksum
 
 
-def read_header(line: bytes, *, name: str, version: int, what: str) -> tuple[dict[str, Any], int]:
+def records_of(
+    path: str | PathLike[str], lines: Iterator[tuple[int, bytes]], *, name: str, version: int, what: str
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of a file and the numbers of their lines; the first is the header.
+
+    Raises FileFormatError for a damaged line, and if the first is not that of `what`, the format `name`.
+    """
+    number, line = next(lines, (1, b""))
+    with fault_in(path, number):
+        header, checksum = _header(line, name=name, version=version, what=what)
+        header = read_value(dict[str, Any], header, "the first line")
+    yield number, header
+    for number, line in lines:
+        with fault_in(path, number):
+            record, checksum = unsealed(line, checksum)
+        yield number, record
+
+
+def stated(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What a header says beside what is `RESERVED`."""
+    return {name: value for name, value in header.items() if name not in RESERVED}
+
+
+def sealed(records: Iterable[Mapping[str, Any]]) -> bytes:
+    """All lines of a file. Raises TypeError for what JSON cannot hold."""
+    lines, checksum = [], 0
+    for record in records:
+        line, checksum = seal(encoded(record), checksum)
+        lines.append(line)
+    return b"".join(lines)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write beside the file and exchange them, so that nobody ever meets half a file. Raises OSError."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def _header(line: bytes, *, name: str, version: int, what: str) -> tuple[dict[str, Any], int]:
     """The header and its checksum. Raises ValueError if this is not the first line of `what`, the format `name`.
 
     That the file is ours is checked before its checksum, which a newer version may have moved elsewhere.

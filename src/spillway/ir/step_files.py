@@ -16,9 +16,7 @@ whose name ends in `.gz` is compressed. What is written is read again before it 
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, Final, final
 
 from spillway.errors import FileFormatError
 from spillway.ir.reading import fault_in, lines_of, read_fields, read_row, shown
-from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
+from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.ir.step import Op, Saving, Step, StorageInfo, Value, ValueId
 from spillway.units import Bytes
 
@@ -57,7 +55,7 @@ def write_step(path: str | PathLike[str], recorded: Recorded) -> None:
     Raises ValueError or TypeError for facts that would not come back as they are, and OSError where the system does.
     """
     path = Path(path)
-    content = b"".join(_lines(recorded))
+    content = sealed(_records(recorded))
     again = _read(path, enumerate(content.splitlines(keepends=True), start=1))
     if again != Recorded(
         step=recorded.step, workload=recorded.workload, size=recorded.size, facts=dict(recorded.facts)
@@ -65,7 +63,7 @@ def write_step(path: str | PathLike[str], recorded: Recorded) -> None:
         raise ValueError("the facts of a recorded step have to come back from JSON as they are")
     if path.suffix == ".gz":
         content = gzip.compress(content, mtime=0)
-    replace_whole(path, content)
+    replace_file(path, content)
 
 
 def read_step(path: str | PathLike[str]) -> Recorded:
@@ -77,27 +75,7 @@ def read_step(path: str | PathLike[str]) -> Recorded:
     return _read(path, lines_of(path))
 
 
-def replace_whole(path: Path, content: bytes) -> None:
-    """Write beside the file and exchange them, so that nobody ever meets half a file."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("xb") as file:
-            file.write(content)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
-
-
 # ---------------------------------------------------------------------- writing
-
-
-def _lines(recorded: Recorded) -> Iterator[bytes]:
-    checksum = 0
-    for record in _records(recorded):
-        line, checksum = seal(encoded(record), checksum)
-        yield line
 
 
 def _records(recorded: Recorded) -> Iterator[dict[str, Any]]:
@@ -162,21 +140,18 @@ class _Header:
 
 
 def _read(path: str | PathLike[str], lines: Iterator[tuple[int, bytes]]) -> Recorded:
-    number, line = next(lines, (1, b""))
+    found = records_of(path, lines, name=FORMAT, version=VERSION, what="a recorded step")
+    number, header = next(found)
     with fault_in(path, number):
-        header, checksum = read_header(line, name=FORMAT, version=VERSION, what="a recorded step")
-        first = read_fields(_Header, {name: one for name, one in header.items() if name not in RESERVED}, "first line")
-    records: list[dict[str, Any]] = []
-    for number, line in lines:
-        with fault_in(path, number):
-            record, checksum = unsealed(line, checksum)
-        records.append(record)
+        first = read_fields(_Header, stated(header), "first line")
+    rest = list(found)
+    records = [record for _, record in rest]
     expected = first.storages + first.ops + 1
     if len(records) != expected:
         reason = f"the file ends after {len(records)} of the {expected} lines that should follow the first"
         if len(records) > expected:
             reason = f"more lines follow than the {expected} that the first line announces"
-        raise FileFormatError(reason, path=Path(path), line=number)
+        raise FileFormatError(reason, path=Path(path), line=len(rest) + 1)
     step = _step(path, records, first.storages)
     if (step.plain_peak(), step.digest()) != (first.plain_peak_bytes, first.digest):
         reason = "the step that follows is not the one that the first line announces"

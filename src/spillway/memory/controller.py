@@ -156,8 +156,6 @@ class Controller(AbstractLedger):
             raise self._refusal(needed, name)
 
     def make_room_if_possible(self, needed: Bytes, name: str, *, stays: Bytes) -> None:
-        """For what an op may need, and does without if it has to: nothing leaves if it cannot be had beside what
-        stays."""
         if stays + needed <= self.budget.allowed:
             with self.budget.keeping_reserve(), contextlib.suppress(BudgetInfeasible, SpillFullError):
                 self.make_room(needed, name)
@@ -202,7 +200,6 @@ class Controller(AbstractLedger):
         self.copies.foresee(self.view)
 
     def grant_in_turn(self, proposals: Generator[Proposal, bool, None], enough: Callable[[], bool]) -> None:
-        """Grant or refuse one proposal after the other, until it is enough, the policy ends, or patience does."""
         granted, refused = None, 0
         try:
             while not enough() and refused < PATIENCE:
@@ -329,7 +326,6 @@ class Controller(AbstractLedger):
     # ------------------------------------------------------------------ coming back
 
     def restore(self, value: Value) -> None:
-        """Bring an absent value back, whatever its home. Nothing but the caller's locks keeps it there afterwards."""
         if value.absent == GONE:
             raise EngineError(f"{value!r} is gone and cannot come back.")
         self._hold(value.storage)  # a collection of garbage must not take it away half-way

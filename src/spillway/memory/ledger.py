@@ -67,7 +67,7 @@ class AbstractLedger(ABC):
 
     @abstractmethod
     def restore(self, value: Value) -> None:
-        """Bring an absent value back, whatever its home."""
+        """Bring an absent value back, whatever its home. Nothing but the caller's locks keeps it there afterwards."""
 
     @abstractmethod
     def page_in(self, value: Value, name: str) -> None:
@@ -79,7 +79,7 @@ class AbstractLedger(ABC):
 
     @abstractmethod
     def make_room_if_possible(self, needed: Bytes, name: str, *, stays: Bytes) -> None:
-        """The same for what an op may need, and does without if it has to."""
+        """The same for what an op may need, and does without: nothing leaves if it cannot be had beside what stays."""
 
     @abstractmethod
     def restore_dependents(self, storage: Storage) -> None:

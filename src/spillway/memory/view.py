@@ -33,26 +33,21 @@ class View:
 
     @property
     def allowed(self) -> Bytes:
-        """The budget."""
         return self._ledger.budget.allowed
 
     @property
     def resident(self) -> Bytes:
-        """Bytes in device memory now."""
         return self._ledger.budget.resident
 
     @property
     def clock(self) -> int:
-        """The number of the op that is about to run."""
         return self._ledger.clock
 
     @property
     def op_index(self) -> int:
-        """Its number within the step; 0 before the first."""
         return max(self._ledger.clock - self._ledger.first_op - 1, 0)
 
     def candidates(self) -> Iterator[Storage]:
-        """Storages that may leave now, least recently used first."""
         heap = self._heap
         self._put_back()  # what a walk took that was left unfinished
         young, self._ledger.young = self._ledger.young, []
@@ -125,7 +120,6 @@ class View:
         return self._seconds(found) + sum(min(self.own_seconds(leaf), link(leaf.nbytes) / 2) for leaf in present)
 
     def transfer_seconds(self, storage: Candidate) -> Seconds:
-        """Seconds to copy `storage` out and in again, by the bandwidth measured so far."""
         self._ledger.counters.questions += 1
         value = storage.value if isinstance(storage, Storage) else None
         out_and_in = self._ledger.machine.transfer_seconds(storage.nbytes)
@@ -133,12 +127,10 @@ class View:
 
     @property
     def exposed(self) -> float:
-        """Share of the seconds of copies for which ops waited."""
         return self._copies.exposed
 
     @property
     def overlaps(self) -> bool:
-        """Whether copies have a processor or a link of their own."""
         return self._copies.overlaps
 
     def copied(self, storage: Candidate) -> bool:
@@ -147,11 +139,9 @@ class View:
 
     @property
     def anything_moved(self) -> bool:
-        """Whether `moved` has any."""
         return self._ledger.away > len(self._ledger.arriving)
 
     def moved(self) -> Iterator[Storage]:
-        """Moved storages, the one that left first in front."""
         return self._copies.in_order_of_leaving()
 
     def due(self) -> Iterator[Storage]:
@@ -160,17 +150,14 @@ class View:
 
     @property
     def arriving(self) -> int:
-        """Storages on their way back."""
         return len(self._ledger.arriving)
 
     @property
     def in_backward(self) -> bool:
-        """Whether autograd runs a backward."""
         return self._ledger.phase is Phase.BACKWARD
 
     @property
     def turned(self) -> bool:
-        """Whether a backward has begun, and no other forward since."""
         return self._ledger.phase is not Phase.FORWARD
 
     def held_bytes(self, storage: Candidate) -> Bytes:
@@ -185,7 +172,6 @@ class View:
         return 0.0 if value is None else self._neighbours.seconds_since(value)
 
     def as_evicted(self, storage: Candidate) -> Evicted | None:
-        """What it is called once it is evicted."""
         return self._neighbours.name(storage.value) if isinstance(storage, Storage) else None
 
     def evicted(self) -> Mapping[Evicted, Seconds]:

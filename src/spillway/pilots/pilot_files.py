@@ -19,8 +19,7 @@ from typing import Any, Final, TypeAlias, final
 import numpy as np
 
 from spillway.ir.reading import fault_in, lines_of, read_fields
-from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
-from spillway.ir.step_files import replace_whole
+from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.paths import BaseType, Floats, PathOp, Sample
@@ -56,11 +55,7 @@ def write_pilot(path: str | PathLike[str], saved: SavedPilot) -> None:
 
     Raises TypeError for facts that JSON cannot hold, and OSError where the system does.
     """
-    lines, checksum = [], 0
-    for record in _records(saved):
-        line, checksum = seal(encoded(record), checksum)
-        lines.append(line)
-    replace_whole(Path(path), gzip.compress(b"".join(lines), compresslevel=6, mtime=0))
+    replace_file(Path(path), gzip.compress(sealed(_records(saved)), compresslevel=6, mtime=0))
 
 
 def _records(saved: SavedPilot) -> Iterator[dict[str, Any]]:
@@ -81,19 +76,17 @@ def read_pilot(path: str | PathLike[str], *, network: str | None = None) -> Save
     Raises FileFormatError with the path and the line at fault for a foreign, newer, cut or damaged file, and if
     `network` is given for a pilot of another one; OSError where the system does.
     """
-    lines = lines_of(path)
-    number, line = next(lines, (1, b""))
+    records = records_of(path, lines_of(path), name=FORMAT, version=VERSION, what="a pilot file")
+    number, header = next(records)
     with fault_in(path, number):
-        header, checksum = read_header(line, name=FORMAT, version=VERSION, what="a pilot file")
-        first = read_fields(_Header, {name: one for name, one in header.items() if name not in RESERVED}, "first line")
+        first = read_fields(_Header, stated(header), "first line")
         if network is not None and first.network != network:
             raise ValueError(f"this is a pilot of the network {first.network!r}, and one of {network!r} is needed")
         if first.pilot not in KINDS:
             raise ValueError(f"{first.pilot!r} is none of the pilots {', '.join(KINDS)}")
     architecture, arrays = Architecture(first.network, first.base), dict[str, Floats]()
-    for number, line in lines:
+    for number, record in records:
         with fault_in(path, number):
-            record, checksum = unsealed(line, checksum)
             if number <= 2 + first.paths:
                 learn_record(architecture, record, tables=number == 2)
             else:

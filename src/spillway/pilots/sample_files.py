@@ -28,8 +28,7 @@ import numpy.typing as npt
 
 from spillway.errors import FileFormatError
 from spillway.ir.reading import fault_in, lines_of, read_fields, shown
-from spillway.ir.sealed import RESERVED, encoded, read_header, seal, unsealed
-from spillway.ir.step_files import replace_whole
+from spillway.ir.sealed import records_of, replace_file, sealed, stated
 from spillway.pilots.architecture import Architecture
 from spillway.pilots.paths import BaseType, Numbers, OpSignature, ParameterStorage, PathOp, ResolvedPath, Sample, Site
 from spillway.units import Bytes
@@ -58,11 +57,7 @@ def write_samples(path: str | PathLike[str], recorded: RecordedSamples) -> None:
 
     Raises TypeError for facts that JSON cannot hold, and OSError where the system does.
     """
-    lines, checksum = [], 0
-    for record in _records(recorded):
-        line, checksum = seal(encoded(record), checksum)
-        lines.append(line)
-    replace_whole(Path(path), gzip.compress(b"".join(lines), compresslevel=6, mtime=0))
+    replace_file(Path(path), gzip.compress(sealed(_records(recorded)), compresslevel=6, mtime=0))
 
 
 def read_samples(path: str | PathLike[str]) -> RecordedSamples:
@@ -71,15 +66,13 @@ def read_samples(path: str | PathLike[str]) -> RecordedSamples:
     Raises FileFormatError with the path and the line at fault for a foreign, newer, cut or damaged file, and OSError
     where the system does.
     """
-    lines = lines_of(path)
-    number, line = next(lines, (1, b""))
+    records = records_of(path, lines_of(path), name=FORMAT, version=VERSION, what="a file of samples")
+    number, header = next(records)
     with fault_in(path, number):
-        header, checksum = read_header(line, name=FORMAT, version=VERSION, what="a file of samples")
-        first = read_fields(_Header, {name: one for name, one in header.items() if name not in RESERVED}, "first line")
+        first = read_fields(_Header, stated(header), "first line")
     architecture, samples = Architecture(first.network, first.base), []
-    for number, line in lines:
+    for number, record in records:
         with fault_in(path, number):
-            record, checksum = unsealed(line, checksum)
             if number <= 2 + first.paths:
                 learn_record(architecture, record, tables=number == 2)
             else:

@@ -453,7 +453,6 @@ class _Step(AbstractStep):
         session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
 
     def pages(self, level: Bytes, call: Call) -> bool:
-        """Whether every op of this step is watched from here on, where its first forward begins."""
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
@@ -492,7 +491,6 @@ class _Step(AbstractStep):
         session._engine.observer = self._watch
 
     def call(self, called: tuple[Any, dict[str, Any]]) -> Call:
-        """A call of the model, as things are now."""
         engine, model = self._session._engine, self._session._model
         assert engine is not None
         gradients = {name: one.grad.nbytes for name, one in model.named_parameters() if one.grad is not None}
@@ -512,12 +510,10 @@ class _Step(AbstractStep):
 
     @property
     def state(self) -> Bytes:
-        """Of the optimizers, that is not there yet."""
         return needs_of(self._session._optimizers).state
 
     @property
     def update(self) -> Bytes:
-        """What their update needs above what is there when a step begins: gradients, state and temporaries."""
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
         missing: Bytes = sum(one.numel() * one.element_size() for one in without)
@@ -679,11 +675,11 @@ class _Step(AbstractStep):
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
         if self._paged and session._paging is not None:
-            figures = () if session._engine is None else session._engine.figures
+            ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
-            ran = sum(call.recomputes > 0 for call in figures)
-            session._finish(replace(told, input_size=list(self._size), blocks=len(figures), recomputed_blocks=ran))
+            twice = sum(call.recomputes > 0 for call in ran)
+            session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return
         report = StepReport(
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,

@@ -83,7 +83,6 @@ class TensorSession(Session):
 
     @property
     def allowed(self) -> Bytes:
-        """The budget in bytes."""
         return self._engine.budget.named
 
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:

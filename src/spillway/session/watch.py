@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, NoReturn, Protocol, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spillway.engines.blocks.block import Figures
+from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
@@ -79,7 +79,7 @@ class Pass:
     kept: dict[int, Callable[[], Bytes]] = field(default_factory=dict)
     """Calls that are kept and could be revoked, in order, and what revokes each."""
     revoked: set[int] = field(default_factory=set)
-    calls: Sequence[Figures] = ()
+    calls: Sequence[CallReport] = ()
     """What each took, known when the next pass has begun or the step ended."""
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
@@ -128,7 +128,7 @@ Decide = Callable[[Bytes], tuple[Decision, Forecast | None, InputSize, bool]]
 
 @final
 class StepWatch:
-    """Told at every seam (`engines.blocks.observer.Observer`).
+    """Told at every seam (`engines.blocks.block_engine.Observer`).
 
     Args:
         engine: Whose blocks run.
@@ -464,7 +464,7 @@ class StepWatch:
 
     def _end_pass(self) -> None:
         if self.passes and not self.passes[-1].calls:
-            self.passes[-1].calls = self._engine.figures
+            self.passes[-1].calls = self._engine.reports
             self.passes[-1].gradients = self._created(self.passes[-1].missing)
 
     def _created(self, missing: set[int]) -> list[Bytes]:

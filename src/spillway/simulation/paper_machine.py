@@ -254,7 +254,6 @@ class PaperMachine:
                 self._die(storage)
 
     def release(self, storage: Storage) -> None:
-        """Free the bytes once nothing reads them."""
         self._wait(storage.handle.read_until)
         storage.handle.leave()
 
@@ -287,7 +286,6 @@ class PaperMachine:
         """It is known."""
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        """Seconds to copy out and in again."""
         return self.lanes.seconds(Lane.COPY_OUT, nbytes) + self.lanes.seconds(Lane.COPY_IN, nbytes)
 
     def seconds_of(self, recipe: Recipe) -> Seconds:

@@ -77,20 +77,28 @@ def collectives_begun() -> int:
     return begun
 
 
-@dataclass(slots=True)
-class Figures:
-    """What one call of a block took so far; outlives the call. The fields are those of `CallReport`."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class CallReport:
+    """What one call of a block took so far; outlives the call."""
 
     block: str
     call: int
     action: Action
     seconds: Seconds = 0.0
+    """Of the forward, without what the engine did before and after it."""
     saved_bytes: Bytes = 0
+    """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
     own_bytes: Bytes = 0
+    """Those of them that are neither arguments nor results of the block."""
     argument_bytes: Bytes = 0
+    """Storages of the tensors that the block was called with."""
     kept_bytes: Bytes = 0
+    """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
     packed_bytes: Bytes = 0
+    """What became of storages that were compressed; of one that several calls share, with the first of them."""
     recomputes: int = 0
     skipped_ops: int = 0
+    """Ops that did not run in second runs, since their results had been kept."""
     recompute_seconds: Seconds = 0.0
     kept_because: str = ""
+    """Why the block cannot run again, a clause; empty if it can."""

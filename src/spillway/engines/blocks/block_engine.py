@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from types import TracebackType
-from typing import Any, Final, Literal, TypeAlias, final
+from typing import Any, Final, Literal, Protocol, TypeAlias, final
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 
 from spillway.budgets import parse_budget
 from spillway.engines.blocks.arithmetic import compiled
-from spillway.engines.blocks.block import Block, Figures
+from spillway.engines.blocks.block import Block, CallReport
 from spillway.engines.blocks.call import BlockCall, BlockRuntime, Passing, Replay
 from spillway.engines.blocks.compiled_blocks import (
     CompiledHook,
@@ -29,12 +29,10 @@ from spillway.engines.blocks.compiled_blocks import (
 )
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
-from spillway.engines.blocks.discovery import discover, named
+from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import undone, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
-from spillway.engines.blocks.observer import Observer
-from spillway.engines.blocks.selective import Selected, selected_modules
 from spillway.engines.environment import Environment, Generator
 from spillway.errors import ModelError, UsageError
 from spillway.internals.interrupts import by_signal
@@ -55,52 +53,40 @@ Actions: TypeAlias = Mapping[Unit, Action] | Callable[[str, int], Action]
 _CHECKPOINTED: Final = "torch.utils.checkpoint, which somebody put there, runs it again itself"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallReport:
-    """What one call of a block took."""
+class Observer(Protocol):
+    """Told at every seam, in the thread that runs the step. Blocks are numbered in the order in which their calls
+    begin in a forward of the model, from 0."""
 
-    block: str
-    call: int
-    action: Action
-    seconds: Seconds
-    """Of the forward, without what the engine did before and after it."""
-    saved_bytes: Bytes
-    """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
-    own_bytes: Bytes
-    """Those of them that are neither arguments nor results of the block."""
-    argument_bytes: Bytes
-    """Storages of the tensors that the block was called with."""
-    kept_bytes: Bytes
-    """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
-    packed_bytes: Bytes
-    """What became of storages that were compressed; of one that several calls share, with the first of them."""
-    recomputes: int
-    skipped_ops: int
-    """Ops that did not run in second runs, since their results had been kept."""
-    recompute_seconds: Seconds
-    kept_because: str
-    """Why the block cannot run again, a clause; empty if it can."""
+    def forward_begins(self) -> None:
+        """The model's forward begins, under gradients."""
+
+    def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A forward of the model begins without gradients, called with these."""
+
+    def forward_is_over(self) -> None:
+        """Another forward is about to begin: what the engine knows of the calls so far is forgotten after this."""
+
+    def block_begins(self, number: int) -> Callable[[], None]:
+        """A call of a block begins; its action is known already. What this returns is called when the backward asks for
+        the first time for something that was saved in it."""
+
+    def block_ended(self, number: int) -> None:
+        """It ended, and what is not kept of it is gone."""
 
 
 @final
 class BlockEngine:
     """Carries out an action for each call of each block of a model, under gradients; without them blocks run plainly.
 
-    Blocks are found in one forward, or named. A block may lie inside another. `close` gives the
-    model its forwards back.
+    A block may lie inside another. `close` gives the model its forwards back.
 
     Args:
         model: On one device. Copies of it, by `deepcopy` or pickle, are plain.
-        blocks: Names of modules. If left out, `sample` has to be given.
-        sample: Runs the model once under gradients, to find the blocks; it draws random numbers and changes buffers
-            as any forward does. What it returns has to hold the graph.
+        blocks: Names of modules.
         actions: By (block, call) or as a function of both; what is not named is kept. May be set at any time, and
             counts from the next call on.
         generators: Random streams that blocks draw from, beside the global ones of Python, NumPy and torch. Those that
             are attributes of modules are found.
-        selected: For the selective actions: modules inside blocks whose results are kept, by their classes or as a
-            function of name and module; what is made inside such a module is held until it ends. If left out: the
-            results of products with weights, convolutions and fused attention, whatever calls them.
         check: What a second run has to have in common with the first, tensor by tensor: shapes and dtypes, and on the
             CPU some elements of the last ones; or all values, by fingerprints.
         spill_directory: Where offloaded bytes wait; the file is made when the first do.
@@ -124,12 +110,10 @@ class BlockEngine:
     def __init__(
         self,
         model: nn.Module,
-        blocks: Sequence[str] | None = None,
+        blocks: Sequence[str],
         *,
-        sample: Callable[[], object] | None = None,
         actions: Actions | None = None,
         generators: Iterable[Generator] = (),
-        selected: Selected | None = None,
         check: Literal["shapes", "values"] = "shapes",
         spill_directory: str | PathLike[str] | None = None,
         spill_io: SpillIO = "buffered",
@@ -143,7 +127,7 @@ class BlockEngine:
         check_runs_once(model)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
-        self._modules = chosen = _chosen(model, blocks, sample)
+        self._modules = chosen = named(model, blocks)
         self.model, self._lossy = model, lossy
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
@@ -154,10 +138,10 @@ class BlockEngine:
         open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
         self._runtime = BlockRuntime(
             environment_of(model, generators), open_store, read_ahead, compressor=Compressor(rounding_seed),
-            by_module=selected is not None, checks_values=check == "values",
+            checks_values=check == "values",
         )  # fmt: skip
         self.options = options
-        self._figures: list[Figures] = []
+        self._reports: list[CallReport] = []
         self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
         self.bypassed = False
@@ -170,8 +154,6 @@ class BlockEngine:
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
         try:
-            for module in selected_modules(chosen, selected) if selected is not None else ():
-                self._install(module, partial(self._runtime.call_selected, module.forward))
             self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
             self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
             self._model_forward = model.forward
@@ -228,10 +210,7 @@ class BlockEngine:
     @property
     def calls(self) -> list[CallReport]:
         """What each call took since the model's forward last began, in the order in which the calls began."""
-        return [
-            CallReport(**{field.name: getattr(figures, field.name) for field in fields(CallReport)})
-            for figures in self._figures
-        ]
+        return [replace(report) for report in self._reports]
 
     @property
     def read_ahead(self) -> Bytes | None:
@@ -263,27 +242,27 @@ class BlockEngine:
             self._runtime.store.settle()
 
     @property
-    def figures(self) -> Sequence[Figures]:
+    def reports(self) -> Sequence[CallReport]:
         """What `calls` copies: it goes on to change as long as the calls are run again."""
-        return self._figures
+        return self._reports
 
     @property
     def begun(self) -> int:
         """How many calls have begun since the model's forward last began."""
-        return len(self._figures)
+        return len(self._reports)
 
     def module(self, number: int) -> nn.Module:
         """Whose call it was, by its number."""
-        return self._modules[self._figures[number].block]
+        return self._modules[self._reports[number].block]
 
     def saved_bytes(self, number: int) -> Bytes:
         """What autograd saved in a call, by its number (`CallReport.saved_bytes`)."""
-        return self._figures[number].saved_bytes
+        return self._reports[number].saved_bytes
 
     def unit(self, number: int) -> Unit:
         """Of a call, by its number in the order in which they began."""
-        figures = self._figures[number]
-        return figures.block, figures.call
+        report = self._reports[number]
+        return report.block, report.call
 
     def giver(self, number: int) -> Callable[[], Bytes]:
         """What revokes a call, by its number; it can be called after another forward has begun."""
@@ -340,7 +319,7 @@ class BlockEngine:
                 if not self.closed:
                     check_still(front, block.name)
                 block.calls = 0
-            self._figures, self._calls = [], {}
+            self._reports, self._calls = [], {}
             self._runtime.begin_step()
             if self.observer is not None:
                 self.called = without_bytes(args, kwargs)
@@ -371,15 +350,14 @@ class BlockEngine:
     def _watched_call(self, block: Block, replay: Replay | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if replay is not None:
             return replay.call(block, args, kwargs)
-        figures = Figures(block.name, block.calls, self._action(block.name, block.calls))
-        block.calls += 1
+        report = self._begun(block)
         rehearses = self.rehearses and not block.may_communicate()
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
-        observer, number = self.observer, len(self._figures)
+        observer, number = self.observer, len(self._reports)
         reached = observer.block_begins(number) if observer is not None else None
-        call = BlockCall(self._runtime, block, figures, self._runtime.call, self._options[figures.action])
-        self._figures.append(figures)
-        self._calls[figures.block, figures.call] = weakref.ref(call)
+        call = BlockCall(self._runtime, block, report, self._runtime.call, self._options[report.action])
+        self._reports.append(report)
+        self._calls[report.block, report.call] = weakref.ref(call)
         call.when_reached = reached
         output = call.run(args, kwargs)
         if observer is not None:
@@ -412,16 +390,18 @@ class BlockEngine:
 
     def _pass_by(self, block: Block) -> None:
         """A call that is only counted."""
-        self._figures.append(Figures(block.name, block.calls, self._action(block.name, block.calls)))
-        self._figures[-1].kept_because = _CHECKPOINTED
-        block.calls += 1
+        self._reports.append(self._begun(block))
+        self._reports[-1].kept_because = _CHECKPOINTED
 
-    def _action(self, block: str, call: int) -> Action:
-        if not callable(self.actions):
-            return self.actions.get((block, call), Action.KEEP)
-        action = self.actions(block, call)
-        self._check_lossy(action)
-        return action
+    def _begun(self, block: Block) -> CallReport:
+        """Of the next call of a block."""
+        call, block.calls = block.calls, block.calls + 1
+        if callable(self.actions):
+            action = self.actions(block.name, call)
+            self._check_lossy(action)
+        else:
+            action = self.actions.get((block.name, call), Action.KEEP)
+        return CallReport(block=block.name, call=call, action=action)
 
     def _check_lossy(self, action: Action) -> None:
         if action.lossy and not self._lossy:
@@ -429,16 +409,6 @@ class BlockEngine:
                 f"Action.{action.name} quantizes what the backward reads, so that gradients are other than plain "
                 f"PyTorch's; allow that with lossy=True, or choose another action."
             )
-
-
-def _chosen(
-    model: nn.Module, blocks: Sequence[str] | None, sample: Callable[[], object] | None
-) -> dict[str, nn.Module]:
-    if blocks is not None:
-        return named(model, blocks)
-    if sample is None:
-        raise ModelError("Blocks are found in a forward: give sample=lambda: model(batch), or name them with blocks=.")
-    return named(model, discover(model, sample))
 
 
 def _open_store(

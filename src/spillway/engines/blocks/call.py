@@ -34,7 +34,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from spillway.engines.blocks.block import Block, Figures, collectives_begun
+from spillway.engines.blocks.block import Block, CallReport, collectives_begun
 from spillway.engines.blocks.compiled_blocks import CompiledHook
 from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import freeze, tensors, thaw
@@ -58,7 +58,7 @@ from spillway.engines.blocks.saved import (
     storages,
     waiting,
 )  # fmt: skip
-from spillway.engines.blocks.selective import AbstractSelecting, Keeping, Selection, Supplying
+from spillway.engines.blocks.selective import Keeping, Selection, Supplying
 from spillway.engines.environment import Environment
 from spillway.errors import EngineError, RecomputeError
 from spillway.internals.locks import renew_in_children
@@ -78,7 +78,6 @@ class BlockRuntime:
     Args:
         environment: Read at the beginning of each call.
         open_store: Opens the spill file, when something is to wait there for the first time.
-        by_module: Whether the user has named modules whose results are to be kept.
         checks_values: Whether values that a second run brings back are compared with those of the first.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
         compressor: Quantizes what blocks saved.
@@ -91,11 +90,9 @@ class BlockRuntime:
         ahead: Bytes | None,
         *,
         compressor: Compressor,
-        by_module: bool,
         checks_values: bool,
     ) -> None:
         self.environment = environment
-        self.by_module = by_module
         self.checks_values = checks_values
         self.compressor = compressor
         self.lock = threading.RLock()
@@ -151,34 +148,6 @@ class BlockRuntime:
             for hook in self.removed:
                 stack.enter_context(hook.back())
             yield
-
-    @contextlib.contextmanager
-    def selecting(self, mode: AbstractSelecting | None) -> Iterator[None]:
-        """A run of a call under a selective action, if there is a mode for it."""
-        if mode is None:
-            yield
-            return
-        self._local.modes.append(mode)
-        try:
-            with mode:
-                yield
-        finally:
-            self._local.modes.pop()
-
-    def call_selected(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a module whose results are to be kept."""
-        modes = tuple(self._local.modes)
-        if not modes:
-            return forward(*args, **kwargs)
-        for mode in modes:
-            mode.enter()
-        output = None
-        try:
-            output = forward(*args, **kwargs)
-        finally:
-            for mode in modes:
-                mode.leave(output)
-        return output
 
     def pass_through(self, args: tuple[Any, ...], kwargs: dict[str, Any], block: Block, *, holds: bool) -> Any:
         """Call a block from which nothing is wanted any more."""
@@ -248,7 +217,6 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.calls: list[BlockCall] = []
         self.replays: list[Replay | Passing] = []
-        self.modes: list[AbstractSelecting] = []
 
 
 _SETTLE: Final = 3
@@ -260,13 +228,13 @@ class BlockCall:
     """One call of a block under gradients."""
 
     def __init__(
-        self, runtime: BlockRuntime, block: Block, figures: Figures, parent: BlockCall | None, options: ActionOptions
+        self, runtime: BlockRuntime, block: Block, report: CallReport, parent: BlockCall | None, options: ActionOptions
     ) -> None:
         self.runtime = runtime
         self.block = block
-        self.figures = figures
-        self.number = figures.call
-        self.action = figures.action
+        self.report = report
+        self.number = report.call
+        self.action = report.action
         self.options = options
         self.parent = parent
         self.children: list[weakref.ref[BlockCall]] = []
@@ -308,7 +276,6 @@ class BlockCall:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return f"call {self.number} of {self.block.name}"
 
     # ------------------------------------------------------------------------------------------------ the first run
@@ -320,18 +287,18 @@ class BlockCall:
         try:
             self._freeze(args, kwargs, copied=self._to_copy)
         except CannotCopyError as error:
-            self.figures.kept_because = str(error)
+            self.report.kept_because = str(error)
         if self.block.scripted:
-            self.figures.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
+            self.report.kept_because = "a part of it is TorchScript, which may take other kernels when it runs again"
         began = time.perf_counter()
         if self.action.selects and not self.block.compiled and not self._above_recomputes():
-            self.selection = Selection(self.number, self.block.overwritten, by_module=self.runtime.by_module)
-        mode = Keeping(self.selection) if self.selection is not None else None
+            self.selection = Selection(self.number, self.block.overwritten)
+        mode = Keeping(self.selection) if self.selection is not None else contextlib.nullcontext()
         begun = collectives_begun()
-        with Packing(self._pack, _unpack), self.runtime.inside(self), self.runtime.selecting(mode):
+        with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
             output = heard(self.block.forward, *args, **kwargs)
         self.block.has_begun(collectives_begun() - begun)
-        self.figures.seconds = time.perf_counter() - began
+        self.report.seconds = time.perf_counter() - began
         self._end(output)
         return output
 
@@ -376,17 +343,17 @@ class BlockCall:
                 self.block.written.add((self.number, number))
                 frozen.written = True
                 if not frozen.copied:
-                    self.figures.kept_because = "it writes to an argument, which was not copied before"
-        self.figures.kept_because = self.block.state.learn(self.snapshot) or self.figures.kept_because
+                    self.report.kept_because = "it writes to an argument, which was not copied before"
+        self.report.kept_because = self.block.state.learn(self.snapshot) or self.report.kept_because
         last = len(self.saved) - 1
         self.stops_early = self._last_needs_grad and last - self._unsettled > _SETTLE and self._before_child <= last
         self._measure(output, fixed)
         if self.block.communicates:  # and what it saved may be under way
-            self.figures.kept_because, self.selection = "it communicates with other processes", None
+            self.report.kept_because, self.selection = "it communicates with other processes", None
         elif self.action.recomputes:
             selection, self.selection = self.selection, None
             self._give_up()
-            if not self.figures.kept_because:
+            if not self.report.kept_because:
                 self._keep_for_later(selection, fixed)
         elif self._above_recomputes() or self.outer is not None:
             return  # it is about to be given up, or what the user's hooks have made of it
@@ -400,10 +367,10 @@ class BlockCall:
         """Arguments as well: what held them for a second run would hold them in full."""
         sending = self.runtime.sending(self) if self.action.moves else contextlib.nullcontext()
         with sending as store:
-            self.figures.packed_bytes = compress_saved(self._living(), self.runtime.compressor, self.options, store)
+            self.report.packed_bytes = compress_saved(self._living(), self.runtime.compressor, self.options, store)
         if any(saved.spilled is not None for saved in self._living()):
             self._drop_arguments()
-            self.figures.kept_because = self.figures.kept_because or "what it was called with is held compressed"
+            self.report.kept_because = self.report.kept_because or "what it was called with is held compressed"
 
     def _drop_arguments(self) -> None:
         self.frozen, self._found = None, []
@@ -413,13 +380,13 @@ class BlockCall:
         self.selection = selection
         if selection is not None:
             selection.settle()
-            self.figures.kept_bytes = selection.nbytes(self._shared_with_others())
+            self.report.kept_bytes = selection.nbytes(self._shared_with_others())
         if self.action is Action.RECOMPUTE_OFFLOADED:
             with self.runtime.sending(self) as store:
                 send_frozen([one for one in self.arguments() if one.needs_grad], fixed, store)
         elif self.action is Action.RECOMPUTE_COMPRESSED and not self._above_recomputes():
             arguments = [one for one in self.arguments() if one.needs_grad]
-            self.figures.packed_bytes = compress_frozen(arguments, fixed, self.runtime.compressor, self.options)
+            self.report.packed_bytes = compress_frozen(arguments, fixed, self.runtime.compressor, self.options)
         elif self.action is Action.SELECTIVE_OFFLOADED and selection is not None:
             with self.runtime.sending(self) as store:
                 send_frozen(selection.kept, self._shared_with_others(), store)
@@ -434,9 +401,9 @@ class BlockCall:
         for saved in living:
             saved.pinned = saved.pinned or saved.address() in fixed
         alive = storages(living)
-        self.figures.saved_bytes = sum(alive.values())
-        self.figures.argument_bytes = sum(arguments.values())
-        self.figures.own_bytes = sum(
+        self.report.saved_bytes = sum(alive.values())
+        self.report.argument_bytes = sum(arguments.values())
+        self.report.own_bytes = sum(
             nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
         )
 
@@ -460,7 +427,7 @@ class BlockCall:
 
     def _give_up(self) -> None:
         """What `revoke` does, when the block has just ended."""
-        if not self.figures.kept_because and (self.frozen is not None or self.parent is not None):
+        if not self.report.kept_because and (self.frozen is not None or self.parent is not None):
             self._let_go()
 
     def _is_wanted(self) -> bool:
@@ -482,12 +449,12 @@ class BlockCall:
     def _may_go(self) -> bool:
         if self.frozen is None and self.parent is None:
             return False
-        if not self.figures.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self.arguments()):
-            self.figures.kept_because = "an argument of it was written to after it had ended"
+        if not self.report.kept_because and any(frozen.moved_on and not frozen.copied for frozen in self.arguments()):
+            self.report.kept_because = "an argument of it was written to after it had ended"
         written = self.snapshot.written()
-        if not self.figures.kept_because and written:
-            self.figures.kept_because = f"{written} was written to after it had ended"
-        return not self.figures.kept_because
+        if not self.report.kept_because and written:
+            self.report.kept_because = f"{written} was written to after it had ended"
+        return not self.report.kept_because
 
     def _let_go(self) -> None:
         self.selection = None
@@ -604,7 +571,7 @@ class BlockCall:
             self.block.state.as_of(self.snapshot),
             grad_mode(enabled=True),
             Packing(replay.fill, _same),
-            runtime.selecting(mode),
+            mode if mode is not None else contextlib.nullcontext(),
         ):
             self.running_again = True
             try:
@@ -615,17 +582,17 @@ class BlockCall:
             finally:
                 self.running_again = False
         replay.verify()
-        self.figures.recomputes += 1
-        self.figures.skipped_ops += mode.skipped if mode is not None else 0
+        self.report.recomputes += 1
+        self.report.skipped_ops += mode.skipped if mode is not None else 0
         if torch._C._current_graph_task_id() != -1 and not retained():
             self.selection = None
-        self.figures.recompute_seconds += time.perf_counter() - began
+        self.report.recompute_seconds += time.perf_counter() - began
         self._clear_later()
 
     def rerun(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run as part of the second run of the parent (rule 6)."""
         watched = self.differentiates or (self.parent is not None and self.parent.differentiates)
-        again = self.ended and not self.figures.kept_because
+        again = self.ended and not self.report.kept_because
         self.armed = self.action.recomputes and again and not watched
         if self.armed:
             self._freeze(args, kwargs, copied=self._is_written)

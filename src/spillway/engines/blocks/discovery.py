@@ -100,7 +100,7 @@ def _unpack(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
+def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = True) -> list[str]:
     """Names of the blocks of a model, in the order of `named_modules`.
 
     From the root downwards, a module that has children and is no container is a block if its class occurs at least
@@ -111,22 +111,14 @@ def discover(model: nn.Module, forward: Callable[[], object]) -> list[str]:
     Args:
         model: In the mode, training or not, in which it will run.
         forward: Runs the model once, with gradients.
+        keeps: As for `Watch`.
 
     Raises:
         NoBlocksError: The model has no blocks.
     """
-    watch = Watch(model)
+    watch = Watch(model, keeps=keeps)
     with watch.watching():
         forward()
-    return blocks_of(model, watch)
-
-
-def blocks_of(model: nn.Module, watch: Watch) -> list[str]:
-    """Names of the blocks, from a forward that was watched.
-
-    Raises:
-        NoBlocksError: The model has none.
-    """
     found = _blocks(model, watch)
     if not found:
         reason = (
@@ -228,16 +220,14 @@ def find_blocks(
         NoBlocksError: The model has no blocks, or its arguments cannot be copied.
     """
 
-    def watched(*, keeps: bool) -> Watch:
-        watch = Watch(model, keeps=keeps)
-        with undone(environment, (model,), args, kwargs) as (given, named), watch.watching():
-            heard(forward, *given, **named)
-        return watch
+    def found(*, keeps: bool) -> list[str]:
+        with undone(environment, (model,), args, kwargs) as (given, named):
+            return discover(model, lambda: heard(forward, *given, **named), keeps=keeps)
 
     try:
-        watch = watched(keeps=False)
+        return found(keeps=False)
     except BackwardInside:
-        watch = watched(keeps=True)
+        return found(keeps=True)
     except CannotCopyError as error:
         reason = f"they cannot be looked for in a forward that runs once more, because {error}"
         raise NoBlocksError(
@@ -245,4 +235,3 @@ def find_blocks(
             f"name them with blocks=BlockOptions(names=[...]).",
             reason=reason,
         ) from error
-    return blocks_of(model, watch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
@@ -22,44 +23,24 @@ _PLAIN: Final = (Tensor, nn.Parameter)
 
 
 @final
+@dataclass(slots=True)
 class Snapshot:
     """One block when one of its calls began."""
 
-    __slots__ = (
-        "buffers",
-        "classes",
-        "differentiable",
-        "parameters",
-        "prints",
-        "reach",
-        "seen",
-        "training",
-        "versions",
-    )
-
-    def __init__(
-        self,
-        training: tuple[bool, ...],
-        classes: list[tuple[nn.Module, type]],
-        buffers: dict[Attribute, Tensor | None],
-        parameters: list[tuple[Tensor, int, str, nn.Module]],
-        versions: list[tuple[Tensor, int, str]],
-        seen: SeenAttributes,
-        reach: Reach | None,
-    ) -> None:
-        self.training = training
-        self.classes = classes
-        self.buffers = buffers
-        """Copies of those that the forward may change."""
-        self.parameters = parameters
-        self.differentiable = [parameter.requires_grad for parameter, *_ in parameters]
-        self.versions = versions
-        """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
-        self.seen = seen
-        self.reach = reach
-        """What lies deeper than attributes, where that is known to change or not known yet."""
-        self.prints: list[tuple[str, Tensor, Fingerprint]] = []
-        """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
+    training: tuple[bool, ...]
+    classes: list[tuple[nn.Module, type]]
+    buffers: dict[Attribute, Tensor | None]
+    """Copies of those that the forward may change."""
+    parameters: list[tuple[Tensor, int, str, nn.Module]]
+    differentiable: list[bool]
+    """Which of these were."""
+    versions: list[tuple[Tensor, int, str]]
+    """The other buffers: like parameters not copied, and not to be changed until the block has run again."""
+    seen: SeenAttributes
+    reach: Reach | None
+    """What lies deeper than attributes, where that is known to change or not known yet."""
+    prints: list[tuple[str, Tensor, Fingerprint]] = field(default_factory=list)
+    """Of parameters, as long as it is not known whether they are written to in a way that no version shows."""
 
     def written(self) -> str:
         """What was written to since and is not put back: the name of a tensor of which there is no copy, or the class
@@ -123,9 +104,9 @@ class ModuleState:
                 else:
                     versions.append((buffer, buffer._version, name))
         classes = [(module, type(module)) for module in self._modules]
-        snapshot = Snapshot(
-            training, classes, buffers, parameters, versions, self._attributes.look(training), self._look_deep()
-        )
+        differentiable = [parameter.requires_grad for parameter, *_ in parameters]
+        seen_attributes, reach = self._attributes.look(training), self._look_deep()
+        snapshot = Snapshot(training, classes, buffers, parameters, differentiable, versions, seen_attributes, reach)
         if self._looks < LOOKS:
             seen: Seen = {}
             plain = ((name, one) for one, _, name, _ in parameters if _is_plain(one))

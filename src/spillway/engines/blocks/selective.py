@@ -20,7 +20,7 @@ result was going to be saved. What keeps this exact:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, final
 
@@ -28,17 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spillway.engines.blocks.compiled_blocks import is_compiled
-from spillway.engines.blocks.containers import tensors
-from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import FrozenTensor
-from spillway.errors import ModelError
 from spillway.internals.private import storage_address as address
 from spillway.internals.private import unheard_by_modes
 from spillway.units import Bytes
 
-Selected: TypeAlias = Collection[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""Classes of modules, or a function of a module's name and the module."""
 Looks: TypeAlias = tuple[Any, ...]
 _NAMES: Final = (
     "mm", "addmm", "convolution", "cudnn_convolution", "mkldnn_convolution", "_scaled_mm", "_grouped_mm",
@@ -106,11 +100,9 @@ class Selection:
 
     Args:
         overwritten: Calls and numbers of results that are known to be written to; added to.
-        by_module: Ops are selected in named modules, whichever they are.
     """
 
-    def __init__(self, call: int, overwritten: set[tuple[int, int]], *, by_module: bool) -> None:
-        self.by_module = by_module
+    def __init__(self, call: int, overwritten: set[tuple[int, int]]) -> None:
         self.results: list[Result | None] = []
         self._call, self._overwritten = call, overwritten
         self._numbers: dict[int, int] = {}
@@ -154,10 +146,6 @@ class Selection:
             with _versions_shared():
                 result.twins += [FrozenTensor(twin, None) for twin in twins]
 
-    def drop(self, number: int) -> None:
-        """Keep a result no longer."""
-        self.results[number] = None
-
     def settle(self) -> None:
         """The block has ended: hold no bytes but those that are kept."""
         for result in self.results:
@@ -183,29 +171,13 @@ class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.selection = selection
         self.count = 0
         """How many ops were selected."""
-        self._starts: list[int] = []
-        """For each named module that is running, how many ops had been selected when it began."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what is compiled in a block runs compiled
 
-    def enter(self) -> None:
-        """A named module begins."""
-        self._starts.append(self.count)
-
-    @unheard_by_modes
-    def leave(self, output: Any) -> None:
-        """It has ended; nothing is known of what it returns if it failed."""
-        self.end_module(self._starts.pop(), output)
-
-    def end_module(self, start: int, output: Any) -> None:
-        """A named module has ended in which the ops from `start` on were selected."""
-
     def selects(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether what an op returns is to be kept."""
-        if self.selection.by_module:
-            return bool(self._starts) and _is_plain(op)
         if op not in EXPENSIVE:
             return False
         place = EXPENSIVE[op]
@@ -217,10 +189,6 @@ class AbstractSelecting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @final
 class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
     """Around the first run."""
-
-    def __init__(self, selection: Selection) -> None:
-        super().__init__(selection)
-        self._chosen: set[int] = set()
 
     @unheard_by_modes
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -238,19 +206,6 @@ class Keeping(AbstractSelecting):  # type: ignore[no-untyped-call]
             self.count += 1
             self.selection.note(op, _looks(args, kwargs), made, _tensors_of((*args, *kwargs.values())))
         return made
-
-    def end_module(self, start: int, output: Any) -> None:
-        """Keep the ops that made what the module returned."""
-        try:
-            returned = {address(tensor) for tensor in tensors(output) if torch._C._has_storage(tensor)}
-        except CannotCopyError:
-            returned = set()
-        for number in range(start, self.count):
-            result = self.selection.results[number]
-            if result is not None and any(one.key in returned for one in result.kept):
-                self._chosen.add(number)
-            elif not self._starts and number not in self._chosen:
-                self.selection.drop(number)
 
 
 @final
@@ -324,14 +279,6 @@ def _replaced(made: Any, kind: type, replace: Callable[[Any], Any]) -> Any:
 
 
 @functools.cache
-def _is_plain(op: Any) -> bool:
-    """Whether an op returns nothing but fresh bytes, the same ones for the same arguments (rules 2 and 3)."""
-    schema = op._schema
-    aliases = any(value.alias_info is not None for value in (*schema.arguments, *schema.returns))
-    return not aliases and not schema.is_mutable and torch.Tag.nondeterministic_seeded not in op.tags
-
-
-@functools.cache
 def _written(op: Any) -> tuple[tuple[str, int], ...]:
     """Names and places of the arguments that an op writes to."""
     arguments = enumerate(op._schema.arguments)
@@ -343,24 +290,3 @@ def _written(op: Any) -> tuple[tuple[str, int], ...]:
 def _versions_shared() -> Any:
     """Inside a dispatch mode: an alias of a tensor shares its version counter, as it does outside."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-
-
-def selected_modules(blocks: Mapping[str, nn.Module], selected: Selected) -> list[nn.Module]:
-    """The modules inside blocks that a user selects.
-
-    Raises:
-        ModelError: There are none.
-    """
-    found: dict[nn.Module, None] = {}
-    for block, whole in blocks.items():
-        if is_compiled(whole):
-            continue
-        for name, module in whole.named_modules():
-            chosen = selected(f"{block}.{name}", module) if callable(selected) else isinstance(module, tuple(selected))
-            if name and chosen:
-                found[module] = None
-    if not found:
-        raise ModelError(
-            "selected= chooses no module inside the blocks; leave it out to keep what expensive ops return."
-        )
-    return list(found)

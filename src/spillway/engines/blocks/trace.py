@@ -47,6 +47,7 @@ _NOBODYS: Final = RecordScope.STATIC_RUNTIME_MODEL
 when the optimizer's hooks are called, would write its end into memory that the profiler has given up."""
 _prepare_trace: Final[Any] = cast(Any, autograd_profile)._prepare_trace
 _SILENT: Final = "99"
+_NEVER: Final = 1 << 63
 _PATIENCE: Final = 2.0
 """Seconds that another thread's profiler waits for a trace to end: it may be what the tracing thread waits for."""
 _turns = threading.RLock()
@@ -217,55 +218,49 @@ class Event(NamedTuple):
     """Whether somebody who knew the storage says so, and not the allocator."""
 
 
-def _at_peak(memory: list[Event], begin: int, known: Mapping[int, Bytes]) -> Held:
-    """The same account as `_windows`, storage by storage."""
-    ours, before = dict[int, tuple[int, Bytes]](), dict(known)
-    held = peak = 0
-    best = Held(begin, {})
-    rising = False
+def _levels(
+    memory: list[Event], begin: int, known: Mapping[int, Bytes]
+) -> Iterator[tuple[int, Bytes, Bytes, Mapping[int, tuple[int, Bytes]]]]:
+    """Before every event from a moment on, and after the last: when the event is and its bytes, what is held until
+    then, and of that what was allocated since."""
+    ours, before, held = dict[int, tuple[int, Bytes]](), dict(known), 0
     for at, nbytes, address, told in sorted(memory, key=lambda event: event.at):
         if at < begin:
             continue
+        yield at, nbytes, held, ours
         if nbytes > 0:
-            held += nbytes - before.pop(address, 0) - ours.pop(address, (0, 0))[1]
+            # What is there now was not before: the release of what had this address was not heard of.
+            held += nbytes - before.pop(address, 0) - ours.get(address, (0, 0))[1]
             ours[address] = at, nbytes
-            if held > peak:
-                peak, rising = held, True
-                latest = at
-            continue
-        if rising:  # copied when it ends, and not at every byte that it is higher
-            best, rising = Held(latest, dict(ours)), False
-        if told or address not in ours:
+        elif told or address not in ours:
             held -= before.pop(address, 0)
         else:
             held -= ours.pop(address)[1]
-    return Held(latest, dict(ours)) if rising else best
+    yield _NEVER, 0, held, ours
+
+
+def _at_peak(memory: list[Event], begin: int, known: Mapping[int, Bytes]) -> Held:
+    best, peak, rising, latest, last = Held(begin, {}), 0, False, begin, begin
+    for at, nbytes, held, ours in _levels(memory, begin, known):
+        if held > peak:
+            peak, rising, latest = held, True, last
+        if rising and nbytes <= 0:  # copied when it ends, and not at every byte that it is higher
+            best, rising = Held(latest, dict(ours)), False
+        last = at
+    return best
 
 
 def _windows(memory: list[Event], marks: list[int], known: Mapping[int, Bytes]) -> list[Window]:
-    ours, before = dict[int, Bytes](), dict(known)
-    held = 0
     found: list[Window] = []
-    events = sorted(memory, key=lambda event: event.at)
-    at = 0
-    for mark, end in zip(marks, [*marks[1:], 1 << 63], strict=True):
-        while not found and at < len(events) and events[at].at < mark:
-            at += 1  # before the first mark
-        level = peak = held
-        while at < len(events) and events[at].at < end:
-            _, nbytes, address, told = events[at]
-            at += 1
-            if nbytes > 0:
-                # What is there now was not before: the release of what had this address was not heard of.
-                held += nbytes - before.pop(address, 0) - ours.get(address, 0)
-                ours[address] = nbytes
-                peak = max(peak, held)
-            elif told or address not in ours:
-                held -= before.pop(address, 0)
-            else:
-                held -= ours.pop(address)
-        found.append(Window(level, peak))
-    return found
+    level = peak = 0
+    for at, _, held, _ in _levels(memory, marks[0], known) if marks else ():
+        peak = max(peak, held)
+        while len(found) < len(marks) and marks[len(found)] <= at:
+            if found:
+                found[-1] = Window(level, peak)
+            found.append(Window(held, held))
+            level = peak = held
+    return [*found[:-1], Window(level, peak)] if found else []
 
 
 def _give_way(lose: Callable[[], None] | None) -> None:
@@ -297,25 +292,27 @@ def _silence() -> Iterator[None]:
         yield
 
 
-@final
-class CudaTrace(AbstractTrace):
-    """On CUDA, from the allocator's own peak, which is reset at every mark: `torch.cuda.max_memory_allocated` is then
-    that since the last seam between two blocks."""
+class AbstractCounter(AbstractTrace):
+    """Where the allocator counts the peak between two moments itself."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._base: Bytes = 0
-        self._windows: list[Window] = []
+    def __init__(self) -> None:
+        self._marked: list[Window] = []
         self._stopped = False
 
+    @abstractmethod
+    def since(self) -> Window:
+        """What is taken now above the beginning, and the peak since this was last asked."""
+
     def mark(self) -> None:
-        level = torch.cuda.memory_allocated(self._device)
-        if self._windows:
-            self._end_window()
-        else:
-            self._base = level
-        self._windows.append(Window(level - self._base, level - self._base))
-        torch.cuda.reset_peak_memory_stats(self._device)
+        level = self._look()
+        self._marked.append(Window(level, level))
+
+    def _look(self) -> Bytes:
+        level, peak = self.since()
+        if self._marked:
+            begin, highest = self._marked[-1]
+            self._marked[-1] = Window(begin, max(highest, peak))
+        return level
 
     def died(self, address: int, nbytes: Bytes) -> None:
         """The allocator knows."""
@@ -327,60 +324,55 @@ class CudaTrace(AbstractTrace):
         return None
 
     def so_far(self) -> list[Window]:
-        if self._windows:
-            self._end_window()
-        return list(self._windows)
+        self._look()
+        return list(self._marked)
 
     def stop(self) -> list[Window]:
-        if self._windows and not self._stopped:
-            self._end_window()
-        self._stopped = True
-        return self._windows
-
-    def _end_window(self) -> None:
-        peak = torch.cuda.max_memory_allocated(self._device) - self._base
-        self._windows[-1] = Window(self._windows[-1].level, peak)
+        if not self._stopped:
+            self._look()
+            self._stopped = True
+        return self._marked
 
 
 @final
-class ArenaTrace(AbstractTrace):
+class CudaTrace(AbstractCounter):
+    """On CUDA, from the allocator's own peak, which is reset at every look: `torch.cuda.max_memory_allocated` is then
+    that since the last seam between two blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._base: Bytes = torch.cuda.memory_allocated(device)
+
+    def since(self) -> Window:
+        level, peak = torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return Window(level - self._base, peak - self._base)
+
+
+@final
+class ArenaTrace(AbstractCounter):
     """On the CPU where tensors are born in the arena: it counts, in every thread that is in no step of its own."""
 
     def __init__(self, known: Mapping[int, Bytes]) -> None:
+        super().__init__()
         self._counted = arena.Trace(known)
-        self._windows: list[Window] = []
-        self._stopped = False
 
-    def mark(self) -> None:
-        level = self.level()
-        self._windows.append(Window(level, level))
+    def since(self) -> Window:
+        return Window(*self._counted.since())
+
+    def level(self) -> Bytes:
+        return self._look()
 
     def died(self, address: int, nbytes: Bytes) -> None:
         self._counted.forget(address)
 
-    def freed(self, at: int, address: int, nbytes: Bytes) -> None:
-        """The allocator has heard of it."""
-
-    def at_peak(self) -> Held | None:
-        return None
-
-    def level(self) -> Bytes:
-        level, peak = self._counted.since()
-        if self._windows:
-            begin, highest = self._windows[-1]
-            self._windows[-1] = Window(begin, max(highest, peak))
-        return level
-
-    def so_far(self) -> list[Window]:
-        self.level()
-        return list(self._windows)
-
     def stop(self) -> list[Window]:
-        if not self._stopped:
-            self.level()
-            self._stopped = True
+        over = self._stopped
+        windows = super().stop()
+        if not over:
             self._counted.end()
-        return self._windows
+        return windows
 
 
 def trace_for(device: torch.device, known: Mapping[int, Bytes]) -> AbstractTrace | None:

@@ -111,7 +111,6 @@ class Collectives(AbstractCollectives):
 
     @unheard
     def run(self, info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run the op, which begins the collective; what that uses is in flight from here on."""
         engine, controller = self._engine, self._engine.controller
         engine.raise_interrupt()
         controller.clock += 1
@@ -145,7 +144,6 @@ class Collectives(AbstractCollectives):
             self._engine.ensure_resident(tensor)
 
     def begun_elsewhere(self, work: Any, given: object) -> None:
-        """It has begun."""
         if work is None:
             return
         with self._engine.controller.lock:

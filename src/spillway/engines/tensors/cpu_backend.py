@@ -57,7 +57,6 @@ class OpMeter:
         self._memory = memory
 
     def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
-        """Run an op; what it needed for itself beside what it left behind."""
         cells = self._memory.cells
         cells[MOST] = cells[LOCAL] = cells[ABOVE] = 0
         out = run()

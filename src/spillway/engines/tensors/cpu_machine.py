@@ -203,14 +203,12 @@ class CpuMachine:
             self._leaving = [(slot, real) for slot, real in self._leaving if not self.tier.written(slot)]
 
     def wait_for_readers(self, storage: Storage) -> None:
-        """No worker reads the bytes afterwards: they are about to be put elsewhere."""
         if not self._leaving:
             return
         real = real_storage(storage)
         self.tier.log.wait([slot.writing for slot, read in self._leaving if read is real and slot.writing is not None])
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
-        """Nothing is read or written by a worker afterwards; what they have to tell is not heard yet."""
         wait([arrival.reading for arrival in arrivals])
         wait([writing for slot, _ in list(self._leaving) if (writing := slot.writing) is not None])
 
@@ -272,7 +270,6 @@ class CpuMachine:
                 self.tier.free(slot)
 
     def transfer_seconds(self, nbytes: Bytes) -> Seconds:
-        """Seconds to write and to read `nbytes`, by the bandwidth seen so far."""
         return 2 * self.tier.seconds_for(nbytes)
 
     def seconds_of(self, recipe: Recipe) -> Seconds:
@@ -293,8 +290,7 @@ class CpuMachine:
 
     def _mapping(self, slot: Slot) -> torch.UntypedStorage:
         mapped = self.tier.mapped(slot)
-        view = torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start)
-        return view.untyped_storage()
+        return storage_of(torch.frombuffer(mapped.buffer, dtype=torch.uint8, count=slot.nbytes, offset=mapped.start))
 
 
 def _nothing(inside: Bytes) -> None:

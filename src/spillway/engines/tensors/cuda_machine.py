@@ -204,7 +204,6 @@ class CudaMachine:
 
     @property
     def readable_in_place(self) -> bool:
-        """Whether a moved storage can be read where it is."""
         return self.absence.readable and self.pool.readable
 
     # ------------------------------------------------------------------ ops
@@ -226,7 +225,6 @@ class CudaMachine:
     # ------------------------------------------------------------------ out
 
     def page_out(self, storage: Storage) -> HostCopy:
-        """Copy the bytes to a block and free them in the order of the device."""
         home = self._begin_out(storage, wait=True)
         self.leave(storage, home)
         return home
@@ -251,7 +249,6 @@ class CudaMachine:
         self.absence.take_away(real, storage.nbytes, home.block)
 
     def release(self, storage: Storage) -> None:
-        """Free the bytes; nothing is kept."""
         self.wait_for_readers(storage)
         if not self.absence.readable:
             self.largest_given = max(self.largest_given, storage.nbytes)
@@ -316,14 +313,12 @@ class CudaMachine:
         self.absence.give_up(arrival.target)
 
     def await_workers(self, arrivals: Sequence[Arrival]) -> None:
-        """Nothing is copied afterwards; the host waits."""
         for event in (*(arrival.done for arrival in arrivals), *(home.done for home, _ in list(self._leaving))):
             event.synchronize()
 
     # ------------------------------------------------------------------ what is kept
 
     def reap(self) -> None:
-        """Let go of storages whose copies are done, and of blocks that the device is done with."""
         if self._leaving:
             self._leaving = [(home, real) for home, real in self._leaving if not home.done.query()]
         if self._cooling:

@@ -53,7 +53,6 @@ class Reserve:
         """So many bytes are about to be created: room was made for them."""
 
     def created(self, nbytes: Bytes) -> None:
-        """So many bytes are new."""
         self._until_look -= nbytes
         if self._until_look < 0:
             self.look()
@@ -93,7 +92,6 @@ class Meter:
         return max(self._most, self._streams.peak())
 
     def around(self, run: Callable[[], T]) -> tuple[T, Bytes]:
-        """Run an op; what it needed for itself beside what it left behind."""
         self._most = self.peak()
         self._streams.reset_peak()
         before = self._streams.allocated()

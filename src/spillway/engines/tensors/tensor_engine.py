@@ -75,7 +75,6 @@ class TensorEngine(AbstractTensorEngine):
     ) -> None:  # fmt: skip
         self.backend = backend if backend is not None else CpuBackend(spill_directory, spill_io)
         self.log = self.backend.log
-        """Copies as they were made, and what waited for them."""
         self.machine = self.backend.machine
         self.creations = self.backend.creations
         self.controller = Controller(self.machine, policy, allowed)
@@ -83,8 +82,6 @@ class TensorEngine(AbstractTensorEngine):
         self.table: dict[int, Storage] = {}
         self.infos: dict[int, OpInfo] = {}
         self.geometries: dict[Geometry, Geometry] = {}
-        """Each geometry that recipes of this step mention, once: what many recipes share is one thing to walk for the
-        garbage collector."""
         self.sizes = Sizes()
         self.interrupts: list[Callable[[], None]] = []
         self.odd_tensors = self.sparse_tensors = False
@@ -95,27 +92,21 @@ class TensorEngine(AbstractTensorEngine):
         """What counts, in a step that nobody watches."""
         self.register, self.died = build_register(self)
         self.fused_updates = 0
-        """Fused optimizer ops in this step; torch counts no version for what they write."""
         self.ran_eagerly = False
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
-        """Whether ops are watched."""
         self._after_unwatched = False
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
         """Whether a step began whose end is not done."""
         self.recording = True
-        """Whether recipes are written where the policy uses them: not in a step of a size that is known to fit, until
-        its room gets short."""
         self.foresees = policy.foresees and self.budget.limited
-        """Whether the policy is asked while ops run."""
         self.start_bytes: Bytes = 0
         self.ops = 0
         self.transfers = Transfers(seconds=0.0, hidden_seconds=0.0)
         """The copies of the step that ended last."""
         self.began: Seconds = 0.0
-        """When the step began, by `time.perf_counter`."""
         self.history: StepHistory | None = None
         self.recorded: Callable[[Around | None], Around] | None = None
         """What writes the next step down stands around handlers, and within what asks the policy."""
@@ -167,12 +158,9 @@ class TensorEngine(AbstractTensorEngine):
         return info
 
     def info_of(self, func: Any) -> OpInfo:
-        """What is known about an op."""
         return self.infos.get(id(func)) or self.learn_op(func)
 
     def note_odd_tensors(self) -> None:
-        """Nested tensors, or some with a conjugate or negative bit, are about: the short way, which does not look for
-        them, is closed."""
         if self.odd_tensors:
             return
         self.odd_tensors = True
@@ -181,19 +169,15 @@ class TensorEngine(AbstractTensorEngine):
         self._dispatch.start_anew()
 
     def start_anew(self) -> None:
-        """What is known about ops has changed."""
         self._dispatch.start_anew()
 
     def note_eager(self) -> None:
-        """Something that is compiled is about to run op by op."""
         self.ran_eagerly = True
 
     def find(self, tensor: torch.Tensor) -> Storage | None:
-        """The tensor's storage if it is known."""
         return self.table.get(_address_or_none(tensor))
 
     def lookup(self, tensor: torch.Tensor) -> Storage | None:
-        """The tensor's storage, taken into account if it was unknown; None if it is not ours to manage."""
         return self.table.get(_address_or_none(tensor)) or self.adopt(tensor)
 
     @unheard
@@ -242,18 +226,15 @@ class TensorEngine(AbstractTensorEngine):
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Their bytes do not leave any more (rule 10)."""
         for storage in filter(None, map(self.lookup, tensors)):
             storage.escaped = True
 
     def pass_by(self, out: torch.Tensor | None) -> None:
-        """It is not managed, but for what a sparse tensor consists of."""
         if isinstance(out, torch.Tensor):
             self.unmanaged += 1
             self.take_in_parts(out)
 
     def take_in_parts(self, tensor: torch.Tensor) -> None:
-        """Take into account what a sparse tensor consists of."""
         if tensor.layout is not torch.strided and tensor.device in self.backend.devices:
             if not self.sparse_tensors:
                 self.sparse_tensors = True
@@ -266,7 +247,6 @@ class TensorEngine(AbstractTensorEngine):
                     self.check_size(storage)  # an op on the whole may have changed it
 
     def register_new(self, tensor: torch.Tensor) -> Storage | None:
-        """A storage that an op created; None if it is an operand's, or not ours to manage."""
         key = _address_or_none(tensor)
         if key == NO_ADDRESS or tensor.device not in self.backend.devices or is_wrapper(tensor):
             self.pass_by(tensor)
@@ -274,13 +254,11 @@ class TensorEngine(AbstractTensorEngine):
         return None if key in self.table else self.register(tensor, key)
 
     def current(self, storage: Storage) -> Value:
-        """The storage's current value."""
         if storage.value is None:
             raise EngineError(f"{storage!r} is dead and was used all the same.")
         return storage.value
 
     def check_size(self, storage: Storage) -> bool:
-        """An op may have changed the size of what it wrote: whether it did."""
         real = storage.handle() if storage.handle is not None else None
         if real is None or real.nbytes() == storage.nbytes:
             return False
@@ -288,7 +266,6 @@ class TensorEngine(AbstractTensorEngine):
         return True
 
     def growth(self, storages: Iterable[Storage]) -> Bytes:
-        """By how much they have grown out of sight, as a lazily negated `out=` does before `copy_` fills it."""
         real = ((storage.nbytes, storage.handle()) for storage in storages if storage.handle is not None)
         return sum(max(now.nbytes() - known, 0) for known, now in real if now is not None)
 
@@ -305,7 +282,6 @@ class TensorEngine(AbstractTensorEngine):
     # ------------------------------------------------------------------ ops
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
-        """Run an op that may have absent inputs or lack room: find its exact size, prepare, run, let go."""
         info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
         if info.resizes:
             for storage in seen.writes:
@@ -347,7 +323,6 @@ class TensorEngine(AbstractTensorEngine):
             self._dispatch.rearm()
 
     def fits_at_once(self, seen: Seen) -> bool:
-        """Whether everything that an op needs can be there without anything else leaving."""
         together = {value.storage: value for value in seen.reads}
         absent = sum(storage.nbytes for storage, value in together.items() if value.absent)
         needed = 0
@@ -356,7 +331,6 @@ class TensorEngine(AbstractTensorEngine):
         return absent + needed == 0 or self.budget.short(absent + needed) <= 0
 
     def never_leaves(self) -> Bytes:
-        """Bytes of what stays in memory whatever happens: what has escaped, and what is too small to be worth it."""
         return sum(s.nbytes for s in list(self.table.values()) if s.escaped or s.nbytes < SMALLEST_MOVABLE)
 
     def look_ahead(self) -> None:
@@ -402,12 +376,6 @@ class TensorEngine(AbstractTensorEngine):
     # ------------------------------------------------------------------ reached from outside
 
     def reveal(self, tensor: torch.Tensor | torch.UntypedStorage, *, by_address: bool) -> None:
-        """Something is about to read `tensor` without asking the dispatcher.
-
-        With `by_address` it may keep the address: the bytes come back and stay. Otherwise a moved storage is read
-        where it is, and a dropped one comes back and is not dropped again. Where a moved one cannot be read, it is
-        the same as with an address.
-        """
         by_address = by_address or not self.machine.readable_in_place
         key = tensor._cdata if isinstance(tensor, torch.UntypedStorage) else _address_or_none(tensor)
         storage = self.table.get(key)
@@ -427,14 +395,12 @@ class TensorEngine(AbstractTensorEngine):
                 storage.locks -= 1
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
-        """`tensor` has no bytes of its own and an op is about to use it: what is in it comes back and stays."""
         with unwatched():
             inner = list(inner_tensors(tensor))
         for part in inner:
             self.reveal(part, by_address=True)
 
     def ensure_resident(self, tensor: torch.Tensor) -> None:
-        """`tensor` is about to get another size: its bytes come back."""
         storage = self.table.get(_address_or_none(tensor))
         if storage is None or storage.value is None:
             return
@@ -446,8 +412,6 @@ class TensorEngine(AbstractTensorEngine):
 
     @contextlib.contextmanager
     def resizing(self, real: torch.UntypedStorage, nbytes: Bytes) -> Iterator[None]:
-        """A storage is about to get another size by its own method, which is no op: it comes back, and a next version
-        begins."""
         storage = self.table.get(real._cdata)
         if storage is None or storage.value is None:
             yield
@@ -471,9 +435,6 @@ class TensorEngine(AbstractTensorEngine):
     def steadying(
         self, name: str, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], needed: Bytes
     ) -> Iterator[None]:  # fmt: skip
-        """What an op reads and writes by address, between the ops that it consists of too: it is in memory until the
-        op is done. Between steps nothing leaves, and what is moved can be read where it is. If it can be had, there is
-        room for `needed` bytes, which are not seen."""
         values = [self.current(storage) for tensor in read if (storage := self.find(tensor)) is not None]
         writes = [storage for tensor in written if (storage := self.find(tensor)) is not None]
         if not (values or writes) or not (writes or self.in_step):
@@ -498,12 +459,9 @@ class TensorEngine(AbstractTensorEngine):
                     self.controller.finish(values, writes)
 
     def also_here(self) -> contextlib.AbstractContextManager[None]:
-        """What this thread, which is not the step's, runs within is a part of the step."""
         return self._dispatch.also_here()
 
     def fetch(self, storage: Storage) -> None:
-        """Bring the bytes back: within the budget during a step; between steps nothing that plain PyTorch allows is
-        refused."""
         if self.in_step:
             self.controller.restore(self.current(storage))
         else:
@@ -570,8 +528,6 @@ class TensorEngine(AbstractTensorEngine):
         return inner if self.following is None else self.following.around(inner)
 
     def present(self) -> list[Storage]:
-        """All storages that there are, in an order that stays the same from step to step: batches of earlier steps
-        that somebody keeps come last."""
         return sorted(self.table.values(), key=self.left_over)
 
     def newer_than(self, number: int) -> list[Storage]:
@@ -586,7 +542,6 @@ class TensorEngine(AbstractTensorEngine):
         return storage.kind is Kind.INPUT and storage not in self.inputs
 
     def label(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Say what storages are for, taking them into account if need be."""
         tensors, known = list(tensors), self.table.get
         for kind, tensor in tensors:
             try:
@@ -684,11 +639,6 @@ class TensorEngine(AbstractTensorEngine):
             self.controller.copies.weigh(*known)
 
     def restore_all(self) -> None:
-        """Nothing is absent afterwards, for a machine whose absent storages cannot be read.
-
-        Raises:
-            BudgetInfeasible: They do not fit together. They are back all the same: right comes before small.
-        """
         controller = self.controller
         absent = [
             storage for storage in list(self.table.values()) if storage.value is not None and storage.value.absent
@@ -700,7 +650,6 @@ class TensorEngine(AbstractTensorEngine):
             raise self.budget.refusal(together, "the end of the step", last, together, exact=False)
 
     def disarm(self) -> None:
-        """In a forked child: leave its ops alone, and the spill file to the parent that shares it."""
         self.controller.lock = threading.RLock()  # another thread, which is not in the child, may hold it
         self.budget.allow(UNLIMITED)
         self.controller.flights.forget()
@@ -708,7 +657,6 @@ class TensorEngine(AbstractTensorEngine):
         self._dispatch.disarm()
 
     def await_copies(self) -> None:
-        """No worker is busy afterwards. Changes nothing else: it may be asked by any thread, and at any moment."""
         self.machine.await_workers(list(self.controller.arriving.values()))
 
     def close(self) -> None:
@@ -735,8 +683,6 @@ class TensorEngine(AbstractTensorEngine):
                 self._closed = True
 
     def raise_interrupt(self) -> None:
-        """Between two ops: deliver a Ctrl-C that arrived while the engine could not be interrupted, and look ahead; let
-        go of what is not in flight any more."""
         try:
             deliver(self.interrupts)
         finally:
@@ -745,7 +691,6 @@ class TensorEngine(AbstractTensorEngine):
                 self.poll_flights()
 
     def poll_flights(self) -> None:
-        """Before the next op as well, as long as anything is in flight."""
         if len(self.controller.flights) and not self.interrupts:
             self.interrupts.append(lambda: None)
 

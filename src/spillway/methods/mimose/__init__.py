@@ -100,14 +100,7 @@ class Mimose(AbstractBlockMethod):
         return self.phase is Phase.COLLECTING or not self._planning.ready
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
-        """What to do in a step whose input has this size.
-
-        Args:
-            size: Of the input.
-            available: The budget less what is resident when the forward begins.
-
-        In the collecting phase, and until every block and the whole model were measured, every block is recomputed.
-        """
+        """Until every block and the whole model were measured, and in the collecting phase, nothing is kept."""
         if self.collecting:
             wanted = self.options.collects_known_sizes or size not in self._collected
             measures = not self._planning.ready or (self.phase is Phase.COLLECTING and wanted)
@@ -129,13 +122,7 @@ class Mimose(AbstractBlockMethod):
         return plan
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
-        """Take what a step measured.
-
-        Args:
-            step: Its peak.
-            blocks: Of a step that collects every block. Others may bring what they counted anyway, of blocks that were
-                kept.
-        """
+        """Steps that do not collect may bring what they counted anyway, of blocks that were kept."""
         collecting = self.collecting
         if collecting or self.options.corrects:
             whole = self.options.first_counts or self._steps > 0

@@ -17,7 +17,6 @@ from spillway.methods.mimose.estimator import (
     FitCheck,
     Laws,
     Quadratic,
-    Quadratics,
     fit_quadratic,
     seconds_at,
 )
@@ -81,7 +80,6 @@ class PublishedPlanning(AbstractPlanning):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a sample of every block and of the whole model."""
         return bool(self._whole) and sorted(self._blocks) == list(range(len(self._blocks)))
 
     @property
@@ -181,7 +179,7 @@ class SimulatedPlanning(AbstractPlanning):
         self._rest = self._estimate(windows=False)
         self._margin: Bytes = 0
         self._corrected: set[InputSize] = set()
-        self._blocks: tuple[Estimates, Quadratics] | None = None
+        self._blocks: tuple[Estimates, list[Quadratic]] | None = None
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
         lawless = not self.options.exact_bytes
@@ -251,7 +249,6 @@ class SimulatedPlanning(AbstractPlanning):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a sample of every block and of the whole model."""
         return bool(self._saved) and all(one.measured for one in self._saved) and bool(self._turn.measured)
 
     @property
@@ -306,12 +303,12 @@ class SimulatedPlanning(AbstractPlanning):
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            self._blocks = Estimates([*self._saved, *self._working]), Quadratics(fits)
+            self._blocks = Estimates([*self._saved, *self._working]), fits
         estimates, times = self._blocks
         nbytes, blocks = estimates.at(size), len(self._saved)
         return Forecast(
             saved=nbytes[:blocks],
-            seconds=times.at(size),
+            seconds=[seconds_at(fit, size) for fit in times],
             turn=turn,
             rest=rest,
             working=nbytes[blocks:],
