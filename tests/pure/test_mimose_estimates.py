@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import Estimate, Estimates, Laws
+from spillway.methods.mimose.estimator import MANY, SEVERAL, Estimate, Estimates, Laws
+from spillway.methods.mimose.exact import LARGEST, Parabola, Parabolas
 from spillway.units import Bytes
 
 SIZES = (31, 47, 60, 88, 101, 150)
@@ -35,7 +36,7 @@ def on_a_law(square: int, linear: int, constant: int, over: int = 1) -> dict[Inp
 
 
 def test_many_blocks_on_laws_of_their_own_with_fractions_windows_and_some_that_share_one() -> None:
-    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(12)]
+    laws = [on_a_law(4 * block, 1000 + block, 17) for block in range(MANY)]
     halves: list[dict[InputSize, Bytes]] = [{(x,): x * (x + 1) // 2 + block for x in SIZES} for block in range(3)]
     windows: dict[InputSize, Bytes] = {(x,): 500 * (-(-x // 7)) ** 2 for x in (30, 44, 60, 88, 101, 150, 171)}
     asked = estimates([*laws, windows, *halves, laws[3], windows])
@@ -45,7 +46,9 @@ def test_many_blocks_on_laws_of_their_own_with_fractions_windows_and_some_that_s
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.lists(st.integers(0, 10**9), min_size=len(SIZES), max_size=len(SIZES)), min_size=1, max_size=12),
+    st.lists(
+        st.lists(st.integers(0, 10**9), min_size=len(SIZES), max_size=len(SIZES)), min_size=1, max_size=SEVERAL + 4
+    ),
     st.sampled_from(ASKED),
 )
 def test_blocks_without_a_law(samples: list[list[int]], size: int) -> None:
@@ -54,8 +57,8 @@ def test_blocks_without_a_law(samples: list[list[int]], size: int) -> None:
 
 
 def test_blocks_that_were_measured_at_different_sizes_or_at_one() -> None:
-    one = [{(50 + block,): 1000 * block} for block in range(8)]
-    few: list[dict[InputSize, Bytes]] = [{(50,): 7 * block * block, (80,): 900} for block in range(8)]
+    one = [{(50 + block,): 1000 * block} for block in range(SEVERAL)]
+    few: list[dict[InputSize, Bytes]] = [{(50,): 7 * block * block, (80,): 900} for block in range(SEVERAL)]
     assert_as_alone(estimates([*one, *few]), [(size,) for size in ASKED])
 
 
@@ -63,6 +66,16 @@ def test_blocks_that_were_measured_at_different_sizes_or_at_one() -> None:
 def test_sizes_of_two_numbers(batched: bool) -> None:
     sizes = [(2, 30), (3, 41), (4, 57), (5, 20), (7, 33), (6, 90), (2, 77), (3, 64)]
     samples: list[dict[InputSize, Bytes]] = [
-        {(a, b): a * (100 * b + block * b * b) + block % 2 * (a * 7919 % 13) for a, b in sizes} for block in range(9)
+        {(a, b): a * (100 * b + block * b * b) + block % 2 * (a * 7919 % 13) for a, b in sizes}
+        for block in range(SEVERAL + 1)
     ]
     assert_as_alone(estimates(samples, batched=batched), [(2, 30), (4, 100), (9, 9)])
+
+
+def test_numbers_that_64_bits_do_not_hold_are_worked_out_one_by_one() -> None:
+    laws = [Parabola(LARGEST // 100, 3, number, 1) for number in range(3)]
+    assert Parabolas(laws).at((9,)) == [law((9,)) for law in laws]
+    assert Parabolas(laws).at((100,)) == [law((100,)) for law in laws]
+    beyond = [Parabola(1, -(2**70), 5, 7)]
+    assert Parabolas(beyond).at((3,)) == [beyond[0]((3,))] == [0]
+    assert Parabolas([Parabola(0, 0, -5, 1), Parabola(1, 0, 1, 2)]).at((2,)) == [0, 3]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.methods.by_block import InputSize
-from spillway.methods.mimose.estimator import Estimate, FitCheck, Laws, at_most, fit_quadratic
+from spillway.methods.mimose.estimator import Estimate, FitCheck, Laws, Quadratics, at_most, fit_quadratic
 from spillway.methods.mimose.exact import exact_polynomial, monomials
 
 LENGTHS = (35, 48, 61, 77, 90, 102, 118, 126, 133, 141)
@@ -75,6 +75,11 @@ def test_the_fit_check_takes_shares_of_1024_bytes_at_least() -> None:
     check = fit.check([((1,), 512.0), ((2,), 4096.0)])
     assert (check.relative, check.absolute) == (1.0, 4096.0)
     assert fit.check([((1,), 512.0)]).relative == 0.5
+
+
+def test_several_quadratics_are_evaluated_at_once_whatever_their_degrees() -> None:
+    fits = [fit_quadratic([((x,), y(x)) for x in xs]) for y, xs in [(lambda x: -5.0, (1,)), (bert, (3, 9, 20))]]
+    assert Quadratics(fits).at((12,)) == pytest.approx([0.0, bert(12)])
 
 
 # Exact laws

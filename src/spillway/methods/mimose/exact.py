@@ -24,6 +24,9 @@ from spillway.units import Bytes
 BytesAt: TypeAlias = Callable[[InputSize], Bytes | None]
 """Bytes at a size; None where the samples do not settle them."""
 
+LARGEST: Final = 2**62
+"""Whole numbers of 64 bits are below twice that."""
+
 STRIDES: Final = (1, 2, 4, 8, 16, 32, 64)
 """What sizes are divided by where two kinds of windows are looked for: the strides of stages."""
 TIMES: Final = (2, 7, 8, 12, 14, 16)
@@ -59,6 +62,45 @@ def features_of(dimensions: int, degree: int, *, batched: bool) -> int:
 
 @final
 @dataclass(frozen=True, slots=True)
+class Parabola:
+    """A law of one length of degree 2 or less, as most are: short, because plans ask for each block's."""
+
+    square: int
+    linear: int
+    constant: int
+    denominator: int
+
+    def __call__(self, size: InputSize) -> Bytes:
+        length = size[0]
+        value = -(-((self.square * length + self.linear) * length + self.constant) // self.denominator)
+        return value if value > 0 else 0
+
+
+@final
+class Parabolas:
+    """Several of them, asked at once, exact in whole numbers of 64 bits."""
+
+    def __init__(self, laws: Sequence[Parabola]) -> None:
+        self._laws = laws
+        rows = [(law.square, law.linear, law.constant, law.denominator) for law in laws]
+        self._most = [max(map(abs, column)) for column in zip(*rows, strict=True)]
+        self._rows = numpy.array(rows if max(self._most) < LARGEST else [(0, 0, 0, 1)] * len(rows)).T
+
+    def at(self, size: InputSize) -> list[Bytes]:
+        """The bytes of each."""
+        length, (square, linear, constant, denominator) = size[0], self._most
+        if (square * length + linear) * length + max(constant, denominator) >= LARGEST:
+            return [law(size) for law in self._laws]
+        rows = self._rows
+        values = (rows[0] * length + rows[1]) * length + rows[2]
+        if denominator > 1:
+            values = -(-values // rows[3])
+        found: list[Bytes] = numpy.maximum(values, 0).tolist()
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class _Line:
     """A law of one length, in whole numbers: numerators over one denominator."""
 
@@ -75,10 +117,8 @@ class _Line:
         value = 0
         for numerator in self.numerators:
             value = value * place + numerator
-        if self.power:
-            value *= length**self.power
-        value = -(-value // self.denominator)
-        return value if value > 0 else 0
+        factor: int = length**self.power
+        return max(-(-value * factor // self.denominator), 0)
 
 
 @final
@@ -86,7 +126,7 @@ class _Line:
 class _Rivals:
     """Laws that the sampled sizes cannot tell apart, as all of them lie on one grid: off it the largest counts."""
 
-    laws: tuple[_Line, ...]
+    laws: tuple[_Line | Parabola, ...]
     offset: int
     grid: int
 
@@ -139,6 +179,10 @@ class _Pairs:
 
     def __call__(self, size: InputSize) -> Bytes:
         return max(law(size) for law in self.laws)
+
+
+Answering: TypeAlias = Parabola | _Line | _Rivals | _Pairs
+"""Laws that have an answer for every size."""
 
 
 @final
@@ -200,7 +244,7 @@ def _pairs(samples: Mapping[InputSize, Bytes], batched: bool) -> _Pairs | None:
     return _Pairs(tuple(found)) if found else None
 
 
-def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> _Line | _Rivals | None:
+def _line(samples: Mapping[InputSize, Bytes], windows: bool) -> Parabola | _Line | _Rivals | None:
     sizes = [size[0] for size in sorted(samples)]
     counted = [samples[(size,)] for size in sizes]
     law = next(exact_laws(sizes, counted, [1, *(_likely(sizes, counted) if windows else ())]), None)
@@ -227,8 +271,11 @@ def _likely(sizes: Sequence[int], counted: Sequence[Bytes]) -> list[int]:
     return [quantum for quantum, likely in zip(QUANTA, near, strict=True) if likely]
 
 
-def _in_whole_numbers(law: Law) -> _Line:
+def _in_whole_numbers(law: Law) -> _Line | Parabola:
     numerators, denominator = _whole(law.coefficients)
+    if law.quantum == 1 and len(numerators) <= 3:
+        constant, linear, square = (*numerators, 0, 0, 0)[:3]
+        return Parabola(square, linear, constant, denominator)
     return _Line(numerators[::-1], denominator, law.quantum, law.up, law.power)
 
 

@@ -17,6 +17,7 @@ from spillway.methods.mimose.estimator import (
     FitCheck,
     Laws,
     Quadratic,
+    Quadratics,
     fit_quadratic,
     seconds_at,
 )
@@ -179,7 +180,7 @@ class SimulatedPlanning(AbstractPlanning):
         self._rest = self._estimate(windows=False)
         self._margin: Bytes = 0
         self._corrected: set[InputSize] = set()
-        self._blocks: tuple[Estimates, list[Quadratic]] | None = None
+        self._blocks: tuple[Estimates, Quadratics] | None = None
 
     def _estimate(self, *, windows: bool = True) -> Estimate:
         lawless = not self.options.exact_bytes
@@ -303,12 +304,12 @@ class SimulatedPlanning(AbstractPlanning):
     def _forecast(self, size: InputSize, *, turn: Bytes, rest: Bytes) -> Forecast:
         if self._blocks is None:
             fits = [fit_quadratic(list(times.items()), batched=self.options.batched) for times in self._times]
-            self._blocks = Estimates([*self._saved, *self._working]), fits
+            self._blocks = Estimates([*self._saved, *self._working]), Quadratics(fits)
         estimates, times = self._blocks
         nbytes, blocks = estimates.at(size), len(self._saved)
         return Forecast(
             saved=nbytes[:blocks],
-            seconds=[seconds_at(fit, size) for fit in times],
+            seconds=times.at(size),
             turn=turn,
             rest=rest,
             working=nbytes[blocks:],
