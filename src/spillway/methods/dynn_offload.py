@@ -24,6 +24,7 @@ from itertools import accumulate, pairwise
 from typing import Final, Self, final
 
 from spillway.costs.device import Device
+from spillway.errors import BudgetInfeasible
 from spillway.ir import Gap, Host, Plan, Step, StorageId, ValueId
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
@@ -70,7 +71,13 @@ class DynnOffload(AbstractPlanner):
         fixed = sum(one.nbytes for one in step.storages if one.nbytes < SMALLEST)
         gaps: list[Gap] = []
         for _ in range(TRIES):
-            cuts = self._cuts(touches, room, problem.device)
+            try:
+                cuts = self._cuts(touches, room, problem.device)
+            except BudgetInfeasible as error:  # two halves of an odd number are a byte less
+                raise BudgetInfeasible(
+                    needed=error.needed, allowed=problem.allowed, op=error.op, op_index=error.op_index,
+                    smallest_budget=error.smallest_budget, exact=True,
+                ) from None  # fmt: skip
             gaps = list(_Schedule(problem, touches, cuts, room - fixed, double_buffer=self.double_buffer).gaps())
             if account(step, gaps, lives).peak <= problem.allowed:
                 break

@@ -31,7 +31,7 @@ FAMILIES: Final = (
     Family(drawing.BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
     Family(drawing.GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
     Family(drawing.ORANGE, ("swap", "swap-prefetch", "window", "window-improved", "window-published", "lms")),
-    Family(drawing.VIOLET, ()),
+    Family(drawing.VIOLET, ("dynn-offload", "dynn-offload-published")),
 )
 """The last is for whatever else."""
 
