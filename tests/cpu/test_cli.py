@@ -170,8 +170,9 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     [
         (
             "nope",
-            "There is no workload 'nope'; choose one of bert-base, bert-large, bert-small, deep-narrow, "
-            "gpt-small, gpt2, resnet, resnet50, stdlib-lm, swin, t5, vit-small, or write",
+            "There is no workload 'nope'; choose one of bert-base, bert-large, bert-small, deep-narrow, evoformer, "
+            "gpt-small, gpt2, moe, resnet, resnet50, stdlib-lm, swin, t5, tree-cnn, tree-lstm, unrolled-gan, "
+            "var-bert, var-lstm, vit-small, or write",
         ),
         ("workloads.py:nope", "workloads.py has no function 'nope'."),
         ("workloads.py:without_batches", "The workload workloads.py:without_batches has no batches."),
