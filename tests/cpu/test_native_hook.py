@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, layer_norm
 
 import spillway
-from spillway.engines.environment import GENERAL, OpEnvironment
+from spillway.engines.environment import ATTENTION, EINSUM, GENERAL, OpEnvironment
 from spillway.engines.tensors import native_hook
 from spillway.engines.tensors.calls import Call, NativeCall
 from spillway.engines.tensors.tensor_engine import TensorEngine
@@ -282,7 +282,7 @@ def test_a_replay_computes_under_the_settings_of_the_first_time() -> None:
 
 def test_every_setting_of_an_op_is_heard_when_it_changes() -> None:
     others = {"default dtype": (torch.set_default_dtype, torch.float64, torch.float32)}
-    before = [(flag, flag[0]()) for flag in GENERAL.flags]
+    before = [(flag, flag[0]()) for settings in (GENERAL, ATTENTION, EINSUM) for flag in settings.flags]
     x = torch.rand(4, 4)
     engine = engine_for(LRU(), 1 << 30, x)
     heard = set()
