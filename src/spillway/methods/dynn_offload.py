@@ -85,6 +85,9 @@ FRESH: Final = 16
 """Ops since its last use for which what a backward made, and nobody has named, is taken for a gradient on its way; what
 is older waits for the optimizer."""
 
+PASSED: Final = 8
+"""Uses of groups that a backward may skip before it is seen where it is."""
+
 FORWARD, BACKWARD, UPDATE, LATER = 0.0, 1.0, 2.0, 3.0
 """When a storage is used next: in what is left of the phase that runs, from 0 to 1, and in those after it."""
 
@@ -229,9 +232,11 @@ class DynnOffload(AbstractPolicy):
         again until the backward has passed the first of them."""
         turn, tape = self._backward_at, self._tape
         assert turn is not None
-        while tape and (touched := max(one.touched for one in self._members[tape[-1][1]])) >= self._taken_at:
-            self._taken_at = touched + 1
-            tape.pop()
+        for place in range(len(tape) - 2, max(len(tape) - PASSED, -1), -1):
+            touched = max((one.touched for one in self._members[tape[place][1]]), default=-1)
+            if touched >= self._taken_at:  # the backward is in this group, and through those behind it
+                self._taken_at = touched + 1
+                del tape[place + 1 :]
         passed = tape[-1][0] if tape else began
         last = {group: clock for clock, group in tape}
         length = max(turn - began, 1)

@@ -77,6 +77,7 @@ class Course:
         self._uses = self.program.uses_where(np.array(self._expected[1:], np.float32))
 
     def ahead(self) -> Sequence[Group]:
-        """The groups that are expected to be used from here on, in the order of their use."""
+        """The group that is in use, as only some of its parameters may have been used yet, and those that are expected
+        from here on in the order of their use."""
         ranks, groups = self._uses
-        return groups[bisect_right(ranks, self._at) :]
+        return [*(group for _, group in self.visits[-1:]), *groups[bisect_right(ranks, self._at) :]]

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
+from itertools import dropwhile, islice
 from typing import Any, Final, final
 
 import numpy as np
@@ -190,7 +190,9 @@ class ForeseenSteps:
             group, storage = self._program.group_of.get(number), self._engine.find(parameter)
             if group is not None and storage is not None:
                 members[group].append(storage)
-        self._policy.begin_forward(self._course, members, list(self._updated(0)))
+        self._policy.begin_forward(
+            self._course, members, list(self._updated(self._optimizers, all_have_gradients=True))
+        )
 
         def asking(known: Known) -> Handler:
             handler = known.handler if inner is None else inner(known)
@@ -288,18 +290,21 @@ class ForeseenSteps:
         self._steps += 1
 
     def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        first = next((place for place, one in enumerate(self._optimizers) if one is optimizer), 0)
-        self._policy.begin_update(self._engine.controller.clock + 1, list(self._updated(first)))
+        later = [*dropwhile(lambda one: one is not optimizer, self._optimizers)]
+        updated = self._updated(later, all_have_gradients=False)
+        self._policy.begin_update(self._engine.controller.clock + 1, list(updated))
 
     def _update_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._policy.end_update()
 
-    def _updated(self, first: int) -> Iterator[Storage]:
-        """What optimizers use from that one on: of every parameter that has a gradient the gradient, the state, and
-        itself. Before the backward gradients are not there yet, and it is taken that all will be."""
+    def _updated(self, optimizers: Iterable[torch.optim.Optimizer], *, all_have_gradients: bool) -> Iterator[Storage]:
+        """What optimizers use, in their order: of every parameter that has a gradient the gradient, the state, and
+        itself. Before the backward it is taken that all will have one."""
         find = self._engine.find
-        for optimizer in islice(self._optimizers, first, None):
+        for optimizer in optimizers:
             for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+                if parameter.grad is None and not all_have_gradients:
+                    continue
                 state = optimizer.state.get(parameter, {})
                 held = state.values() if isinstance(state, dict) else ()
                 for one in (parameter.grad, *held, parameter):
