@@ -130,14 +130,17 @@ class ForwardRecorder:
         self._names: dict[int, str] = {}
         self.parameters: dict[int, torch.Tensor] = {}
         """One of each storage, by its number."""
-        storages = set[int]()
+        storages, statements = set[int](), dict[type, tuple[str, ...]]()
         for place, model in enumerate(models):
             around = f"{place}." if place else ""
             self._names |= {id(module): f"{around}{name}" for name, module in model.named_modules()}
             for name, module in model.named_modules():
-                own = not type(module).__module__.startswith("torch.nn.")
-                if own and (found := control_statements(type(module).forward)):
-                    architecture.statements[f"{around}{name}"] = found
+                kind = type(module)
+                if kind not in statements:
+                    own = not kind.__module__.startswith("torch.nn.")
+                    statements[kind] = control_statements(kind.forward) if own else ()
+                if statements[kind]:
+                    architecture.statements[f"{around}{name}"] = statements[kind]
             for name, parameter in model.named_parameters():
                 if (address := _address(parameter)) and address not in storages:
                     storages.add(address)

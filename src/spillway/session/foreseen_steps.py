@@ -13,6 +13,7 @@ NOTE [A foreseen step].
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -29,6 +30,7 @@ from spillway.engines.tensors.abstract import Around, Known
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import FileFormatError
 from spillway.internals.dispatch_key import Handler
+from spillway.internals.private import unheard
 from spillway.memory.records import Storage
 from spillway.methods.dynn_offload import DynnOffload
 from spillway.pilots.architecture import Architecture
@@ -81,6 +83,7 @@ class ForeseenSteps:
         """Who acts, and how each has done; None before the first step."""
         self._learner = ThreadPoolExecutor(1, thread_name_prefix="spillway-pilots")
         self._learning: Future[None] | None = None
+        self._process = os.getpid()
         self._open = ExitStack()
         self._sizes: tuple[float, ...] = ()
         self._steps = 0
@@ -152,7 +155,7 @@ class ForeseenSteps:
 
     def close(self) -> None:
         """Nobody learns any more. Calling it again does nothing."""
-        self._learner.shutdown(wait=True, cancel_futures=True)
+        self._learner.shutdown(wait=os.getpid() == self._process, cancel_futures=True)
 
     def _let_go(self) -> None:
         self._engine.recorded = None
@@ -160,7 +163,7 @@ class ForeseenSteps:
     def _wait(self) -> None:
         """For what is being learned."""
         learning, self._learning = self._learning, None
-        if learning is not None:
+        if learning is not None and os.getpid() == self._process:  # a forked child has no thread of pilots
             try:
                 learning.result()
             except Exception as error:
@@ -211,6 +214,7 @@ class ForeseenSteps:
 
         return asking
 
+    @unheard
     def _written_down(self, handler: Handler, mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             met = self._recorder.before(func, args, kwargs or {})
