@@ -131,7 +131,7 @@ def linear_algebra(world: World, i: Instruction) -> Any:
         lambda: L.multi_dot([m, b, m]), lambda: L.eig(m), lambda: L.norm(m), lambda: L.matrix_norm(m, "nuc") * 0 + 1,
         lambda: torch.kron(m[:8, :8], b[:8, :8]), lambda: torch.cross(x[:, :3], x[:, 3:6], dim=1),
         lambda: torch.tensordot(m, b, dims=1), lambda: torch.cholesky_solve(b, L.cholesky(spd)),
-        lambda: torch.cholesky_inverse(L.cholesky(spd.detach())), lambda: L.lstsq(m, b, streams="gelsd").solution,
+        lambda: torch.cholesky_inverse(L.cholesky(spd.detach())), lambda: L.lstsq(m, b, driver="gelsd").solution,
         lambda: L.pinv(m) if not m.is_complex() else L.inv(m),
         lambda: L.householder_product(*torch.geqrf(m)), lambda: torch.linalg.tensorinv(m.view(*m.shape), ind=1),
         lambda: L.vecdot(m, b), lambda: torch.baddbmm(m[None], m[None], b[None]), lambda: torch.chain_matmul(m, b),
