@@ -27,12 +27,12 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere
+from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere, tensors_of_python
 from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.interrupts import deliver
-from spillway.internals.private import is_wrapper, unheard
+from spillway.internals.private import bytes_over, is_wrapper, unheard
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import storage_of as _storage_of
 from spillway.internals.process_memory import Reclaimer, ResidentSet
@@ -45,6 +45,7 @@ from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import DROPPED, LARGE, Storage, Value
 from spillway.methods.base import AbstractPolicy
+from spillway.native.arena import OpMemory
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds
@@ -95,7 +96,8 @@ class TensorEngine(AbstractTensorEngine):
         self.ran_eagerly = False
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
-        self._after_unwatched = False
+        self._left: Bytes = 0
+        """What unwatched steps made, counts in the step that runs, and is in nobody's hands that Python knows of."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
@@ -194,7 +196,7 @@ class TensorEngine(AbstractTensorEngine):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             self.note_odd_tensors()
         if self.in_step:
-            self.from_outside += _storage_of(tensor).nbytes()
+            self.from_outside += 0 if self._taken_over(key) else _storage_of(tensor).nbytes()
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
@@ -224,6 +226,14 @@ class TensorEngine(AbstractTensorEngine):
             if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE and (place := _range_of(storage)):
                 before = bisect.bisect_left(starts, place[1])
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
+
+    def _taken_over(self, key: int) -> bool:
+        """Whether an unwatched step made it, whose bytes count already."""
+        meter = self.backend.unwatched
+        nbytes = meter.adopt((key,)) if meter is not None and self._left else 0
+        self._left -= nbytes
+        self.budget.free(nbytes)
+        return nbytes > 0
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
         for storage in filter(None, map(self.lookup, tensors)):
@@ -379,6 +389,8 @@ class TensorEngine(AbstractTensorEngine):
         by_address = by_address or not self.machine.readable_in_place
         key = tensor._cdata if isinstance(tensor, torch.UntypedStorage) else _address_or_none(tensor)
         storage = self.table.get(key)
+        if storage is None and by_address:
+            storage = self._take_over_one(tensor, key)
         if storage is None or storage.value is None:
             return
         with self.controller.lock, unwatched():
@@ -393,6 +405,21 @@ class TensorEngine(AbstractTensorEngine):
                 storage.escaped = storage.escaped or by_address
             finally:
                 storage.locks -= 1
+
+    def _take_over_one(self, tensor: torch.Tensor | torch.UntypedStorage, key: int) -> Storage | None:
+        """Of what an unwatched step made the account begins to know here that it has to stay."""
+        meter = self.backend.unwatched
+        if meter is None or key == NO_ADDRESS or not meter.knows(key):
+            return None
+        with unwatched():
+            storage = self.register(bytes_over(tensor) if isinstance(tensor, torch.UntypedStorage) else tensor, key)
+        nbytes = meter.adopt((key,))
+        for running in self.unwatched:
+            running.died(-storage.nbytes)
+        if self._left:
+            self._left -= nbytes
+            self.budget.free(nbytes)
+        return storage
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
         with unwatched():
@@ -426,6 +453,8 @@ class TensorEngine(AbstractTensorEngine):
             try:
                 yield
                 self.controller.overwrite(storage, None)
+                if self.unwatched and real.nbytes() != storage.nbytes:  # what it has now counts, as it is new
+                    self.died(storage.handle)
                 self.check_size(storage)
             finally:
                 if prepared:
@@ -484,13 +513,13 @@ class TensorEngine(AbstractTensorEngine):
         """
         self.began = time.perf_counter()
         self.recording = recipes
-        self._after_unwatched = False
         self.from_outside = 0
         self.inputs.clear()
         self.label(tensors)
         controller = self.controller
         self.collectives.land()
-        self.budget.begin(controller.flights.beside + self._present_bytes())
+        self._left = self._take_over()
+        self.budget.begin(controller.flights.beside + self._left + self._present_bytes())
         self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
@@ -519,6 +548,21 @@ class TensorEngine(AbstractTensorEngine):
         for storage in odd:
             self.check_size(storage)
         return present + sum(s.nbytes for s in odd if s.value is not None and not s.value.absent)
+
+    def _take_over(self) -> Bytes:
+        """What unwatched steps made and is still there is in the account from here on: each storage that a tensor is
+        known for, and all others together, which is returned: what graphs keep, and what is small."""
+        meter = self.backend.unwatched
+        if meter is None or not meter.held():
+            return 0
+        meter.adopt(tuple(self.table))
+        if meter.held() >= SMALLEST_MOVABLE:
+            for tensor in tensors_of_python():
+                key = _address_or_none(tensor)
+                if key != NO_ADDRESS and key not in self.table and meter.adopt((key,)):
+                    self.adopt(tensor)
+            self._leave_alone_what_others_hold(())
+        return meter.held()
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
@@ -572,6 +616,8 @@ class TensorEngine(AbstractTensorEngine):
             with self.controller.lock:
                 self.controller.end_step()
         finally:
+            left, self._left = self._left, 0
+            self.budget.free(left)  # from here on it counts besides
             self.geometries.clear()
             self.inputs.clear()
             try:
@@ -592,7 +638,26 @@ class TensorEngine(AbstractTensorEngine):
     def resident(self) -> Bytes:
         """What is there between steps, with what unwatched ones left behind."""
         known, meter = self.budget.resident, self.backend.unwatched
-        return known if meter is None or not self._after_unwatched else meter.counted(known)
+        return known if meter is None else meter.counted(known)
+
+    def meet(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], named: Named
+    ) -> None:
+        """Take into account what came since the last step of these, or has another size by now: the arena counts what
+        steps make, and not what is made between them."""
+        meter = self.backend.unwatched
+        if meter is None:
+            return
+        for storage in self._dispatch.survey()[0]:
+            if storage.value is not None and self.check_size(storage):
+                meter.adopt((storage.key,))
+        new = self._dispatch.uncounted(models, optimizers, meter.asked)
+        for tensor in [tensor for _, tensor in named()] if new is None else new:
+            key = _address_or_none(tensor)
+            if key != NO_ADDRESS and key not in self.table and not meter.knows(key):
+                self.adopt(tensor)
+        if self._newcomers:
+            self._leave_alone_what_others_hold(list(named()))
 
     def begin_unwatched(self, inputs: Iterable[torch.Tensor], unseen: Bytes) -> None:
         """A step begins that is known to fit, and runs as if nothing were there: no op of it is seen. The arena counts
@@ -603,9 +668,8 @@ class TensorEngine(AbstractTensorEngine):
         self.began = time.perf_counter()
         self.recording, self.ops = False, 0
         new = {_address(one): _storage_of(one).nbytes() for one in inputs if _has_storage(one)}
-        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
+        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table and not meter.knows(key))
         self.budget.begin()
-        self._after_unwatched = True
         self.unwatched.append(meter)
         self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
 
@@ -621,7 +685,13 @@ class TensorEngine(AbstractTensorEngine):
 
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
-        self._on_cpu.bring_into_memory(tensors, self.budget.allowed - self.resident)
+        self._on_cpu.bring_into_memory(self._free_to_move(tensors), self.budget.allowed - self.resident)
+
+    def _free_to_move(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for tensor in tensors:
+            known = self.find(tensor)
+            if known is None or not known.escaped:
+                yield tensor
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
@@ -674,6 +744,7 @@ class TensorEngine(AbstractTensorEngine):
                 with self.controller.lock:
                     self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
+                self._leave_the_file()
             finally:
                 PATCHES.remove(self)
                 self.controller.flights.forget()
@@ -681,6 +752,14 @@ class TensorEngine(AbstractTensorEngine):
                 self.backend.close()
                 end_turn(self)
                 self._closed = True
+
+    def _leave_the_file(self) -> None:
+        """What unwatched steps left in the spill directory is in memory afterwards, where a tensor is known for it."""
+        if self.backend.unwatched is not None and OpMemory.any_beyond():
+            found = tensors_of_python()
+            found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
+            with unwatched():
+                self._on_cpu.bring_into_memory(self._free_to_move(found), UNLIMITED)
 
     def raise_interrupt(self) -> None:
         try:
