@@ -442,7 +442,7 @@ def test_what_is_small_takes_few_mappings_of_the_file() -> None:
 
 
 def test_what_is_small_counts_for_the_session_whose_steps_made_it() -> None:
-    one, memory, kept = filled(8 * MiB, 1000, 256)
+    _, memory, kept = filled(8 * MiB, 1000, 256)
     other = Training()
     with spillway.manage(other.model, other.optimizer, budget="1 MiB", method="lru") as another:
         for _ in range(4):

@@ -265,7 +265,7 @@ class OpMemory:
         return ctypes.cast(self._library.spillway_op_memory_knows, ctypes.c_void_p).value or 0, self._memory
 
     def adopt(self, storages: Sequence[int]) -> Bytes:
-        """The account takes over what of these storages, by their addresses, unwatched steps made: how much that was."""
+        """The account takes over what unwatched steps made of these storages, by their addresses: how much it was."""
         addresses = (ctypes.c_size_t * len(storages))(*storages)
         taken: int = self._library.spillway_op_memory_adopt(self._memory, addresses, len(storages))
         return taken

@@ -1195,17 +1195,20 @@ class Walk {
   // False where a part is of no usual kind.
   bool module(PyObject* module) {
     if (!seen_.insert(module).second) return true;
-    const Ref dict(PyObject_GetAttrString(module, "__dict__"));
-    PyObject* parts[3];
-    for (int one = 0; one < 3; ++one) {
-      parts[one] = PyDict_GetItemString(dict.get(), std::array{"_parameters", "_buffers", "_modules"}[one]);
+    static const std::array names = {PyUnicode_InternFromString("_parameters"), PyUnicode_InternFromString("_buffers"),
+                                     PyUnicode_InternFromString("_modules")};
+    static PyObject* const grad = PyUnicode_InternFromString("grad");
+    const Ref dict(PyObject_GenericGetDict(module, nullptr));
+    std::array<PyObject*, names.size()> parts{};
+    for (std::size_t one = 0; one < parts.size(); ++one) {
+      parts[one] = PyDict_GetItemWithError(dict.get(), names[one]);
       if (parts[one] == nullptr || PyDict_CheckExact(parts[one]) == 0) return false;
     }
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t place = 0; PyDict_Next(parts[0], &place, &key, &value) != 0;) {
       if (value == Py_None) continue;
       look(value);
-      if (const Ref gradient(PyObject_GetAttrString(value, "grad")); gradient.get() != Py_None) look(gradient.get());
+      if (const Ref gradient(PyObject_GetAttr(value, grad)); gradient.get() != Py_None) look(gradient.get());
     }
     for (Py_ssize_t place = 0; PyDict_Next(parts[1], &place, &key, &value) != 0;) {
       if (value != Py_None) look(value);
