@@ -296,6 +296,26 @@ def test_what_graphs_keep_of_such_steps_counts_in_watched_ones_too() -> None:
         assert memory.history[-2].start_bytes - memory.history[-1].start_bytes >= by_graphs
 
 
+def test_what_graphs_let_go_of_in_a_watched_step_leaves_room_for_others() -> None:
+    one, kept = Training(), list[Tensor]()
+    with spillway.manage(one.model, one.optimizer, budget="8 MiB", method="lru") as memory:
+        for number in range(4):
+            with memory.step(BATCH):
+                one.step(BATCH)
+                rows = BATCH
+                for _ in range(64 if number == 3 else 1):
+                    rows = torch.tanh(one.model(rows))
+                kept.append(rows.sum())
+        del rows
+        with memory.step():
+            kept.clear()
+            parts = [torch.ones(WIDTH, WIDTH) for _ in range(96)]
+        assert unwatched(memory.history) == [False, False, True, True, False]
+        assert memory.history[-1].start_bytes > 4 * MiB
+        assert (memory.history[-1].moves, memory.history[-1].drops) == (0, 0)
+        del parts
+
+
 def _loaded(one: Training) -> None:
     one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
 
@@ -475,6 +495,24 @@ def test_what_gives_its_address_away_in_such_a_step_stays() -> None:
         assert memory._engine.find(free).value.absent  # type: ignore[attr-defined]
         assert memory._engine.find(held).escaped  # type: ignore[attr-defined]
         del rest
+
+
+def test_what_gives_its_address_away_in_the_file_stays_there_and_does_not_count() -> None:
+    one, memory, kept = filled(2 * MiB)
+    with memory.step(BATCH):
+        one.step(BATCH, 1)
+    lies = [tensor for tensor, in_file in zip(kept, in_the_file(kept, memory), strict=True) if in_file]
+    arrays = [tensor.numpy() for tensor in lies]
+    with memory.step():
+        lies[0].add_(1)
+        arrays[1] += 1
+    assert memory.history[-1].peak_bytes <= 2 * MiB
+    memory.close()
+    for tensor, array in zip(lies, arrays, strict=True):
+        array += 1
+        tensor += 1
+    assert [float(tensor[0]) for tensor in lies[:3]] == [4, 4, 3]
+    assert all(bool((tensor == torch.from_numpy(array)).all()) for tensor, array in zip(lies, arrays, strict=True))
 
 
 def test_without_the_arena_such_steps_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,9 @@ class Unwatched(Protocol):
     def knows(self, storage: int) -> bool:
         """Whether the storage at this address is of that, or above the budget."""
 
+    def is_beyond(self, address: int) -> bool:
+        """Whether memory that begins there lies above the budget."""
+
     def adopt(self, storages: Sequence[int]) -> Bytes:
         """The account takes over what they made of these: how much that was."""
 

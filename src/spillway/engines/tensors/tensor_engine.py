@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -98,6 +99,8 @@ class TensorEngine(AbstractTensorEngine):
         self.in_step = False
         self._left: Bytes = 0
         """What unwatched steps made, counts in the step that runs, and is in nobody's hands that Python knows of."""
+        self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """What lies in the spill directory since an unwatched step, and has to stay there, by the storages' addresses."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
@@ -200,6 +203,7 @@ class TensorEngine(AbstractTensorEngine):
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
+        storage.escaped = key in self._given_away
         if storage.nbytes >= SMALLEST_MOVABLE and self.budget.limited:
             self._newcomers.append(tensor)
             if self.in_step:
@@ -230,10 +234,17 @@ class TensorEngine(AbstractTensorEngine):
     def _taken_over(self, key: int) -> bool:
         """Whether an unwatched step made it, whose bytes count already."""
         meter = self.backend.unwatched
-        nbytes = meter.adopt((key,)) if meter is not None and self._left else 0
-        self._left -= nbytes
-        self.budget.free(nbytes)
-        return nbytes > 0
+        taken = meter is not None and self._left > 0 and meter.adopt((key,)) > 0
+        self._count_what_is_left()
+        return taken
+
+    def _count_what_is_left(self) -> None:
+        """Of what unwatched steps made some may be gone by now, or taken over."""
+        meter = self.backend.unwatched
+        if meter is not None and self._left:
+            gone = self._left - meter.held()
+            self._left -= gone
+            self.budget.free(gone)
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
         for storage in filter(None, map(self.lookup, tensors)):
@@ -292,6 +303,7 @@ class TensorEngine(AbstractTensorEngine):
     # ------------------------------------------------------------------ ops
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
+        self._count_what_is_left()
         info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
         if info.resizes:
             for storage in seen.writes:
@@ -411,14 +423,16 @@ class TensorEngine(AbstractTensorEngine):
         meter = self.backend.unwatched
         if meter is None or key == NO_ADDRESS or not meter.knows(key):
             return None
+        real = tensor if isinstance(tensor, torch.UntypedStorage) else _storage_of(tensor)
+        if meter.is_beyond(real.data_ptr()):  # which does not count
+            self._given_away[key] = weakref.ref(real, lambda _: self._given_away.pop(key, None))
+            return None
         with unwatched():
-            storage = self.register(bytes_over(tensor) if isinstance(tensor, torch.UntypedStorage) else tensor, key)
-        nbytes = meter.adopt((key,))
+            storage = self.register(bytes_over(real), key)
+        meter.adopt((key,))
         for running in self.unwatched:
             running.died(-storage.nbytes)
-        if self._left:
-            self._left -= nbytes
-            self.budget.free(nbytes)
+        self._count_what_is_left()
         return storage
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
@@ -690,7 +704,7 @@ class TensorEngine(AbstractTensorEngine):
     def _free_to_move(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         for tensor in tensors:
             known = self.find(tensor)
-            if known is None or not known.escaped:
+            if (known is None or not known.escaped) and _address_or_none(tensor) not in self._given_away:
                 yield tensor
 
     def _add_up_lanes(self) -> None:
@@ -756,9 +770,9 @@ class TensorEngine(AbstractTensorEngine):
     def _leave_the_file(self) -> None:
         """What unwatched steps left in the spill directory is in memory afterwards, where a tensor is known for it."""
         if self.backend.unwatched is not None and OpMemory.any_beyond():
-            found = tensors_of_python()
-            found += [tensor.grad for tensor in found if tensor.is_leaf and tensor.grad is not None]
-            with unwatched():
+            with unwatched(), torch._C.DisableTorchFunction():
+                found = [one for one in tensors_of_python() if _address_or_none(one) != NO_ADDRESS]
+                found += [one.grad for one in found if one.is_leaf and one.grad is not None]
                 self._on_cpu.bring_into_memory(self._free_to_move(found), UNLIMITED)
 
     def raise_interrupt(self) -> None:
