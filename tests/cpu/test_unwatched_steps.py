@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import spillway
 from spillway import SpillOptions, StepReport
 from spillway.native import library
-from spillway.native.arena import HELD, Arena, OpMemory, counts
+from spillway.native.arena import HELD, Arena, counts
 from tests.cpu.families import difference, state_of
 
 pytestmark = pytest.mark.skipif(not library.wanted(library.HOOK), reason="SPILLWAY_NATIVE says so")
@@ -439,9 +439,24 @@ def test_nothing_that_a_tensor_is_known_for_stays_in_the_file_when_the_session_c
     assert True in in_the_file(kept, memory)
     memory.close()
     assert not any(in_the_file([*kept, *one.model.parameters()], memory))
-    assert not OpMemory.any_beyond()
+    assert not memory._engine.backend._op_memory.lends()
     assert all(bool((tensor == 1).all()) for tensor in kept)
     assert set(os.listdir("/proc/self/fd")) == files
+
+
+def test_what_lies_in_the_file_of_another_session_stays_there_when_one_closes() -> None:
+    one, memory, kept = filled(2 * MiB)
+    _, other, others = filled(2 * MiB)
+    before = in_the_file(kept, memory)
+    assert any(before)
+    assert any(in_the_file(others, other))
+    other.close()
+    assert not any(in_the_file(others, other))
+    assert in_the_file(kept, memory) == before
+    with memory.step(BATCH):
+        one.step(BATCH)
+    memory.close()
+    assert not any(in_the_file(kept, memory))
 
 
 def test_what_is_small_takes_few_mappings_of_the_file() -> None:
@@ -457,7 +472,7 @@ def test_what_is_small_takes_few_mappings_of_the_file() -> None:
     assert all(bool((tensor == 1).all()) for tensor in kept)
     assert all(bool((tensor == 2).all()) for tensor in more)
     memory.close()
-    assert not OpMemory.any_beyond()
+    assert not memory._engine.backend._op_memory.lends()
     assert all(bool((tensor == 1).all()) for tensor in kept)
 
 

@@ -581,11 +581,12 @@ class OpMemory {
     int error = 0;
     {
       std::lock_guard<std::mutex> guard(mutex());
+      // Of what is small there are many in one mapping: the system allows only so many of these.
       const std::size_t size = nbytes < SMALL ? (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : pages(nbytes);
       Mapping* mapping = nullptr;
       if (nbytes >= SMALL) {
         error = map(size, mapping);
-      } else if (chunk_ == nullptr || chunk_->size - chunk_->used < size) {  // the system allows only so many mappings
+      } else if (chunk_ == nullptr || chunk_->parted || chunk_->size - chunk_->used < size) {
         error = map(CHUNK, mapping);
         if (error == 0) let_go_of(std::exchange(chunk_, mapping));
       } else {
@@ -629,9 +630,10 @@ class OpMemory {
     all().erase(found);
     --mapped_beyond();
     OpMemory& owner = *part.mapping->owner;
-    if (--part.mapping->alive == 0 && part.mapping == owner.chunk_ && !owner.closed_) {
-      part.mapping->used = 0;
+    if (--part.mapping->alive == 0 && part.mapping == owner.chunk_ && !part.mapping->parted) {
+      part.mapping->used = 0;  // the next small one lies here
     } else {
+      if (part.mapping == owner.chunk_ && part.mapping->alive == 0) owner.chunk_ = nullptr;
       owner.let_go_of(part.mapping);
     }
     owner.close_unused();
@@ -640,7 +642,14 @@ class OpMemory {
     }
     return part.block;
   }
-  static std::size_t beyond_now() { return mapped_beyond(); }
+  // Whether it lies in this session's file; without an address, whether anything does.
+  bool lends(void* memory) {
+    if (mapped_beyond() == 0) return false;
+    std::lock_guard<std::mutex> guard(mutex());
+    if (memory == nullptr) return free_.bytes() + lost_ != end_;
+    const auto found = all().find(memory);
+    return found != all().end() && found->second.mapping->owner == this;
+  }
   static bool has(void* memory) {
     if (mapped_beyond() == 0) return false;
     std::lock_guard<std::mutex> guard(mutex());
@@ -941,7 +950,7 @@ std::size_t spillway_op_memory_adopt(OpMemory* memory, c10::StorageImpl* const* 
   for (std::size_t one = 0; one < count; ++one) nbytes += memory->adopt(storages[one]);
   return nbytes;
 }
-std::size_t spillway_op_memory_beyond() { return OpMemory::beyond_now(); }
+int spillway_op_memory_lends(OpMemory* memory, void* address) { return memory->lends(address) ? 1 : 0; }
 int spillway_op_memory_has(void* address) { return OpMemory::has(address) ? 1 : 0; }
 }
 #pragma GCC visibility pop

@@ -75,7 +75,8 @@ def _opened() -> ctypes.CDLL:
         getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
     library.spillway_op_memory_knows.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.spillway_op_memory_adopt.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    library.spillway_op_memory_adopt.restype = library.spillway_op_memory_beyond.restype = ctypes.c_size_t
+    library.spillway_op_memory_adopt.restype = ctypes.c_size_t
+    library.spillway_op_memory_lends.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.spillway_op_memory_here.argtypes = [ctypes.c_void_p, ctypes.c_int]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
@@ -283,10 +284,9 @@ class OpMemory:
         """Whether memory that begins there is such a file's."""
         return bool(self._library.spillway_op_memory_has(address))
 
-    @staticmethod
-    def any_beyond() -> bool:
-        """Whether there is memory in such files, of any session."""
-        return bool(_opened().spillway_op_memory_beyond())
+    def lends(self, address: int = 0) -> bool:
+        """Whether memory that begins there, or any at all, lies in the file of this session."""
+        return bool(self._library.spillway_op_memory_lends(self._memory, address))
 
     def inside(self) -> Bytes:
         """What the op that ended last had for itself at most, beside what it left behind."""

@@ -116,6 +116,9 @@ class Unwatched(Protocol):
     def is_beyond(self, address: int) -> bool:
         """Whether memory that begins there lies above the budget."""
 
+    def lends(self) -> bool:
+        """Whether any does, of this session's."""
+
     def adopt(self, storages: Sequence[int]) -> Bytes:
         """The account takes over what they made of these: how much that was."""
 

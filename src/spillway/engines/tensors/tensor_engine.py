@@ -46,7 +46,6 @@ from spillway.memory.lanes import stalled_intervals, transfers_beside, unseen
 from spillway.memory.ledger import SMALLEST_MOVABLE
 from spillway.memory.records import DROPPED, LARGE, Storage, Value
 from spillway.methods.base import AbstractPolicy
-from spillway.native.arena import OpMemory
 from spillway.tiers.disk import DiskTier
 from spillway.tiers.spill_file import SpillIO
 from spillway.units import Bytes, Seconds
@@ -100,7 +99,7 @@ class TensorEngine(AbstractTensorEngine):
         self._left: Bytes = 0
         """What unwatched steps made, counts in the step that runs, and is in nobody's hands that Python knows of."""
         self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """What lies in the spill directory since an unwatched step, and has to stay there, by the storages' addresses."""
+        """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
@@ -769,7 +768,7 @@ class TensorEngine(AbstractTensorEngine):
 
     def _leave_the_file(self) -> None:
         """What unwatched steps left in the spill directory is in memory afterwards, where a tensor is known for it."""
-        if self.backend.unwatched is not None and OpMemory.any_beyond():
+        if self.backend.unwatched is not None and self.backend.unwatched.lends():
             with unwatched(), torch._C.DisableTorchFunction():
                 found = [one for one in tensors_of_python() if _address_or_none(one) != NO_ADDRESS]
                 found += [one.grad for one in found if one.is_leaf and one.grad is not None]
