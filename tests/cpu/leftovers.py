@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from spillway.engines.blocks import trace
+from spillway.engines.environment import ATTENTION, EINSUM
 from spillway.engines.tensors import custom_functions, torch_compile, torch_patches, turns
 from spillway.internals import dispatch_key, process_memory
 from spillway.session import updates
@@ -136,6 +137,8 @@ _FLAGS: Final[tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]] = (
     (torch.get_num_threads, torch.set_num_threads),
     (lambda: torch.is_autocast_enabled("cpu"), lambda value: torch.set_autocast_enabled("cpu", value)),
     (lambda: torch.get_autocast_dtype("cpu"), lambda value: torch.set_autocast_dtype("cpu", value)),
+    *ATTENTION.flags,
+    *EINSUM.flags,
 )
 
 _OURS: Final = tuple(map(torch._C._dispatch_key_parse, ("Fake", "Python", "PythonTLSSnapshot")))

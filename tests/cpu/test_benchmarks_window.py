@@ -1,9 +1,10 @@
-"""The window paper's table, at its quick size."""
+"""The window paper's table, and models of which an eighth fits, at their quick sizes."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks import foreseen
 from benchmarks.out_of_core import COPIES, OTHERS, PART, PLAIN, WINDOW
 from tests.cpu.benchmarks_quick import quick, rows_by
 from tests.shared import shared
@@ -36,3 +37,17 @@ def test_out_of_core_trains_in_an_eighth_and_says_on_paper_what_is_moved() -> No
     assert rows["lstm"]["losses"] == "identical"
     unmet = [check.what for check in result.checks if not check.met]
     assert [what for what in unmet if "time" not in what and "seconds" not in what] == []
+
+
+def test_a_dynamic_network_of_which_an_eighth_fits_is_foreseen_to_the_bit() -> None:
+    result = quick("foreseen")
+    rows = rows_by(result, "competitor")
+    assert list(rows) == [PLAIN, *foreseen.OTHERS, foreseen.LEARNING, foreseen.TRAINED]
+    for name in rows.keys() - {PLAIN}:
+        assert rows[name]["peak_bytes"] <= rows[name]["budget_bytes"]
+        assert rows[name]["losses"] == "as plain"
+    for name in (foreseen.LEARNING, foreseen.TRAINED):
+        assert sum(one["steps"] for one in rows[name]["foresight"]["standings"]) == 3 * 5
+        assert rows[name]["acted"]
+    unmet = [check.what for check in result.checks if not check.met]
+    assert [what for what in unmet if "multiple" not in what and "seconds" not in what] == []

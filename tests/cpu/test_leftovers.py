@@ -68,6 +68,7 @@ LEAKS: Final[dict[str, tuple[Callable[[], Any], str]]] = {
     "gradients": (lambda: torch.set_grad_enabled(False), "flags of torch"),
     "dtype": (lambda: torch.set_default_dtype(torch.float64), "flags of torch"),
     "threads": (lambda: torch.set_num_threads(2), "flags of torch"),
+    "attention": (lambda: torch.backends.cuda.enable_flash_sdp(False), "flags of torch"),
     "variable": (lambda: os.environ.update(SPILLWAY_LEFT="1"), "environment variables"),
     "hook": (lambda: torch.nn.modules.module.register_module_forward_hook(lambda *_: None), "hooks on all modules"),
     "profiler": (a_profiler, "a profiler"),

@@ -129,7 +129,16 @@ def plain(name: str) -> tuple[State, list[float], int]:
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize(
     "method",
-    ["window", "window-improved", "lms", "swap", "swap-prefetch", "sqrt-n", "window-published", "dynn-offload"],
+    [
+        "window",
+        "window-improved",
+        "lms",
+        "swap",
+        "swap-prefetch",
+        "sqrt-n",
+        "window-published",
+        "dynn-offload-published",
+    ],
 )
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bits_are_those_of_plain_pytorch_and_no_peak_is_above_the_budget(

@@ -13,7 +13,7 @@ from spillway.costs import device_named, timed
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Step, verify
 from spillway.methods import Problem
-from spillway.methods.dynn_offload import DynnOffload
+from spillway.methods.dynn_offload import DynnOffloadPlanner
 from spillway.pilots.execution_blocks import Touches, block_times, keeping_blocks, largest_op, max_fill, search_blocks
 from spillway.simulation.simulated_engine import simulate
 from tests.pure.linear_graphs import linear_step
@@ -108,9 +108,11 @@ def test_searched_blocks_fit_and_are_no_slower_than_filled_ones(data: st.DataObj
     assert kept.seconds <= filled.seconds
 
 
-@pytest.mark.parametrize("planner", [DynnOffload(), DynnOffload.as_published(), DynnOffload(double_buffer=True)])
+@pytest.mark.parametrize(
+    "planner", [DynnOffloadPlanner(), DynnOffloadPlanner.as_published(), DynnOffloadPlanner(double_buffer=True)]
+)
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9, 1.0])
-def test_plans_verify_run_and_keep_the_budget(planner: DynnOffload, share: float) -> None:
+def test_plans_verify_run_and_keep_the_budget(planner: DynnOffloadPlanner, share: float) -> None:
     step = step_of()
     allowed = int(step.plain_peak() * share)
     try:
@@ -128,5 +130,5 @@ def test_halves_are_refused_where_an_op_needs_more_than_one() -> None:
     step = step_of()
     needed = largest_op(Touches.of_step(step))
     with pytest.raises(BudgetInfeasible) as refused:
-        DynnOffload.as_published().plan(Problem(step=step, allowed=needed, device=DEVICE))
+        DynnOffloadPlanner.as_published().plan(Problem(step=step, allowed=needed, device=DEVICE))
     assert refused.value.smallest_budget >= 2 * needed

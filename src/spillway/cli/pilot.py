@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -19,7 +18,7 @@ from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.pilot_files import SavedPilot, TrainedPilot, read_pilot, renumbered, write_pilot
 from spillway.pilots.program import Program
-from spillway.pilots.referee import ON_DEMAND, Referee, modelled_seconds
+from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
 from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
@@ -176,16 +175,8 @@ def _judged(pilot: TrainedPilot, recorded: RecordedSamples, device: str, room: s
     seconds = modelled_seconds(recorded.architecture, on)
     for sample in recorded.samples[cut:]:
         referee.learn(sample, seconds[sample.signatures])
-    record = referee.record
     return {
-        "device": on.name, "room_bytes": referee.room, "samples": len(recorded.samples) - cut,
-        "standings": [
-            {**asdict(one), "hit_rate": one.hit_rate} for one in referee.standings.values()
-        ],
-        "winner": ON_DEMAND if referee.acting is None else referee.acting.name,
-        "stall_seconds": record.stall_seconds, "on_demand_seconds": record.on_demand_seconds,
-        "known_seconds": record.known_seconds, "mispredictions": record.mispredictions,
-        "misprediction_seconds": record.misprediction_seconds, "last": [asdict(one) for one in record.last],
+        "device": on.name, "room_bytes": referee.room, "samples": len(recorded.samples) - cut, **referee.told()
     }  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from spillway.methods.checkmate import Checkmate
 from spillway.methods.checkpoint import Checkpoint
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR
+from spillway.methods.dynn_offload import DynnOffload
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
@@ -52,6 +53,7 @@ __all__ = [
     "Copy",
     "Delta",
     "Drop",
+    "DynnOffload",
     "Evicted",
     "Fetch",
     "ImprovedWindow",

@@ -1,9 +1,11 @@
-"""DyNN-Offload for a step whose path is known: execution blocks, each brought in while the one before it computes.
+"""DyNN-Offload: what a pilot foresees comes in ahead, and what is used again last leaves first.
 
 Ren et al., "Enabling Large Dynamic Neural Network Training with Learning-based Memory Management", HPCA 2024, section
-IV-E. The pilots in `pilots/` foresee the path; this says what moves once it is foreseen, or was recorded.
+IV-E. The pilots in `pilots/` foresee a forward. `DynnOffload` moves storages of a step that runs, by what is foreseen
+of its forward and by the tape of it from then on; `DynnOffloadPlanner` plans a step whose path is known, or was
+recorded, in execution blocks.
 
-Differs from the paper in:
+The planner differs from the paper in:
 
 - What is not needed by the next block stays where there is room for it, and what is used again last leaves first. As
   published (`as_published`) device memory is two halves, and all that neither this block nor the next touches leaves.
@@ -11,25 +13,50 @@ Differs from the paper in:
   cut by dynamic programming in place of Sentinel's partition, of which the paper says that it maximizes the overlap.
 - A copy out begins right after the last use, not when the next block begins.
 - Storages below `SMALLEST` stay, as the engines do not move them.
-- A session foresees nothing yet: it follows the plan of the last step of the same sizes, and what turns out to be
-  another step is finished as room gets short.
+
+The policy differs from the paper in:
+
+- Parameters of the forward alone are foreseen. What the backward reads is what the forward left, in reverse, and the
+  optimizer's order is known when it begins: nothing is predicted that is known.
+- There are no two halves. Whatever is used again last leaves first, and what comes next comes in where there is room,
+  or where something leaves for it that is used later.
+- Where the forward is another than foreseen, what is expected is put right at that op (`pilots/course.py`); what is on
+  its way comes in, and nothing else that was foreseen is fetched. The paper brings the missing block in on demand.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, Self, final
+from os import PathLike
+from typing import Final, NamedTuple, Self, TypeAlias, final
 
 from spillway.costs.device import Device
 from spillway.errors import BudgetInfeasible
 from spillway.ir import Gap, Host, Plan, Step, StorageId, ValueId
 from spillway.ir.account import account
 from spillway.ir.lives import lives_of
-from spillway.methods.base import AbstractPlanner, Problem
+from spillway.ir.timeline import Kind
+from spillway.methods.base import (
+    AbstractPlanner,
+    AbstractPolicy,
+    Candidate,
+    Copy,
+    Fetch,
+    MemoryView,
+    Move,
+    Problem,
+    Proposal,
+)
+from spillway.pilots.course import Course
+from spillway.pilots.decisions import DecisionPilot
 from spillway.pilots.execution_blocks import Cuts, Touches, keeping_blocks, largest_op, max_fill, search_blocks
+from spillway.pilots.paths import Dynamism
+from spillway.pilots.pilot import AbstractPilot
+from spillway.pilots.program import Group, Program
+from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
 from spillway.units import Bytes, KiB, Seconds
 
 SMALLEST: Final[Bytes] = 4 * KiB
@@ -39,8 +66,286 @@ TIGHTER: Final = 0.9
 TRIES: Final = 24
 
 
+Makes: TypeAlias = Callable[[Program], AbstractPilot]
+"""A pilot of a network, which has learned nothing."""
+PILOTS: Final[tuple[Makes, ...]] = (ProgramOrder, LastOfSize, Frequency, Nearest, DecisionPilot)
+"""Who is asked in a session, program order in front, which is the floor."""
+
+ENOUGH: Final = 0.92
+"""Share of the budget up to which storages come in ahead; the rest is for what ops make meanwhile."""
+ARRIVING: Final = 3
+"""Storages on their way in at a time."""
+LOOKED_AT: Final = 12
+"""Storages that are looked at, in the order of their use, each time that something may be fetched."""
+LEAVING: Final = 4
+"""Copies out that begin at a time for what is to leave."""
+RANKED_FOR: Final = 24
+"""Ops for which a ranking of what leaves is used."""
+FRESH: Final = 16
+"""Ops since its last use for which what a backward made, and nobody has named, is taken for a gradient on its way; what
+is older waits for the optimizer."""
+
+PASSED: Final = 8
+"""Uses of groups that a backward may skip before it is seen where it is."""
+
+FORWARD, BACKWARD, UPDATE, LATER = 0.0, 1.0, 2.0, 3.0
+"""When a storage is used next: in what is left of the phase that runs, from 0 to 1, and in those after it."""
+
+
+class _Wanted(NamedTuple):
+    """A storage that is away, and when it is used next."""
+
+    use: float
+    storage: Candidate
+
+
 @final
-class DynnOffload(AbstractPlanner):
+class DynnOffload(AbstractPolicy):
+    """Storages come and go by when they are used next: in the forward as a pilot foresees it, then as is known.
+
+    A session (`session/foreseen_steps.py`) tells it how the forward goes. Where nobody does, it knows of every storage
+    only when it was used last.
+
+    Arguments:
+        pilot: A file of `spillway pilot train`: a pilot that takes part from the first step on. One that cannot be
+            used is named in a warning, and the session goes on without it.
+        dynamism: How batches are described to pilots; found in the model if it is left out.
+        pilots: Who takes part, each made for the session's network; the first acts until another does better.
+    """
+
+    name = "dynn-offload"
+    uses_recipes = False
+    foresees = True
+
+    def __init__(
+        self, *, pilot: str | PathLike[str] | None = None, dynamism: Dynamism | None = None,
+        pilots: Sequence[Makes] = PILOTS,
+    ) -> None:  # fmt: skip
+        self.pilot_file = pilot
+        self.dynamism = dynamism
+        self.pilots = tuple(pilots)
+        self.course: Course | None = None
+        """How the forward goes."""
+        self._members: Sequence[Sequence[Candidate]] = ()
+        self._group_of: dict[int, Group] = {}
+        self._places: Mapping[int, int] = {}
+        self._updated: Sequence[Candidate] = ()
+        self._done = 0
+        self._backward_at: int | None = None
+        self._update_at: int | None = None
+        self._ranking: list[tuple[float, int, Candidate]] = []
+        self._ranked_at = -RANKED_FOR
+        self._ranked_in = -1.0
+        self._tape: list[tuple[int, Group]] = []
+        self._taken_at = 0
+
+    # ------------------------------------------------------------------ what a session tells
+
+    def begin_forward(
+        self, course: Course, members: Sequence[Sequence[Candidate]], updated: Sequence[Candidate]
+    ) -> None:
+        """A step begins.
+
+        Arguments:
+            course: Of its forward.
+            members: [groups] The storages of the parameters of each group.
+            updated: What the optimizers use, in their order, as far as it is there before the step.
+        """
+        self.course, self._members = course, members
+        self._group_of = {one.number: group for group, storages in enumerate(members) for one in storages}
+        self._backward_at = self._update_at = None
+        self._ranked_at = -RANKED_FOR
+        self._expect_update(updated)
+
+    def begin_backward(self, clock: int) -> None:
+        """The forward is over: ops from that clock on are the backward's."""
+        self._backward_at = self._taken_at = clock
+        self._tape = list(self.course.visits) if self.course is not None else []
+
+    def begin_update(self, clock: int, updated: Sequence[Candidate]) -> None:
+        """An optimizer begins. `updated` is what it and those after it use, in their order."""
+        self._update_at = clock
+        self._ranked_at = -RANKED_FOR
+        self._expect_update(updated)
+
+    def end_update(self) -> None:
+        """It ended; another forward may follow."""
+        self._update_at = self._backward_at = None
+
+    def _expect_update(self, updated: Sequence[Candidate]) -> None:
+        self._updated, self._done = updated, 0
+        self._places = {one.number: place for place, one in reversed(list(enumerate(updated)))}
+
+    # ------------------------------------------------------------------ when a storage is used next
+
+    def _phase(self, view: MemoryView) -> float:
+        """Which phase runs; notes how far the update is."""
+        if self._update_at is not None:
+            while self._done < len(self._updated) and self._updated[self._done].touched >= self._update_at:
+                self._done += 1
+            return UPDATE
+        if view.in_backward and self._backward_at is None:
+            self.begin_backward(view.clock)
+        return FORWARD if self._backward_at is None else BACKWARD
+
+    def _uses(self, view: MemoryView, phase: float) -> Callable[[Candidate], float]:
+        """A function that says when a storage is used next."""
+        began = view.clock - view.op_index
+        if phase == UPDATE:
+            return self._in_update
+        if phase == BACKWARD:
+            return self._backward_uses(view, began)
+        foreseen: dict[int, float] = {}
+        ahead = self.course.ahead() if self.course is not None else ()
+        for place, group in enumerate(ahead):
+            for member in self._members[group]:
+                foreseen.setdefault(member.number, place / len(ahead))
+        length = view.clock - began + 1
+
+        def in_forward(storage: Candidate) -> float:
+            use = foreseen.get(storage.number)
+            if use is not None:
+                return use
+            if storage.touched < began and storage.kind != Kind.INPUT.value:
+                return self._after_backward(storage, began)  # the backward reads what the forward has
+            return BACKWARD + (view.clock - storage.touched) / length
+
+        return in_forward
+
+    def _after_backward(self, storage: Candidate, began: int) -> float:
+        """In the optimizer, where a parameter that the forward did not use has no part."""
+        return LATER if storage.touched < began and storage.number in self._group_of else self._in_update(storage)
+
+    def _in_update(self, storage: Candidate) -> float:
+        """In the rest of the optimizer, or in the next step: parameters in the forward, optimizer state again in the
+        optimizer. Gradients are made anew, but letting one go that is to die costs a copy."""
+        place = self._places.get(storage.number, -1)
+        if place >= self._done:
+            return UPDATE + (place - self._done) / len(self._places)
+        group = self._group_of.get(storage.number)
+        if group is not None:
+            return LATER + group / len(self._members)
+        return LATER + (2 if storage.kind == Kind.OPTIMIZER_STATE.value else 1)
+
+    def _backward_uses(self, view: MemoryView, began: int) -> Callable[[Candidate], float]:
+        """In the backward: what the forward used, in reverse. A group that the forward used several times is wanted
+        again until the backward has passed the first of them."""
+        turn, tape = self._backward_at, self._tape
+        assert turn is not None
+        for place in range(len(tape) - 2, max(len(tape) - PASSED, -1), -1):
+            touched = max((one.touched for one in self._members[tape[place][1]]), default=-1)
+            if touched >= self._taken_at:  # the backward is in this group, and through those behind it
+                self._taken_at = touched + 1
+                del tape[place + 1 :]
+        passed = tape[-1][0] if tape else began
+        last = {group: clock for clock, group in tape}
+        length = max(turn - began, 1)
+
+        def use_of(storage: Candidate) -> float:
+            group = self._group_of.get(storage.number)
+            if group is not None and group in last:
+                return max(passed - last[group], 0) / length
+            if group is not None or (storage.touched < began and storage.kind != Kind.INPUT.value):
+                return self._after_backward(storage, began)
+            if storage.touched < turn:
+                return max(passed - storage.touched, 0) / length
+            fresh = view.clock - storage.touched <= FRESH and storage.number not in self._places
+            return 0.0 if fresh else UPDATE
+
+        return use_of
+
+    # ------------------------------------------------------------------ leaving
+
+    def relieve(self, view: MemoryView, needed: Bytes) -> Generator[Proposal, bool, None]:
+        """What is used last of all that may leave goes first."""
+        for _, storage in self._last_used(view):
+            yield Move(storage)
+
+    def _last_used(self, view: MemoryView) -> Iterator[_Wanted]:
+        """From a ranking that is at most so many ops old, then from a new one."""
+        phase = self._phase(view)
+        stale = view.clock - self._ranked_at >= RANKED_FOR or self._ranked_in != phase
+        for again in (True,) if stale else (False, True):
+            if again:
+                use_of = self._uses(view, phase)
+                self._ranking = sorted((use_of(one), one.number, one) for one in view.candidates())
+                self._ranked_at, self._ranked_in = view.clock, phase
+            ranking = self._ranking
+            kept = list[tuple[float, int, Candidate]]()
+            try:
+                while ranking:
+                    entry = ranking.pop()
+                    if not view.available(entry[2]) or (not again and entry[2].touched >= self._ranked_at):
+                        continue
+                    kept.append(entry)
+                    yield _Wanted(entry[0], entry[2])
+            finally:
+                ranking += [entry for entry in reversed(kept) if view.available(entry[2])]
+
+    # ------------------------------------------------------------------ coming
+
+    def looks(self, view: MemoryView) -> bool:
+        """Whether something might come in, or leave for it."""
+        return view.overlaps and view.anything_moved and view.arriving < ARRIVING
+
+    def foresee(self, view: MemoryView) -> Generator[Proposal, bool, None]:
+        """Fetch what is used next; where there is no room for it, let go what is used later."""
+        phase = self._phase(view)
+        room = int(ENOUGH * view.allowed) - view.resident
+        leaving = self._last_used(view)
+        arriving = view.arriving
+        for use, storage in self._coming(view, phase):
+            if arriving >= ARRIVING:
+                break
+            while room < storage.nbytes:
+                freed = yield from self._let_go(view, leaving, use)
+                if not freed:
+                    return
+                room += freed
+            if not (yield Fetch(storage)):
+                return
+            arriving += 1
+            room -= storage.nbytes
+
+    def _let_go(self, view: MemoryView, leaving: Iterator[_Wanted], use: float) -> Generator[Proposal, bool, Bytes]:
+        """Free what is used after that, if it has a copy already, or begin to copy some; 0 if nothing leaves now."""
+        begun = 0
+        for later, storage in leaving:
+            if later <= use or begun >= LEAVING:
+                return 0
+            if view.copied(storage):
+                if (yield Move(storage)):
+                    return storage.nbytes
+            elif (yield Copy(storage)):  # it leaves at a later look, when the copy is done
+                begun += 1
+        return 0
+
+    def _coming(self, view: MemoryView, phase: float) -> Iterator[_Wanted]:
+        """What is away, in the order of its use."""
+        moved = {one.number: one for one in view.moved()}
+        if not moved:
+            return
+        if phase == UPDATE:
+            for storage in self._updated[self._done : self._done + LOOKED_AT]:
+                if storage.number in moved:
+                    yield _Wanted(UPDATE, storage)
+            return
+        if phase == FORWARD:
+            if self.course is None:
+                return
+            ahead = self.course.ahead()
+            for place, group in enumerate(ahead[:LOOKED_AT]):
+                for member in self._members[group]:
+                    if member.number in moved:
+                        yield _Wanted(place / len(ahead), member)
+            return
+        use_of = self._uses(view, phase)
+        wanted = [_Wanted(use_of(one), one) for one in moved.values()]
+        yield from sorted((one for one in wanted if one.use <= BACKWARD), key=lambda one: (one.use, one.storage.number))
+
+
+@final
+class DynnOffloadPlanner(AbstractPlanner):
     """Blocks in memory, the next on its way.
 
     Arguments:

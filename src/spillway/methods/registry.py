@@ -14,7 +14,7 @@ from spillway.methods.checkmate import Checkmate
 from spillway.methods.checkpoint import Checkpoint, CheckpointPlanner
 from spillway.methods.delta import Delta
 from spillway.methods.dtr import DTR, HEURISTICS
-from spillway.methods.dynn_offload import DynnOffload
+from spillway.methods.dynn_offload import DynnOffload, DynnOffloadPlanner
 from spillway.methods.keep_all import KeepAll
 from spillway.methods.lms import LMS
 from spillway.methods.lru import LRU
@@ -39,10 +39,12 @@ class Method:
     Arguments:
         on_paper: Makes what decides for a recorded step: a policy, which answers under pressure, or a planner.
         by_block: Makes what decides for the block engine, where the method runs there.
+        in_session: Makes what decides in a session of the tensor engine, where that is not what decides on paper.
     """
 
     on_paper: Callable[..., AbstractPolicy | AbstractPlanner]
     by_block: Callable[[], AbstractBlockMethod] | None = None
+    in_session: Callable[[], AbstractPolicy] | None = None
 
     @property
     def plans(self) -> bool:
@@ -71,8 +73,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         Window.name: Method(Window),
         "window-published": Method(Window.as_published),
         ImprovedWindow.name: Method(ImprovedWindow),
-        DynnOffload.name: Method(DynnOffload),
-        "dynn-offload-published": Method(DynnOffload.as_published),
+        DynnOffload.name: Method(DynnOffloadPlanner, in_session=DynnOffload),
+        "dynn-offload-published": Method(DynnOffloadPlanner.as_published),
         LMS.name: Method(LMS),
         MimosePlanner.name: Method(MimosePlanner, Mimose),
         "mimose-published": Method(MimosePlanner.as_published, Mimose.as_published),
@@ -91,7 +93,7 @@ def resolve(
     """
     if isinstance(method, str) and method in METHODS:
         found = METHODS[method]
-        method = found.by_block() if found.by_block is not None else found.on_paper()
+        method = (found.by_block or found.in_session or found.on_paper)()
     if isinstance(method, AbstractPlanner):
         return SelfPlanned(method)
     if isinstance(method, AbstractPolicy | AbstractBlockMethod):

@@ -94,7 +94,8 @@ class DecisionPilot(AbstractPilot):
         known = self._known(sample, asked)
         row[end] = 1
         row[end + 1 : end + 1 + self._hidden] = sample.hidden[asked - 1]
-        row[end + 1 + self._hidden : end + 1 + self._hidden + len(known)] = known
+        resolved = row[end + 1 + self._hidden :]
+        resolved[: len(known)] = known[: len(resolved)]  # the program may have learned decisions since
         return known
 
     def _known(self, sample: Sample, asked: int) -> Floats:
@@ -129,7 +130,8 @@ class DecisionPilot(AbstractPilot):
             self._upfront = (sample, logits)
         found = sigmoid(logits / self.temperature)
         if known is not None:
-            np.copyto(found, known > OPEN, where=known != OPEN)
+            known = known[: len(found)]
+            np.copyto(found[: len(known)], known > OPEN, where=known != OPEN)
         return Foresight(found)
 
     # ------------------------------------------------------------------ learning

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, final
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,6 +145,18 @@ class Referee:
             return None
         good = [pilot for pilot in self.pilots if self.standings[pilot.name].score >= AS_GOOD * most]
         return max(good, key=lambda pilot: self.standings[pilot.name].recent)  # the first of equals
+
+    def told(self) -> dict[str, Any]:
+        """Who acts, how each pilot has done, and every misprediction that is kept with what it cost: what JSON can
+        hold."""
+        record = self.record
+        return {
+            "winner": ON_DEMAND if self.acting is None else self.acting.name,
+            "standings": [{**asdict(one), "hit_rate": one.hit_rate} for one in self.standings.values()],
+            "stall_seconds": record.stall_seconds, "on_demand_seconds": record.on_demand_seconds,
+            "known_seconds": record.known_seconds, "mispredictions": record.mispredictions,
+            "misprediction_seconds": record.misprediction_seconds, "last": [asdict(one) for one in record.last],
+        }  # fmt: skip
 
     def foresee(self, sample: Sample, asked: int = 0) -> Foresight | None:
         """What who acts expects (`AbstractPilot.foresee`); None if nobody acts."""

@@ -1,14 +1,17 @@
 """Steps of a dynamic network, each written down as the path that its forward took, at little cost an op.
 
 Only the forward is watched: the backward and the optimizer run as they always do. What a whole step does, with the
-lifetimes of storages, is for `recorder.py`.
+lifetimes of storages, is for `recorder.py`. `ForwardRecorder` takes ops from whoever has them: a session, whose steps
+run anyway (`session/foreseen_steps.py`), or `PathRecorder`, which runs steps to record them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Protocol, final
+from threading import get_ident
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from spillway.engines.tensors.cpu_machine import tensors_of
 from spillway.engines.tensors.ops import OpInfo
 from spillway.errors import UsageError
 from spillway.internals.dispatch_key import unwatched
-from spillway.internals.private import unheard
+from spillway.internals.private import storage_address, storage_of, unheard
 from spillway.pilots.architecture import Architecture, control_statements
 from spillway.pilots.idioms import folded
 from spillway.pilots.paths import Dynamism, Floats, OpSignature, ParameterStorage, PathOp, Sample, Site
@@ -90,82 +93,89 @@ class _Forward:
         self.calls: dict[str, int] = {}
         self.running = [_Call("", "", 0)]
         self.embedding: Floats | None = None
-        self.state: torch.Tensor | None = None
-        """The last hidden state that a module was given."""
+        self.state: Callable[[], torch.Tensor | None] = _nothing
+        """The last hidden state that a module was given, as long as it is there."""
         self.hidden: list[Floats] = []
         self.asked_at: list[int] = []
 
+    @property
+    def asked(self) -> int:
+        """How many numbers have been handed to the host, and an op has followed; -1 before the sample is embedded."""
+        if self.embedding is None:
+            return -1
+        return len(self.asked_at) - (bool(self.asked_at) and self.asked_at[-1] == len(self.keys) - 1)
+
+
+def _nothing() -> None:
+    return None
+
 
 @final
-class PathRecorder:
-    """Writes down what the forwards of one network do, by the numbers of its architecture.
+class ForwardRecorder:
+    """Writes down what forwards do, by the numbers of an architecture. Whoever has the ops hands them over.
 
-    Raises UsageError for a workload that does not say what is dynamic about it, or names no module of the model.
+    Arguments:
+        architecture: Learns the ops and the parameters.
+        models: What runs.
+        dynamism: What of it embeds a sample.
+
+    Raises:
+        UsageError: The models have no module of that name.
+        ValueError: The architecture knows a parameter of that name with another size.
     """
 
-    def __init__(self, workload: Dynamic) -> None:
-        if workload.dynamism is None:
-            raise UsageError(
-                f"The workload {workload.name} does the same for every sample: there is no path to record."
-            )
-        self.architecture = Architecture(workload.name, workload.dynamism.base)
-        """What was seen so far."""
-        self._workload, self._dynamism = workload, workload.dynamism
-        self._names = {id(module): name for name, module in workload.model.named_modules()}
-        if self._dynamism.embedding not in self._names.values():
-            raise UsageError(f"The model of {workload.name} has no module {self._dynamism.embedding!r} that embeds.")
-        for name, module in workload.model.named_modules():
-            own = not type(module).__module__.startswith("torch.nn.")
-            if own and (found := control_statements(type(module).forward)):
-                self.architecture.statements[name] = found
-        self._parameters: dict[int, int] = {}
-        for name, parameter in workload.model.named_parameters():
-            storage = parameter.untyped_storage()
-            if storage._cdata not in self._parameters:
-                number = self.architecture.parameter(ParameterStorage(name, storage.nbytes()))
-                self._parameters[storage._cdata] = number
+    def __init__(self, architecture: Architecture, models: Sequence[torch.nn.Module], dynamism: Dynamism) -> None:
+        self.architecture = architecture
+        self._dynamism = dynamism
+        self._names: dict[int, str] = {}
+        self.parameters: dict[int, torch.Tensor] = {}
+        """One of each storage, by its number."""
+        storages, statements = set[int](), dict[type, tuple[str, ...]]()
+        for place, model in enumerate(models):
+            around = f"{place}." if place else ""
+            self._names |= {id(module): f"{around}{name}" for name, module in model.named_modules()}
+            for name, module in model.named_modules():
+                kind = type(module)
+                if kind not in statements:
+                    own = not kind.__module__.startswith("torch.nn.")
+                    statements[kind] = control_statements(kind.forward) if own else ()
+                if statements[kind]:
+                    architecture.statements[f"{around}{name}"] = statements[kind]
+            for name, parameter in model.named_parameters():
+                if (address := _address(parameter)) and address not in storages:
+                    storages.add(address)
+                    nbytes = storage_of(parameter).nbytes()
+                    self.parameters[architecture.parameter(ParameterStorage(f"{around}{name}", nbytes))] = parameter
+        if dynamism.embedding not in self._names.values():
+            raise UsageError(f"The model of {architecture.network} has no module {dynamism.embedding!r} that embeds.")
         self._ops: dict[Any, _Op] = {}
         self._numbers: dict[Any, int] = {}
-        self._forward = _Forward()
-        self._steps = 0
+        self._touched: dict[int, int] = {}
+        self._thread = 0
+        self.forward = _Forward()
+        """The one that runs, or ran last."""
 
-    def sample(self, batch: Any, *, update: bool = True) -> Sample:
-        """One step of the network, and what it did.
-
-        Arguments:
-            update: Whether the backward and the optimizers run after the forward.
-        """
-        model, forward = self._workload.model, _Forward()
-        self._forward = forward
-        with self._watched():
-            loss = self._workload.loss(model, batch)
-        if update:
-            loss.backward()  # type: ignore[no-untyped-call]
-            for optimizer in self._workload.optimizers:
-                optimizer.step()
-            for optimizer in self._workload.optimizers:
-                optimizer.zero_grad()
-        self._steps += 1
-        if forward.embedding is None:
-            raise UsageError(f"The forward of {self._workload.name} did not call {self._dynamism.embedding!r}.")
-        width = len(forward.embedding)
-        return Sample(
-            step=self._steps - 1, sizes=self._dynamism.sizes(batch), embedding=forward.embedding,
-            base=self._dynamism.base, path=self.architecture.path(forward.keys, forward.starts, forward.operands),
-            signatures=np.array(forward.signatures, np.int32), asked_at=np.array(forward.asked_at, np.int32),
-            hidden=np.array(forward.hidden, np.float32).reshape(-1, width), loss=float(loss.detach()),
-        )  # fmt: skip
+    @property
+    def in_module(self) -> bool:
+        """Whether a module's forward runs."""
+        return len(self.forward.running) > 1
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
+        """A forward of this thread begins. Within, modules tell which of them runs."""
+        self.forward = _Forward()
+        self._thread = get_ident()
+        self._touched = {_address(parameter): number for number, parameter in self.parameters.items()}
         with ExitStack() as stack:
             stack.callback(register_module_forward_pre_hook(self._enter).remove)
             stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            stack.enter_context(arriving(self._handle))
             yield
 
+    @unheard
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        forward = self._forward
+        if get_ident() != self._thread:
+            return
+        forward = self.forward
         name = self._names.get(id(module), forward.running[-1].name)
         place = forward.running[-1].within(name)
         call = forward.calls.get(place, 0)
@@ -174,54 +184,53 @@ class PathRecorder:
         if forward.embedding is not None and args and isinstance(args[0], torch.Tensor):
             shape = args[0].shape
             if shape and shape[-1] == len(forward.embedding) and args[0].is_floating_point():
-                forward.state = args[0]
+                forward.state = weakref.ref(args[0])
 
+    @unheard
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        forward = self._forward
+        forward = self.forward
+        if get_ident() != self._thread:
+            return
         if forward.embedding is None and forward.running[-1].name == self._dynamism.embedding:
-            forward.embedding = _mean(tensors_of(result)[0])
+            forward.embedding = _mean(next(iter(tensors_of(result)), None))
         if len(forward.running) > 1:
             forward.running.pop()
 
-    @unheard
-    def _handle(self, _: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def before(self, func: Any, args: Any, kwargs: Any) -> _Met | None:
+        """An op is about to run; None for a view, which is no op."""
         op = self._ops.get(func)
         if op is None:
             op = self._ops[func] = _Op(func)
-        kwargs = kwargs or {}
         if op.info.view:
-            return func(*args, **kwargs)
+            return None
         given = [tensor for _, tensor, _ in operands(op.info, args, kwargs)]
-        storages = [tensor.untyped_storage()._cdata for tensor in given]
-        shapes = [tensor.shape for tensor in given]
-        out = func(*args, **kwargs)
-        self._write_down(op, args, kwargs, storages, shapes, out)
-        return out
+        return _Met(op, args, kwargs, [_address(tensor) for tensor in given], [tensor.shape for tensor in given])
 
-    def _write_down(
-        self, op: _Op, args: Any, kwargs: Any, storages: list[int], shapes: list[torch.Size], out: Any
-    ) -> None:
-        forward, number = self._forward, len(self._forward.keys)
+    def after(self, met: _Met, out: Any) -> int:
+        """It ran. Returns its number in the architecture."""
+        forward, op, number = self.forward, met.op, len(self.forward.keys)
         made = tensors_of(out)
-        key = (*shapes, None, *(tensor.shape for tensor in made))
+        key = (*met.shapes, None, *(tensor.shape for tensor in made))
         signature = op.signatures.get(key)
         created = 0
         for tensor in made:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in storages and forward.creators.get(storage._cdata) != number:
-                forward.creators[storage._cdata] = number
+            address = _address(tensor)
+            if address and address not in met.storages and forward.creators.get(address) != number:
+                storage = storage_of(tensor)
+                forward.creators[address] = number
                 forward.kept.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
                 created += storage.nbytes()
         if signature is None:
-            dims = np.sum([folded(tuple(shape)) for shape in shapes] or [(0, 0, 0)], axis=0)
+            dims = np.sum([folded(tuple(shape)) for shape in met.shapes] or [(0, 0, 0)], axis=0)
             signature = op.signatures[key] = self.architecture.signature(
                 OpSignature(
                     name=op.name, dims=(int(dims[0]), int(dims[1]), int(dims[2])), created=created,
-                    flops=flops_of(op.info, args, kwargs, out), traffic=traffic_of(op.info, args, kwargs, out),
+                    flops=flops_of(op.info, met.args, met.kwargs, out),
+                    traffic=traffic_of(op.info, met.args, met.kwargs, out),
                 )
             )  # fmt: skip
-        touched = {self._parameters[one]: None for one in storages if one in self._parameters}
-        read = {forward.creators[one]: None for one in storages if one in forward.creators}
+        touched = {self._touched[one]: None for one in met.storages if one in self._touched}
+        read = {forward.creators[one]: None for one in met.storages if one in forward.creators}
         call = forward.running[-1]
         place = (call.module, call.call, call.op, op.name, *touched)
         number_of_op = self._numbers.get(place)
@@ -234,11 +243,92 @@ class PathRecorder:
         forward.operands += read
         forward.starts.append(len(forward.operands))
         if op.asks and forward.embedding is not None:
-            forward.hidden.append(forward.embedding if forward.state is None else _mean(forward.state))
+            state = forward.state()
+            forward.hidden.append(forward.embedding if state is None else _mean(state))
             forward.asked_at.append(number)
+        return number_of_op
 
 
-def _mean(tensor: torch.Tensor) -> Floats:
+@final
+class _Met(NamedTuple):
+    """An op that is about to run, its operands by their addresses and shapes."""
+
+    op: _Op
+    args: Any
+    kwargs: Any
+    storages: list[int]
+    shapes: list[torch.Size]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """0 for a tensor without a storage."""
+    try:
+        return storage_address(tensor)
+    except (RuntimeError, TypeError):
+        return 0
+
+
+def _mean(tensor: torch.Tensor | None) -> Floats:
+    """Over all but the last dimension."""
+    if tensor is None or not tensor.dim():
+        return np.zeros(1, np.float32)
     with torch.no_grad(), unwatched():
-        flat = tensor.detach().reshape(-1, tensor.shape[-1])
-        return np.array(flat.mean(0, dtype=torch.float32).cpu().numpy(), np.float32)
+        leading = list(range(tensor.dim() - 1))
+        whole = tensor.detach() if tensor.is_floating_point() else tensor.detach().to(torch.float32)
+        found = whole.mean(leading, dtype=torch.float32) if leading else whole.to(torch.float32)
+        return np.array(found.cpu().numpy(), np.float32)
+
+
+@final
+class PathRecorder:
+    """Runs steps of a workload, and writes down what their forwards do.
+
+    Raises UsageError for a workload that does not say what is dynamic about it, or names no module of the model.
+    """
+
+    def __init__(self, workload: Dynamic) -> None:
+        if workload.dynamism is None:
+            raise UsageError(
+                f"The workload {workload.name} does the same for every sample: there is no path to record."
+            )
+        self.architecture = Architecture(workload.name, workload.dynamism.base)
+        """What was seen so far."""
+        self._workload, self._dynamism = workload, workload.dynamism
+        self._recorder = ForwardRecorder(self.architecture, [workload.model], workload.dynamism)
+        self._steps = 0
+
+    def sample(self, batch: Any, *, update: bool = True) -> Sample:
+        """One step of the network, and what it did.
+
+        Arguments:
+            update: Whether the backward and the optimizers run after the forward.
+        """
+        recorder = self._recorder
+        with recorder.watching(), arriving(self._handle):
+            loss = self._workload.loss(self._workload.model, batch)
+        if update:
+            loss.backward()  # type: ignore[no-untyped-call]
+            for optimizer in self._workload.optimizers:
+                optimizer.step()
+            for optimizer in self._workload.optimizers:
+                optimizer.zero_grad()
+        self._steps += 1
+        forward = recorder.forward
+        if forward.embedding is None:
+            raise UsageError(f"The forward of {self._workload.name} did not call {self._dynamism.embedding!r}.")
+        return Sample(
+            step=self._steps - 1, sizes=self._dynamism.sizes(batch), embedding=forward.embedding,
+            base=self._dynamism.base, path=self.architecture.path(forward.keys, forward.starts, forward.operands),
+            signatures=np.array(forward.signatures, np.int32), asked_at=np.array(forward.asked_at, np.int32),
+            hidden=np.array(forward.hidden, np.float32).reshape(-1, len(forward.embedding)),
+            loss=float(loss.detach()),
+        )  # fmt: skip
+
+    @unheard
+    def _handle(self, _: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        met = self._recorder.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if met is not None:
+            self._recorder.after(met, out)
+        return out

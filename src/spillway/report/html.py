@@ -21,19 +21,24 @@ _NOT_SHOWN: Final = {"format", "version", "budget_bytes", "workload"}
 
 
 def write_report(
-    path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline]
-) -> None:
+    path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport],
+    timelines: Sequence[Timeline], foresight: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Write a page about a run. A file that stands at `path` is replaced; OSError where the system refuses.
 
     Arguments:
         header: As in a run file: `budget_bytes`, `method`, versions, machine.
         steps: What every step did.
         timelines: Of some steps, or none: those are drawn.
+        foresight: What a referee of pilots tells (`Referee.told`).
     """
-    Path(path).write_text(render(header, steps, timelines), encoding="utf-8")
+    Path(path).write_text(render(header, steps, timelines, foresight), encoding="utf-8")
 
 
-def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline]) -> str:
+def render(
+    header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline],
+    foresight: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """The page that `write_report` writes."""
     left_out = max(len(steps) - ROWS, 0)
     # The budget that the header names, or the steps if it names none.
@@ -52,7 +57,7 @@ def render(header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Se
         logged=sorted({name for step in steps for name in step.logged}),
         chart={"width": charts.WIDTH, "height": charts.HEIGHT, "bars_height": charts.BARS_HEIGHT},
         lanes_height=charts.LANES_HEIGHT, window_height=charts.WINDOW_HEIGHT, row=charts.ROW, radius=charts.RADIUS,
-        names_of_work=charts.NAMES,
+        names_of_work=charts.NAMES, foresight=foresight,
         no_budget=NO_BUDGET, recomputed_share=recomputed_share, hover=_hover,
     )  # fmt: skip
 

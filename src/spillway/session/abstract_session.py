@@ -197,6 +197,12 @@ class Session(ABC):
     def allowed(self) -> Bytes:
         """The budget in bytes."""
 
+    @property
+    def foresight(self) -> dict[str, Any] | None:
+        """Of a method that foresees forwards: which pilot acts, how often each was right, what fetching as it foresaw
+        would have spared, and the last mispredictions with what each cost, as `Referee.told` has it. None otherwise."""
+        return None
+
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
 
@@ -286,7 +292,7 @@ class Session(ABC):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        write_report(path, self._header(), self.history, timelines)
+        write_report(path, self._header(), self.history, timelines, self.foresight)
 
     def __enter__(self) -> Self:
         if self._closed:

@@ -26,7 +26,7 @@ from spillway.costs.device import HERE, HIGHEST, LOWEST, Device
 from spillway.engines.tensors.abstract import Around
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetInfeasible, SpillwayError
-from spillway.ir import Step, verify
+from spillway.ir import Op, verify
 from spillway.memory.lanes import TransferLog
 from spillway.methods import Planned, Problem
 from spillway.methods.planned import SelfPlanned
@@ -152,7 +152,7 @@ class PlannedSteps:
         if recorder.failure is not None:
             raise SpillwayError(f"It could not be recorded ({recorder.failure}).")
         step, allowed = recorder.finish(), engine.budget.allowed
-        problem = Problem(step=step, allowed=allowed, device=self._device(step))
+        problem = Problem(step=step, allowed=allowed, device=device_here(engine, step.ops))
         staying = sum(storage.nbytes for storage in engine.present() if storage.escaped)
         try:
             plan = planner.plan(replace(problem, allowed=max(allowed - staying, 0)))
@@ -163,19 +163,20 @@ class PlannedSteps:
         verify(plan, step, allowed)
         return Planned.as_meant(plan, step, planner)
 
-    def _device(self, step: Step) -> Device:
-        """This machine as it showed itself: its ops in this step, its link in the copies so far."""
-        machine, seconds = self._engine.machine, sum(op.seconds or 0.0 for op in step.ops)
-        with self._engine.controller.lock:
-            machine.measure_link()
-            least, large = machine.transfer_seconds(0) / 2, machine.transfer_seconds(_LARGE) / 2
-        link = _rate(_LARGE, large - least)
-        return Device(
-            name=HERE, flops_per_second=_rate(sum(op.flops for op in step.ops), seconds),
-            bytes_per_second=_rate(sum(op.traffic for op in step.ops), seconds), memory=self._engine.budget.allowed,
-            out_per_second=link, in_per_second=link, copy_seconds=least, overlaps=machine.overlaps,
-            source="measured in the recorded step",
-        )  # fmt: skip
+
+def device_here(engine: TensorEngine, ops: Sequence[Op]) -> Device:
+    """This machine as it showed itself: in the ops of a recorded step, and its link in the copies so far."""
+    machine, seconds = engine.machine, sum(op.seconds or 0.0 for op in ops)
+    with engine.controller.lock:
+        machine.measure_link()
+        least, large = machine.transfer_seconds(0) / 2, machine.transfer_seconds(_LARGE) / 2
+    link = _rate(_LARGE, large - least)
+    return Device(
+        name=HERE, flops_per_second=_rate(sum(op.flops for op in ops), seconds),
+        bytes_per_second=_rate(sum(op.traffic for op in ops), seconds), memory=engine.budget.allowed,
+        out_per_second=link, in_per_second=link, copy_seconds=least, overlaps=machine.overlaps,
+        source="measured in the recorded step",
+    )  # fmt: skip
 
 
 def _rate(amount: float, seconds: Seconds) -> float:

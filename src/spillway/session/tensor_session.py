@@ -23,9 +23,11 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.methods.dynn_offload import DynnOffload
 from spillway.methods.planned import Planned, SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.called import Calls
+from spillway.session.foreseen_steps import ForeseenSteps
 from spillway.session.inputs import leaves, signature_of
 from spillway.session.planned_steps import PlannedSteps
 from spillway.units import Bytes, Seconds
@@ -74,7 +76,11 @@ class TensorSession(Session):
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
         policy = engine.controller.policy
-        self._plans = PlannedSteps(policy, engine, models, optimizers) if isinstance(policy, SelfPlanned) else None
+        self._plans: PlannedSteps | ForeseenSteps | None = None
+        if isinstance(policy, SelfPlanned):
+            self._plans = PlannedSteps(policy, engine, models, optimizers)
+        elif isinstance(policy, DynnOffload):
+            self._plans = ForeseenSteps(policy, engine, models, optimizers)
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = self._named_bytes(())
@@ -84,6 +90,11 @@ class TensorSession(Session):
     @property
     def allowed(self) -> Bytes:
         return self._engine.budget.named
+
+    @property
+    def foresight(self) -> dict[str, Any] | None:
+        """See `Session.foresight`."""
+        return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
 
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
@@ -97,6 +108,8 @@ class TensorSession(Session):
     def _give_up(self) -> None:
         with ExitStack() as stack:
             stack.callback(self._engine.close)
+            if isinstance(self._plans, ForeseenSteps):
+                stack.callback(self._plans.close)
             if self._live is not None:
                 stack.callback(self._live.close)
             if self._writer is not None:
@@ -150,7 +163,7 @@ class TensorSession(Session):
         them, so that a little has to be left."""
         engine, meter = self._engine, self._engine.backend.unwatched
         growth, unseen = self._unwatched.get(circumstances, (0, -1))
-        if meter is None or unseen < 0 or engine.recorded is not None or self._plans is not None:
+        if meter is None or unseen < 0 or engine.recorded is not None:
             return False
         needed = meter.counted(engine.budget.resident) + growth + growth // SPARE + unseen
         return needed <= engine.budget.allowed and not self._grouped

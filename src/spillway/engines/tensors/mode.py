@@ -123,6 +123,11 @@ class Dispatch:
         if self._hook is not None and self._around is None:
             self._hook.arm(recording=self._engine.recording)
 
+    def stand_alone(self) -> None:
+        """Nothing stands around handlers from here on."""
+        self._around = None
+        self.rearm()
+
     def pop(self) -> None:
         """Watch no longer. Calling it again does nothing."""
         if self._hook is not None:

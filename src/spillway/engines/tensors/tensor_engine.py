@@ -337,6 +337,12 @@ class TensorEngine(AbstractTensorEngine):
                 controller.finish(seen.reads, seen.writes)
                 self.look_ahead()
 
+    def record_no_further(self) -> None:
+        """What writes this step down has seen all that it wants: ops come as they come without it."""
+        self.recorded = None
+        if self.following is None and self.history is None:
+            self._dispatch.stand_alone()
+
     def record_from_here(self) -> None:
         """Room is short in a step that was known to fit. What came before has no recipe: it can be moved."""
         if not self.recording:
