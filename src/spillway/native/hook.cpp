@@ -1207,6 +1207,7 @@ class Walk {
     PyObject *key = nullptr, *value = nullptr;
     for (Py_ssize_t place = 0; PyDict_Next(parts[0], &place, &key, &value) != 0;) {
       if (value == Py_None) continue;
+      const Ref held = Ref::to(value);  // a collection of garbage may come between
       look(value);
       if (const Ref gradient(PyObject_GetAttr(value, grad)); gradient.get() != Py_None) look(gradient.get());
     }
