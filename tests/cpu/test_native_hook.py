@@ -467,3 +467,28 @@ def test_a_session_that_ends_in_the_middle_of_an_op_leaves_nothing_half_freed() 
     environment = dict(os.environ, PYTHONMALLOC="debug")
     ran = subprocess.run([sys.executable, "-c", ENDS_IN_AN_OP], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+STORAGE_IN_GARBAGE = """
+import gc, torch
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.methods import LRU
+
+gc.disable()
+x = torch.ones(64, 64)
+engine = TensorEngine(LRU(), 1 << 30)
+engine.begin_step([("x", x)])
+for _ in range(3):  # the first one is made by the handler in Python
+    circle = [x.mul(2).untyped_storage()]
+    circle.append(circle)
+    del circle
+gc.collect()
+assert len(engine.table) == 1
+engine.end_step()
+engine.close()
+"""
+
+
+def test_the_storage_of_a_result_may_be_garbage_in_a_circle() -> None:
+    ran = subprocess.run([sys.executable, "-c", STORAGE_IN_GARBAGE], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")

@@ -937,7 +937,9 @@ Ref Hook::adopt(const at::Tensor& tensor, PyObject* clock) {
   if (size >= SMALLEST_MOVABLE && PyList_Append(ledger_at_.young.of(ledger), self) != 0) raise();
   if (PyDict_SetItem(table_.get(), key.get(), self) != 0) raise();
   record_.put(watch.get(), self);
-  for (PyObject* const one : {watch.get(), self, storage_.value.of(self)}) PyObject_GC_UnTrack(one);
+  // The garbage collector moves a weak reference with a callback to a list of its own when what it is to is garbage:
+  // one that it does not track would be in no list.
+  for (PyObject* const one : {self, storage_.value.of(self)}) PyObject_GC_UnTrack(one);
   if (size >= LARGE) {
     created(size);
     if (look_ahead_.get() != Py_None) const Ref done(PyObject_CallNoArgs(look_ahead_.get()));
