@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import spillway
 from spillway import SpillOptions, StepReport
 from spillway.native import library
-from spillway.native.arena import HELD, Arena
+from spillway.native.arena import HELD, Arena, counts
 from tests.cpu.families import difference, state_of
 
 pytestmark = pytest.mark.skipif(not library.wanted(library.HOOK), reason="SPILLWAY_NATIVE says so")
@@ -252,6 +254,280 @@ def test_a_session_that_closes_in_such_a_step_or_is_dropped_counts_for_nobody() 
         kept = torch.ones(MiB)
         assert cells[HELD] <= before
         assert kept.sum() == MiB
+
+
+@pytest.mark.parametrize("kept_bytes", [256 * KiB, 8 * KiB])  # in the arena, and what is too small for it
+def test_what_the_user_keeps_of_such_steps_counts_in_watched_ones_too(kept_bytes: int) -> None:
+    one, kept, before = Training(), list[Tensor](), counts().live
+    budget, count = 8 * MiB, 48 if kept_bytes > MiB // 8 else 512
+    with spillway.manage(one.model, one.optimizer, budget=budget, method="lru") as memory:
+        for number in range(3 + 12 * MiB // (count * kept_bytes // 16)):
+            with memory.step(BATCH):
+                one.step(BATCH)
+                kept += [torch.full((kept_bytes // 4,), float(number)) for _ in range(count // 16)]
+            assert counts().live - before <= budget
+        reports = memory.history
+        assert True in unwatched(reports)
+        assert sum(report.moves for report in reports) > 0
+        assert all(report.peak_bytes <= budget for report in reports)
+        assert sum(tensor.nbytes for tensor in kept) > budget
+        assert reports[-1].end_bytes > budget * 3 // 4
+    assert [float(tensor[0]) for tensor in kept[:: count // 16]] == list(map(float, range(len(reports))))
+
+
+def test_what_graphs_keep_of_such_steps_counts_in_watched_ones_too() -> None:
+    one, kept = Training(), list[Tensor]()
+    with spillway.manage(one.model, one.optimizer, budget="8 MiB", method="lru") as memory:
+        for _ in range(4):
+            with memory.step(BATCH):
+                one.step(BATCH)
+                rows = BATCH
+                for _ in range(8):
+                    rows = torch.tanh(one.model(rows))
+                kept.append(rows.sum())
+        with memory.step():
+            pass
+        assert unwatched(memory.history)[2:4] == [True, True]
+        by_graphs = 2 * 8 * BATCH.nbytes
+        assert memory.history[-1].start_bytes - memory.history[1].start_bytes >= by_graphs
+        del rows, kept[2:]
+        with memory.step():
+            pass
+        assert memory.history[-2].start_bytes - memory.history[-1].start_bytes >= by_graphs
+
+
+def test_what_graphs_let_go_of_in_a_watched_step_leaves_room_for_others() -> None:
+    one, kept = Training(), list[Tensor]()
+    with spillway.manage(one.model, one.optimizer, budget="8 MiB", method="lru") as memory:
+        for number in range(4):
+            with memory.step(BATCH):
+                one.step(BATCH)
+                rows = BATCH
+                for _ in range(64 if number == 3 else 1):
+                    rows = torch.tanh(one.model(rows))
+                kept.append(rows.sum())
+        del rows
+        with memory.step():
+            kept.clear()
+            parts = [torch.ones(WIDTH, WIDTH) for _ in range(96)]
+        assert unwatched(memory.history) == [False, False, True, True, False]
+        assert memory.history[-1].start_bytes > 4 * MiB
+        assert (memory.history[-1].moves, memory.history[-1].drops) == (0, 0)
+        del parts
+
+
+def _loaded(one: Training) -> None:
+    one.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+
+
+def _assigned(one: Training) -> None:
+    one.model.load_state_dict(copy.deepcopy(one.model.state_dict()), assign=True)
+
+
+def _grown(one: Training) -> None:
+    one.model.register_buffer("mask", torch.zeros(MiB))
+
+
+def _resized(one: Training) -> None:
+    one.optimizer.state[one.model.weight]["exp_avg"].resize_(2 * WIDTH, WIDTH).zero_().resize_(WIDTH, WIDTH)
+
+
+def _given_a_gradient(one: Training) -> None:
+    one.model(BATCH).sum().backward()
+
+
+_RESTORED = torch.zeros(WIDTH, WIDTH)
+
+
+def _pointed_elsewhere(one: Training) -> None:
+    one.model.weight.data = _RESTORED  # made long ago
+
+
+@pytest.mark.parametrize(
+    ("change", "added"),
+    [(_loaded, 0), (_assigned, BATCH.nbytes), (_pointed_elsewhere, 0), (_grown, 4 * MiB), (_resized, BATCH.nbytes),
+     (_given_a_gradient, BATCH.nbytes)],
+)  # fmt: skip
+def test_what_is_put_in_place_of_what_has_a_name_between_steps_counts(
+    change: Callable[[Training], None], added: int
+) -> None:
+    one = Training()
+    with spillway.manage(one.model, one.optimizer, budget="64 MiB", method="lru") as memory:
+        for number in range(5):
+            if number == 4:
+                change(one)
+                gc.collect()
+            with memory.step(BATCH):
+                one.step(BATCH, clears="before")
+                one.optimizer.zero_grad()
+        before, after = memory.history[3:]
+    assert (before.ops, after.ops) == (0, 0)
+    assert abs(after.start_bytes - before.start_bytes - added) < 4 * KiB
+
+
+def test_bytes_that_a_step_gives_another_size_count_once() -> None:
+    one = Training()
+    one.model.register_buffer("scratch", torch.zeros(4 * KiB))
+    budget, kept = 8 * MiB, list[Tensor]()
+    with spillway.manage(one.model, one.optimizer, budget=budget, method="lru") as memory:
+        for number in range(4):
+            before = counts().live
+            with memory.step(BATCH):
+                one.model.scratch.add_(1)
+                if number == 3:
+                    one.model.scratch.untyped_storage().resize_(6 * MiB)
+                    one.model.scratch = torch.zeros(4 * KiB)
+                    kept += [torch.ones(MiB // 8) for _ in range(24)]
+                    assert counts().live - before <= budget
+                one.step(BATCH)
+    assert memory.history[-1].beyond_bytes > 0
+
+
+def in_the_file(tensors: list[Tensor], memory: Any) -> list[bool]:
+    """Asked so that nobody believes that the addresses were given away."""
+    is_beyond = memory._engine.backend._op_memory.is_beyond
+    return [is_beyond(tensor.untyped_storage().data_ptr()) for tensor in tensors]
+
+
+def filled(budget: int, count: int = 64, numbers: int = WIDTH * WIDTH) -> tuple[Training, Any, list[Tensor]]:
+    """A session with a step that made so many tensors, of which some lie in the file."""
+    one = Training()
+    memory = spillway.manage(one.model, one.optimizer, budget=budget, method="lru")
+    for _ in range(3):
+        with memory.step(BATCH):
+            one.step(BATCH)
+    with memory.step(BATCH):
+        kept = [torch.ones(numbers) for _ in range(count)]
+    return one, memory, kept
+
+
+def test_what_lies_in_the_file_is_a_forked_childs_own_and_stays_the_parents() -> None:
+    _, memory, kept = filled(2 * MiB)
+    assert True in in_the_file(kept, memory)
+    for parent_first in (False, True):
+        (from_parent, to_child), (from_child, to_parent) = os.pipe(), os.pipe()
+        child = os.fork()
+        if not child:
+            os.read(from_parent, 1)
+            right = all(bool((tensor == 1).all()) for tensor in kept)
+            for tensor in kept:
+                tensor.zero_()
+            os.write(to_parent, b"y" if right else b"n")
+            os._exit(0)
+        gone = [kept.pop(), kept.pop()] if parent_first else []
+        for tensor in kept if parent_first else []:
+            tensor.fill_(2)
+        del gone
+        more = [torch.full((WIDTH, WIDTH), 3.0) for _ in range(4)]
+        os.write(to_child, b"x")
+        assert os.read(from_child, 1) == b"y"
+        os.waitpid(child, 0)
+        for end in (from_parent, to_child, from_child, to_parent):
+            os.close(end)
+        assert all(bool((tensor == (2 if parent_first else 1)).all()) for tensor in kept)
+        assert all(bool((tensor == 3).all()) for tensor in more)
+    memory.close()
+
+
+def test_nothing_that_a_tensor_is_known_for_stays_in_the_file_when_the_session_closes() -> None:
+    files = set(os.listdir("/proc/self/fd"))
+    one, memory, kept = filled(2 * MiB)
+    with memory.step(torch.ones(WIDTH, 2)):
+        pass
+    with pytest.raises(KeyError), memory.step(BATCH):  # an optimizer's state and gradients among it
+        raise KeyError
+    assert True in in_the_file(kept, memory)
+    memory.close()
+    assert not any(in_the_file([*kept, *one.model.parameters()], memory))
+    assert not memory._engine.backend._op_memory.lends()
+    assert all(bool((tensor == 1).all()) for tensor in kept)
+    assert set(os.listdir("/proc/self/fd")) == files
+
+
+def test_what_lies_in_the_file_of_another_session_stays_there_when_one_closes() -> None:
+    one, memory, kept = filled(2 * MiB)
+    _, other, others = filled(2 * MiB)
+    before = in_the_file(kept, memory)
+    assert any(before)
+    assert any(in_the_file(others, other))
+    other.close()
+    assert not any(in_the_file(others, other))
+    assert in_the_file(kept, memory) == before
+    with memory.step(BATCH):
+        one.step(BATCH)
+    memory.close()
+    assert not any(in_the_file(kept, memory))
+
+
+def test_what_is_small_takes_few_mappings_of_the_file() -> None:
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    before = mappings()
+    _, memory, kept = filled(2 * MiB, 4000, 256)
+    assert sum(in_the_file(kept, memory)) > 1000
+    assert mappings() - before < 200
+    del kept[::2]
+    more = [torch.full((300,), 2.0) for _ in range(100)]
+    assert all(bool((tensor == 1).all()) for tensor in kept)
+    assert all(bool((tensor == 2).all()) for tensor in more)
+    memory.close()
+    assert not memory._engine.backend._op_memory.lends()
+    assert all(bool((tensor == 1).all()) for tensor in kept)
+
+
+def test_what_is_small_counts_for_the_session_whose_steps_made_it() -> None:
+    _, memory, kept = filled(8 * MiB, 1000, 256)
+    other = Training()
+    with spillway.manage(other.model, other.optimizer, budget="1 MiB", method="lru") as another:
+        for _ in range(4):
+            with another.step(BATCH):
+                other.step(BATCH, 2)
+    assert unwatched(another.history) == [False, False, True, True]
+    assert another.history[-1].start_bytes < MiB // 2
+    with memory.step():
+        pass
+    assert memory.history[-1].start_bytes > sum(tensor.nbytes for tensor in kept)
+    memory.close()
+
+
+def test_what_gives_its_address_away_in_such_a_step_stays() -> None:
+    one, budget = Training(), 4 * MiB
+    with spillway.manage(one.model, one.optimizer, budget=budget, method="lru") as memory:
+        for _ in range(3):
+            with memory.step(BATCH):
+                one.step(BATCH)
+        with memory.step(BATCH):
+            one.step(BATCH)
+            held, free = torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+            address = held.data_ptr()
+        with memory.step():
+            held + free
+            rest = [torch.ones(WIDTH, WIDTH) for _ in range(80)]
+        assert unwatched(memory.history) == [False, False, True, True, False]
+        assert memory.history[-1].moves > 0
+        assert held.untyped_storage().data_ptr() == address
+        assert memory._engine.find(free).value.absent  # type: ignore[attr-defined]
+        assert memory._engine.find(held).escaped  # type: ignore[attr-defined]
+        del rest
+
+
+def test_what_gives_its_address_away_in_the_file_stays_there_and_does_not_count() -> None:
+    one, memory, kept = filled(2 * MiB)
+    with memory.step(BATCH):
+        one.step(BATCH, 1)
+    lies = [tensor for tensor, in_file in zip(kept, in_the_file(kept, memory), strict=True) if in_file]
+    arrays = [tensor.numpy() for tensor in lies]
+    with memory.step():
+        lies[0].add_(1)
+        arrays[1] += 1
+    assert memory.history[-1].peak_bytes <= 2 * MiB
+    memory.close()
+    for tensor, array in zip(lies, arrays, strict=True):
+        array += 1
+        tensor += 1
+    assert [float(tensor[0]) for tensor in lies[:3]] == [4, 4, 3]
+    assert all(bool((tensor == torch.from_numpy(array)).all()) for tensor, array in zip(lies, arrays, strict=True))
 
 
 def test_without_the_arena_such_steps_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

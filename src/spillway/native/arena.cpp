@@ -19,17 +19,19 @@
 //  5. Nothing here is ever destroyed: tensors outlive the interpreter.
 //  6. A trace counts what is born while it is open, in the arena or not, and that of it dies; and of storages that it was
 //     told of, that they die. A thread that has a trace of its own open counts for that one alone.
-//  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write).
+//  7. A fork waits for the lock, so that the child finds the books whole. Its pages are its own (copy on write): what
+//     lies in a file (rule 8) is mapped privately from then on, and its place there is nobody else's.
 //  8. While an op runs (`OpMemory`), what its thread takes counts on top of the session's account. What would pass the
 //     budget lies in a file without a name, mapped, until it is freed: the system can have those pages back. A file
 //     system without room for it is out of memory.
 //  9. A step may run unwatched: then all that its thread takes counts as that of one op does, what is small too, by what
-//     malloc gives. Whatever was born in such steps counts until it is gone, in whatever thread, or until a step is
-//     watched again, whose account has it. Too much may be counted, never too little: small blocks are counted for all
-//     sessions together.
+//     malloc gives. Whatever was born in such steps counts until it is gone, in whatever thread, or until the account
+//     takes it over (`adopt`). Too much may be counted, never too little: who counts a small block is known by the
+//     function that frees it, of which there are SHARES, and sessions beyond that many have one together.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
@@ -65,6 +67,9 @@ constexpr std::size_t PAGE = 4096;
 constexpr std::size_t SMALL = std::size_t{32} << 10;  // bytes below which a page's rounding costs too much
 constexpr int CANDIDATES = 16;                        // extents that are looked at before addresses anew
 constexpr std::size_t MAPPINGS = 16384;               // a quarter of what the kernel allows a process by default
+constexpr std::size_t CHUNK = std::size_t{1} << 20;   // of a file, for what is small
+constexpr std::size_t ALIGNMENT = 64;                 // torch's
+constexpr std::size_t SHARES = 32;                    // of what is small
 constexpr std::size_t TRACES = 32;                    // at a time
 constexpr std::uint8_t PRIORITY = 100;                // among those who set torch's allocator
 
@@ -243,6 +248,23 @@ class Arena {
     warm_.add(found->first, block.size);
     used_.erase(found);
     return block;
+  }
+
+  // Whether it was born in an unwatched step of that session.
+  bool made_by(const void* address, const OpMemory* unwatched) {
+    if (!within(address)) return false;
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = used_.find(offset_of(address));
+    return found != used_.end() && found->second.unwatched == unwatched;
+  }
+  // From now on it is as if it had been born in a step that is watched; bytes, or 0 if it was.
+  std::size_t disown(const void* address, const OpMemory* unwatched) {
+    if (!within(address)) return 0;
+    std::lock_guard<std::mutex> guard(mutex_);
+    const auto found = used_.find(offset_of(address));
+    if (found == used_.end() || found->second.unwatched != unwatched) return 0;
+    found->second.unwatched = nullptr;
+    return found->second.born.nbytes;
   }
 
   // What torch's own allocator gave out and got back for us.
@@ -491,7 +513,7 @@ class OpMemory {
   enum Cell { RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD, CELLS };
   enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };
 
-  explicit OpMemory(const char* directory) : directory_(directory) {}
+  explicit OpMemory(const char* directory) : directory_(directory), share_(take_share()) {}
 
   std::int64_t* cells() { return cells_; }
 
@@ -506,24 +528,19 @@ class OpMemory {
   }
   std::uint64_t op() const { return op_; }
 
-  // Whether a step runs that nobody watches (rule 9); all steps of this kind between two watched ones are one op.
+  // Whether a step runs that nobody watches (rule 9), and that is as one op.
   bool unwatched() const { return cells_[UNWATCHED] != 0; }
   void begin_unwatched() {
-    if (step_ == 0) step_ = new_op();
-    op_ = step_;
+    op_ = new_op();
     cells_[LOCAL] = cells_[ABOVE] = cells_[MOST] = cells_[BEYOND] = 0;
     cells_[STATE] = IDLE;
     cells_[UNWATCHED] = 1;
     cells_[PEAK] = counted();
   }
-  void begin_watched() {
-    cells_[UNWATCHED] = 0;
-    step_ = 0;
-    __atomic_store_n(&cells_[HELD], 0, __ATOMIC_RELAXED);
-  }
+  void begin_watched() { cells_[UNWATCHED] = 0; }
   std::int64_t counted() const {
     return cells_[RESIDENT] + __atomic_load_n(&cells_[HELD], __ATOMIC_RELAXED) +
-           __atomic_load_n(small(), __ATOMIC_RELAXED);
+           __atomic_load_n(&share_->held, __ATOMIC_RELAXED);
   }
   bool fits_unwatched(std::size_t nbytes) const {
     return counted() + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
@@ -532,25 +549,19 @@ class OpMemory {
     __atomic_fetch_add(&cells_[HELD], static_cast<std::int64_t>(nbytes), __ATOMIC_RELAXED);
     cells_[PEAK] = std::max(cells_[PEAK], counted());
   }
-  void gone(const Block& block) {
-    if (block.op != step_) return;  // a watched step has begun since
-    __atomic_fetch_sub(&cells_[HELD], static_cast<std::int64_t>(block.born.nbytes), __ATOMIC_RELAXED);
+  void gone(std::size_t nbytes) {
+    __atomic_fetch_sub(&cells_[HELD], static_cast<std::int64_t>(nbytes), __ATOMIC_RELAXED);
   }
   // Whether there is room for what malloc gave.
   bool holds_small(void* memory) {
     const std::size_t size = ::malloc_usable_size(memory);
     if (!fits_unwatched(size)) return false;
-    __atomic_fetch_add(small(), static_cast<std::int64_t>(size), __ATOMIC_RELAXED);
+    __atomic_fetch_add(&share_->held, static_cast<std::int64_t>(size), __ATOMIC_RELAXED);
     cells_[PEAK] = std::max(cells_[PEAK], counted());
     return true;
   }
-  static void gone_small(void* memory) {
-    __atomic_fetch_sub(small(), static_cast<std::int64_t>(::malloc_usable_size(memory)), __ATOMIC_RELAXED);
-  }
-  static std::int64_t* small() {  // of all sessions
-    static std::int64_t held = 0;
-    return &held;
-  }
+  c10::DeleterFnPtr small_deleter() const { return share_->deleter; }
+  std::int64_t* small() { return &share_->held; }
 
   bool fits(std::size_t nbytes) const {
     return cells_[RESIDENT] + cells_[LOCAL] + static_cast<std::int64_t>(nbytes) <= cells_[ALLOWED];
@@ -566,32 +577,27 @@ class OpMemory {
 
   // Memory of the file. It counts in what the op needs, and in no account.
   void* beyond(std::size_t nbytes, bool told) {
-    const std::size_t size = pages(nbytes);
-    void* mapped = MAP_FAILED;
+    void* memory = nullptr;
     int error = 0;
     {
       std::lock_guard<std::mutex> guard(mutex());
-      if (free_.empty() || free_.best(size).second < size) {
-        free_.add(end_, size);
-        end_ += size;
-      }
-      const std::size_t offset = free_.best(size).first;
-      error = open();
-      if (error == 0) {
-        do {
-          error = ::posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
-        } while (error == EINTR);
-      }
-      if (error == 0) {
-        mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(offset));
-        if (mapped == MAP_FAILED) error = errno;
+      // Of what is small there are many in one mapping: the system allows only so many of these.
+      const std::size_t size = nbytes < SMALL ? (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT : pages(nbytes);
+      Mapping* mapping = nullptr;
+      if (nbytes >= SMALL) {
+        error = map(size, mapping);
+      } else if (chunk_ == nullptr || chunk_->parted || chunk_->size - chunk_->used < size) {
+        error = map(CHUNK, mapping);
+        if (error == 0) let_go_of(std::exchange(chunk_, mapping));
+      } else {
+        mapping = chunk_;
       }
       if (error == 0) {
-        free_.take(offset, size);
-        all()[mapped] = {this, offset, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
+        memory = mapping->base + mapping->used;
+        mapping->used += size;
+        ++mapping->alive;
+        all()[memory] = {mapping, {size, told, Born{nbytes, 0, 0}, op_, nullptr}};
         ++mapped_beyond();
-      } else if (file_ >= 0) {
-        punch(offset, size);  // what it was given until there was no more
       }
     }
     if (error != 0) {
@@ -611,7 +617,7 @@ class OpMemory {
     cells_[ABOVE] += static_cast<std::int64_t>(nbytes);
     cells_[MOST] = std::max(cells_[MOST], cells_[LOCAL] + cells_[ABOVE]);
     cells_[BEYOND] = std::max(cells_[BEYOND], cells_[ABOVE]);
-    return mapped;
+    return memory;
   }
 
   // What it was in such a file, which has it back now; of size 0 for what was in none.
@@ -623,15 +629,26 @@ class OpMemory {
     const Part part = found->second;
     all().erase(found);
     --mapped_beyond();
-    ::munmap(memory, part.block.size);
-    OpMemory& owner = *part.owner;
-    if (owner.process_ == ::getpid()) owner.punch(part.offset, part.block.size);  // a forked child has the same file
-    owner.free_.add(part.offset, part.block.size);
+    OpMemory& owner = *part.mapping->owner;
+    if (--part.mapping->alive == 0 && part.mapping == owner.chunk_ && !part.mapping->parted) {
+      part.mapping->used = 0;  // the next small one lies here
+    } else {
+      if (part.mapping == owner.chunk_ && part.mapping->alive == 0) owner.chunk_ = nullptr;
+      owner.let_go_of(part.mapping);
+    }
     owner.close_unused();
     if (op_memory() == &owner && owner.cells_[STATE] >= RUNS && part.block.op == owner.op_) {
       owner.cells_[ABOVE] -= static_cast<std::int64_t>(part.block.born.nbytes);
     }
     return part.block;
+  }
+  // Whether it lies in this session's file; without an address, whether anything does.
+  bool lends(void* memory) {
+    if (mapped_beyond() == 0) return false;
+    std::lock_guard<std::mutex> guard(mutex());
+    if (memory == nullptr) return free_.bytes() + lost_ != end_;
+    const auto found = all().find(memory);
+    return found != all().end() && found->second.mapping->owner == this;
   }
   static bool has(void* memory) {
     if (mapped_beyond() == 0) return false;
@@ -639,11 +656,42 @@ class OpMemory {
     return all().count(memory) != 0;
   }
 
+  // Whether the account does not have this, as an unwatched step made it; what lies in the file included.
+  bool knows(c10::StorageImpl* storage) {
+    const c10::DataPtr& bytes = storage->_mutable_data_ptr_no_checks();
+    return arena().made_by(bytes.get(), this) || bytes.get_deleter() == small_deleter() || has(bytes.get());
+  }
+  // The account has it from now on: bytes that do not count besides any more.
+  std::size_t adopt(c10::StorageImpl* storage) {
+    c10::DataPtr& bytes = storage->_mutable_data_ptr_no_checks();
+    if (const std::size_t nbytes = arena().disown(bytes.get(), this); nbytes != 0) {
+      gone(nbytes);
+      return nbytes;
+    }
+    if (!bytes.compare_exchange_deleter(small_deleter(), usual_deleter())) return 0;
+    return gone_small(*share_, bytes.get());
+  }
+
   // The session is over; what is left of the file's memory is readable until it is freed.
   void close() {
     std::lock_guard<std::mutex> guard(mutex());
+    if (!closed_) --share_->sessions;
     closed_ = true;
+    cells_[STATE] = IDLE;  // nobody may have ended its step
+    cells_[UNWATCHED] = 0;
+    let_go_of(std::exchange(chunk_, nullptr));
     close_unused();
+  }
+
+  // Before this process forks (rule 7).
+  static void part() {
+    for (auto& [memory, part] : all()) {
+      Mapping& mapping = *part.mapping;
+      if (mapping.parted) continue;
+      const auto offset = static_cast<off_t>(mapping.offset);
+      mapping.parted = ::mmap(mapping.base, mapping.size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED,
+                              mapping.owner->file_, offset) != MAP_FAILED;
+    }
   }
 
   static std::mutex& mutex() {
@@ -652,9 +700,15 @@ class OpMemory {
   }
 
  private:
-  struct Part {
+  struct Mapping {
     OpMemory* owner;
-    std::size_t offset;
+    char* base;
+    std::size_t offset, size;
+    std::size_t used, alive;  // bytes from its beginning, and blocks
+    bool parted;              // whether a child has this place of the file too
+  };
+  struct Part {
+    Mapping* mapping;
     Block block;
   };
   static std::unordered_map<void*, Part>& all() {
@@ -681,21 +735,91 @@ class OpMemory {
   void punch(std::size_t offset, std::size_t size) {
     ::fallocate(file_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(size));
   }
+  // A part of the file: 0, or the system's error number.
+  int map(std::size_t size, Mapping*& mapping) {
+    if (free_.empty() || free_.best(size).second < size) {
+      free_.add(end_, size);
+      end_ += size;
+    }
+    const std::size_t offset = free_.best(size).first;
+    int error = open();
+    if (error != 0) return error;
+    do {
+      error = ::posix_fallocate(file_, static_cast<off_t>(offset), static_cast<off_t>(size));
+    } while (error == EINTR);
+    void* mapped = MAP_FAILED;
+    if (error == 0) {
+      mapped = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, static_cast<off_t>(offset));
+      if (mapped == MAP_FAILED) error = errno;
+    }
+    if (error != 0) {
+      punch(offset, size);  // what it was given until there was no more
+      return error;
+    }
+    free_.take(offset, size);
+    mapping = new Mapping{this, static_cast<char*>(mapped), offset, size, 0, 0, false};
+    return 0;
+  }
+  // The file has it back, if no block lies there.
+  void let_go_of(Mapping* mapping) {
+    if (mapping == nullptr || mapping->alive != 0) return;
+    ::munmap(mapping->base, mapping->size);
+    if (mapping->parted) {
+      lost_ += mapping->size;
+    } else {
+      if (process_ == ::getpid()) punch(mapping->offset, mapping->size);
+      free_.add(mapping->offset, mapping->size);
+    }
+    delete mapping;
+  }
   void close_unused() {
-    if (!closed_ || file_ < 0 || free_.bytes() != end_) return;
+    if (!closed_ || file_ < 0 || free_.bytes() + lost_ != end_) return;
     ::close(file_);
     file_ = -1;
   }
 
+  // Of what is small, for the sessions that are open: what they hold, and how it is freed.
+  struct Share {
+    c10::DeleterFnPtr deleter;
+    std::int64_t held = 0;
+    std::size_t sessions = 0;
+  };
+  template <std::size_t... PLACES>
+  static std::array<Share, SHARES>& shares(std::index_sequence<PLACES...>) {
+    static auto* const all = new std::array<Share, SHARES>{Share{&free_small<PLACES>}...};  // rule 5
+    return *all;
+  }
+  static std::array<Share, SHARES>& shares() { return shares(std::make_index_sequence<SHARES>{}); }
+  static Share* take_share() {
+    std::lock_guard<std::mutex> guard(mutex());
+    Share* const best = std::min_element(shares().begin(), shares().end(), [](const Share& one, const Share& other) {
+      return std::pair(one.sessions, one.held) < std::pair(other.sessions, other.held);
+    });
+    ++best->sessions;
+    return best;
+  }
+  static std::size_t gone_small(Share& share, void* memory) {
+    const std::size_t size = ::malloc_usable_size(memory);
+    __atomic_fetch_sub(&share.held, static_cast<std::int64_t>(size), __ATOMIC_RELAXED);
+    return size;
+  }
+  template <std::size_t PLACE>
+  static void free_small(void* memory) {
+    gone_small(shares()[PLACE], memory);
+    usual_deleter()(memory);
+  }
+  static c10::DeleterFnPtr usual_deleter();
+
   std::int64_t cells_[CELLS] = {};
   const std::string directory_;
+  Share* const share_;
   const pid_t process_ = ::getpid();
   std::uint64_t op_ = 0;
-  std::atomic<std::uint64_t> step_{0};  // the one op that unwatched steps are; 0 after a watched one
   int file_ = -1;
   bool closed_ = false;
   Extents free_;  // of the file, by offset
-  std::size_t end_ = 0;
+  std::size_t end_ = 0, lost_ = 0;
+  Mapping* chunk_ = nullptr;  // for what is small
 };
 
 class ArenaAllocator final : public c10::Allocator {
@@ -709,7 +833,7 @@ class ArenaAllocator final : public c10::Allocator {
       if (unwatched == nullptr || unwatched->holds_small(outside.get())) {
         arena().born_outside(outside.get(), nbytes);
         memory = outside.release_context();
-        return {memory, memory, unwatched != nullptr ? &free_small : &free, c10::Device(c10::DeviceType::CPU)};
+        return {memory, memory, unwatched != nullptr ? unwatched->small_deleter() : &free, c10::Device(c10::DeviceType::CPU)};
       }
       outside.clear();
       memory = unwatched->beyond(nbytes, c10::memoryProfilingEnabled());
@@ -720,6 +844,22 @@ class ArenaAllocator final : public c10::Allocator {
   c10::DeleterFnPtr raw_deleter() const override { return &free; }
   void copy_data(void* target, const void* source, std::size_t count) const override {
     default_copy_data(target, source, count);
+  }
+
+  static void free(void* memory) {
+    Block block = arena().give(memory);
+    if (block.size == 0) {
+      block = OpMemory::returned(memory);
+      if (block.size == 0) {
+        arena().died_outside(memory);
+        return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
+      }
+    } else if (block.unwatched != nullptr) {
+      block.unwatched->gone(block.born.nbytes);
+    } else if (OpMemory* const op = op_memory()) {
+      op->gave(block);
+    }
+    if (block.told) report(memory, -static_cast<std::int64_t>(block.born.nbytes));
   }
 
  private:
@@ -743,27 +883,15 @@ class ArenaAllocator final : public c10::Allocator {
     if (memory != nullptr) unwatched.holds(nbytes);
     return memory;
   }
-  static void free_small(void* memory) {
-    OpMemory::gone_small(memory);
-    free(memory);
-  }
-  static void free(void* memory) {
-    Block block = arena().give(memory);
-    if (block.size == 0) {
-      block = OpMemory::returned(memory);
-      if (block.size == 0) {
-        arena().died_outside(memory);
-        return c10::GetDefaultCPUAllocator()->raw_deallocate(memory);
-      }
-    } else if (block.unwatched != nullptr) {
-      block.unwatched->gone(block);
-    } else if (OpMemory* const op = op_memory()) {
-      op->gave(block);
-    }
-    if (block.told) report(memory, -static_cast<std::int64_t>(block.born.nbytes));
-  }
 };
 
+c10::DeleterFnPtr OpMemory::usual_deleter() { return &ArenaAllocator::free; }
+
+void lock() {
+  OpMemory::mutex().lock();
+  arena().mutex().lock();
+  OpMemory::part();
+}
 void unlock() {
   arena().mutex().unlock();
   OpMemory::mutex().unlock();
@@ -780,8 +908,7 @@ extern "C" {
 
 int spillway_arena_reserve(std::size_t span) {
   const int error = arena().reserve(span);
-  static const int forks = ::pthread_atfork([] { OpMemory::mutex().lock(), arena().mutex().lock(); }, &unlock,
-                                            &unlock_in_child);  // rule 7
+  static const int forks = ::pthread_atfork(&lock, &unlock, &unlock_in_child);  // rule 7
   return error != 0 ? error : forks;
 }
 
@@ -815,8 +942,15 @@ void spillway_op_memory_here(OpMemory* memory, int unwatched) {
   if (memory == nullptr) return;
   unwatched != 0 ? memory->begin_unwatched() : memory->begin_watched();
 }
-std::int64_t* spillway_op_memory_small() { return OpMemory::small(); }
+std::int64_t* spillway_op_memory_small(OpMemory* memory) { return memory->small(); }
 void spillway_op_memory_close(OpMemory* memory) { memory->close(); }
+int spillway_op_memory_knows(OpMemory* memory, c10::StorageImpl* storage) { return memory->knows(storage) ? 1 : 0; }
+std::size_t spillway_op_memory_adopt(OpMemory* memory, c10::StorageImpl* const* storages, std::size_t count) {
+  std::size_t nbytes = 0;
+  for (std::size_t one = 0; one < count; ++one) nbytes += memory->adopt(storages[one]);
+  return nbytes;
+}
+int spillway_op_memory_lends(OpMemory* memory, void* address) { return memory->lends(address) ? 1 : 0; }
 int spillway_op_memory_has(void* address) { return OpMemory::has(address) ? 1 : 0; }
 }
 #pragma GCC visibility pop

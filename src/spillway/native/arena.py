@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, cast, final
 
@@ -71,8 +71,12 @@ def _opened() -> ctypes.CDLL:
     library.spillway_op_memory.argtypes = [ctypes.c_char_p]
     for name in ("", "_cells", "_small"):
         getattr(library, f"spillway_op_memory{name}").restype = ctypes.c_void_p
-    for name in ("cells", "close", "has"):
+    for name in ("cells", "close", "has", "small"):
         getattr(library, f"spillway_op_memory_{name}").argtypes = [ctypes.c_void_p]
+    library.spillway_op_memory_knows.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.spillway_op_memory_adopt.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.spillway_op_memory_adopt.restype = ctypes.c_size_t
+    library.spillway_op_memory_lends.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     library.spillway_op_memory_here.argtypes = [ctypes.c_void_p, ctypes.c_int]
     error = library.spillway_arena_reserve(_SPAN)
     if error:
@@ -200,7 +204,7 @@ RESIDENT, STATE, ALLOWED, LOCAL, ABOVE, MOST, PEAK, BEYOND, UNWATCHED, HELD = ra
 """Cells of an `OpMemory`: the session's account when the op began; what of the following it is; the budget; what the op
 has now, in memory and above the budget; the most of both together; the most of the account and what ops had in memory;
 the most that one op had above the budget; whether a whole step counts as one op; what unwatched steps made of which the
-account does not know, without what is small."""
+account has nothing, without what is small."""
 IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED = range(5)
 """What `STATE` says. Python writes the first two; an op that allocated nothing stays at the second."""
 
@@ -221,8 +225,8 @@ class OpMemory:
         self._memory: int = self._library.spillway_op_memory(os.fsencode(directory))
         self.address: int = self._library.spillway_op_memory_cells(self._memory)
         self.cells = _numbers(self.address, 10)
-        self._small = _numbers(self._library.spillway_op_memory_small(), 1)
-        """What is small of what unwatched steps of all sessions made."""
+        self._small = _numbers(self._library.spillway_op_memory_small(self._memory), 1)
+        """What is small of what unwatched steps made."""
         weakref.finalize(self, self._library.spillway_op_memory_close, self._memory).atexit = False
 
     def begin(self, allowed: Bytes) -> None:
@@ -233,18 +237,39 @@ class OpMemory:
 
     def begin_unwatched(self, allowed: Bytes, resident: Bytes) -> Bytes:
         """A step of this thread begins that nobody watches: what it takes counts as if it were one op, on top of what
-        is resident by the account, and of what earlier ones made since a step was watched. Returns all that."""
+        is resident by the account, and of what earlier ones made that the account did not take over. Returns all
+        that."""
         self.cells[ALLOWED], self.cells[RESIDENT] = allowed, resident
         self._library.spillway_op_memory_here(self._memory, 1)
         return self.cells[PEAK]
 
     def died(self, nbytes: Bytes) -> None:
-        """Of what was resident when an unwatched step began, so much is gone."""
+        """Of what was resident when an unwatched step began, so much is gone; with a minus, more is by now."""
         self.cells[RESIDENT] -= nbytes
 
+    def held(self) -> Bytes:
+        """What unwatched steps made, and the account did not take over."""
+        return self.cells[HELD] + self._small[0]
+
     def counted(self, resident: Bytes) -> Bytes:
-        """What is resident by the account, and what unwatched steps made since one was watched."""
-        return resident + self.cells[HELD] + self._small[0]
+        """That, and what is resident by the account."""
+        return resident + self.held()
+
+    def knows(self, storage: int) -> bool:
+        """Whether an unwatched step made the bytes of the storage at this address, which the account did not take over;
+        also those that lie in the file, and do not count."""
+        return bool(self._library.spillway_op_memory_knows(self._memory, storage))
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """The same for native code: the address of a function, and what is to be its first argument."""
+        return ctypes.cast(self._library.spillway_op_memory_knows, ctypes.c_void_p).value or 0, self._memory
+
+    def adopt(self, storages: Sequence[int]) -> Bytes:
+        """The account takes over what unwatched steps made of these storages, by their addresses: how much it was."""
+        addresses = (ctypes.c_size_t * len(storages))(*storages)
+        taken: int = self._library.spillway_op_memory_adopt(self._memory, addresses, len(storages))
+        return taken
 
     def taken(self) -> tuple[Bytes, Bytes]:
         """The most that the last step had at once, and what of it lay above the budget."""
@@ -258,6 +283,10 @@ class OpMemory:
     def is_beyond(self, address: int) -> bool:
         """Whether memory that begins there is such a file's."""
         return bool(self._library.spillway_op_memory_has(address))
+
+    def lends(self, address: int = 0) -> bool:
+        """Whether memory that begins there, or any at all, lies in the file of this session."""
+        return bool(self._library.spillway_op_memory_lends(self._memory, address))
 
     def inside(self) -> Bytes:
         """What the op that ended last had for itself at most, beside what it left behind."""

@@ -34,10 +34,12 @@
 #include <cfloat>
 #include <cstdint>
 #include <ctime>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -66,6 +68,7 @@ constexpr std::size_t HOOKS = 64;  // at a time; whoever comes later goes the lo
 enum State { IDLE, BEGINS, RUNS, WENT_BEYOND, REFUSED };      // as in arena.cpp
 enum Cell { RESIDENT, STATE, UNWATCHED = 8 };                 // as there
 enum Absent { HERE, DROPPED, AWAY, GONE };                    // as in `memory/records.py`
+using Knows = int(void* memory, c10::StorageImpl* storage);   // `spillway_op_memory_knows` there
 enum class Kind { VIEW, READS, CREATES, WRITES, NORMALISES };
 
 // Around what Python calls.
@@ -488,6 +491,10 @@ class Hook {
   // Between steps: storages whose size has to be asked for in Python, as it has changed or they are no usual ones; bytes
   // of all others that are present; and how many storages have escaped.
   PyObject* survey() const;
+  // Of the tensors that `Session._tensors` knows by name, but for the batch: those whose storage is not in the table with
+  // its size, and that `knows` does not know either. None where that has to be asked in Python.
+  PyObject* uncounted(PyObject* models, PyObject* optimizers, PyObject* tensor, PyObject* address, Knows* knows,
+                      void* memory) const;
 
   // Whether the op ran here; if not, nothing has changed.
   bool run(std::size_t place, const c10::OperatorHandle& op, DispatchKeySet keys, Stack& stack);
@@ -1179,6 +1186,90 @@ PyObject* Hook::survey() const {
   return Py_BuildValue("OLL", odd.get(), static_cast<long long>(present), static_cast<long long>(escaped));
 }
 
+// Walks what is known by name.
+class Walk {
+ public:
+  using Counted = std::function<bool(c10::StorageImpl*)>;
+  Walk(PyObject* address, Counted counted) : address_(address), counted_(std::move(counted)) {}
+
+  PyObject* found() { return found_.release(); }
+
+  // False where a part is of no usual kind.
+  bool module(PyObject* module) {
+    if (!seen_.insert(module).second) return true;
+    static const std::array names = {PyUnicode_InternFromString("_parameters"), PyUnicode_InternFromString("_buffers"),
+                                     PyUnicode_InternFromString("_modules")};
+    static PyObject* const grad = PyUnicode_InternFromString("grad");
+    const Ref dict(PyObject_GenericGetDict(module, nullptr));
+    std::array<PyObject*, names.size()> parts{};
+    for (std::size_t one = 0; one < parts.size(); ++one) {
+      parts[one] = PyDict_GetItemWithError(dict.get(), names[one]);
+      if (parts[one] == nullptr || PyDict_CheckExact(parts[one]) == 0) return false;
+    }
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t place = 0; PyDict_Next(parts[0], &place, &key, &value) != 0;) {
+      if (value == Py_None) continue;
+      const Ref held = Ref::to(value);  // a collection of garbage may come between
+      look(value);
+      if (const Ref gradient(PyObject_GetAttr(value, grad)); gradient.get() != Py_None) look(gradient.get());
+    }
+    for (Py_ssize_t place = 0; PyDict_Next(parts[1], &place, &key, &value) != 0;) {
+      if (value != Py_None) look(value);
+    }
+    for (Py_ssize_t place = 0; PyDict_Next(parts[2], &place, &key, &value) != 0;) {
+      if (value != Py_None && !this->module(value)) return false;
+    }
+    return true;
+  }
+  bool optimizer(PyObject* optimizer, PyTypeObject* tensor) {
+    const Ref state(PyObject_GetAttrString(optimizer, "state"));
+    if (PyDict_Check(state.get()) == 0) return false;
+    PyObject *key = nullptr, *entry = nullptr, *name = nullptr, *value = nullptr;
+    for (Py_ssize_t place = 0; PyDict_Next(state.get(), &place, &key, &entry) != 0;) {
+      if (PyDict_Check(entry) == 0) return false;
+      for (Py_ssize_t at = 0; PyDict_Next(entry, &at, &name, &value) != 0;) {
+        if (PyObject_TypeCheck(value, tensor) != 0) look(value);
+      }
+    }
+    return true;
+  }
+
+ private:
+  void look(PyObject* tensor) {
+    PyObject* const key = PyObject_CallOneArg(address_, tensor);
+    if (key == nullptr) {  // it has no storage
+      if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) raise();
+      return PyErr_Clear();
+    }
+    const Ref owned(key);
+    auto* const real = static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(key));
+    if (real != nullptr && !counted_(real) && PyList_Append(found_.get(), tensor) != 0) raise();
+  }
+
+  PyObject* const address_;
+  const Counted counted_;
+  Ref found_{PyList_New(0)};
+  std::unordered_set<PyObject*> seen_;
+};
+
+PyObject* Hook::uncounted(PyObject* models, PyObject* optimizers, PyObject* tensor, PyObject* address, Knows* knows,
+                          void* memory) const {
+  Walk walk(address, [&](c10::StorageImpl* real) {
+    const Ref key(PyLong_FromVoidPtr(real));
+    PyObject* const storage = PyDict_GetItemWithError(table_.get(), key.get());
+    if (storage != nullptr) return storage_.nbytes.number_of(storage) == static_cast<std::int64_t>(real->nbytes());
+    return knows(memory, real) != 0;
+  });
+  for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(models); ++one) {
+    if (!walk.module(PyTuple_GET_ITEM(models, one))) Py_RETURN_NONE;
+  }
+  auto* const type = reinterpret_cast<PyTypeObject*>(tensor);
+  for (Py_ssize_t one = 0; one < PyTuple_GET_SIZE(optimizers); ++one) {
+    if (!walk.optimizer(PyTuple_GET_ITEM(optimizers, one), type)) Py_RETURN_NONE;
+  }
+  return walk.found();
+}
+
 PyObject* deaths_heard(PyObject* self, PyObject* watch) {
   BEGIN_CALL
   const Deaths& deaths = *reinterpret_cast<Deaths*>(self);
@@ -1309,6 +1400,21 @@ PyObject* hook_survey(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
   END_CALL
 }
+PyObject* hook_uncounted(PyObject* self, PyObject* args) {
+  BEGIN_CALL
+  PyObject *models = nullptr, *optimizers = nullptr, *tensor = nullptr, *address = nullptr;
+  unsigned long long knows = 0, memory = 0;
+  if (PyArg_ParseTuple(args, "O!O!OOKK", &PyTuple_Type, &models, &PyTuple_Type, &optimizers, &tensor, &address, &knows,
+                       &memory) == 0) {
+    return nullptr;
+  }
+  if (const Hook* const hook = object_of(self).hook; hook != nullptr) {
+    return hook->uncounted(models, optimizers, tensor, address, reinterpret_cast<Knows*>(knows),
+                           reinterpret_cast<void*>(memory));
+  }
+  Py_RETURN_NONE;
+  END_CALL
+}
 PyObject* hook_forget(PyObject* self, PyObject*) {
   if (Hook* const hook = object_of(self).hook; hook != nullptr) hook->forget();
   Py_RETURN_NONE;
@@ -1356,6 +1462,7 @@ PyMethodDef hook_methods[] = {
     {"disarm", &hook_disarm, METH_NOARGS, "From now on none is."},
     {"teach", &hook_teach, METH_VARARGS, "What is known of an op; false if it does not arrive here."},
     {"survey", &hook_survey, METH_NOARGS, "Storages to be asked for their size, bytes of the others, how many escaped."},
+    {"uncounted", &hook_uncounted, METH_VARARGS, "Tensors known by name of which the account knows nothing."},
     {"forget", &hook_forget, METH_NOARGS, "Nothing is known of any op."},
     {nullptr, nullptr, 0, nullptr}};
 PyObject* hook_elsewhere(PyObject* self, void*) {

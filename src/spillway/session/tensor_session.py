@@ -243,7 +243,6 @@ class _Step(AbstractStep):
         check_not_compiling()
         self._signature = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
-        known_to_fit = session._known_to_fit(self._circumstances)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
         close: Callable[[], None] = engine.close
@@ -251,6 +250,9 @@ class _Step(AbstractStep):
             close = functools.partial(session._plans.abandon, close)
         abandon = functools.partial(self._calls.abandon, close, self.deferred.shut)
         take_turn(engine, self, lambda: (tensor for _, tensor in named()), abandon, alone=not others_open(engine))
+        if self._circumstances in session._unwatched:
+            engine.meet(session._models, session._optimizers, functools.partial(session._tensors, ()))
+        known_to_fit = session._known_to_fit(self._circumstances)
         if known_to_fit and session._needs_no_watch(self._circumstances):
             self._unwatched = True
             inputs = (leaf for leaf in leaves(self._batch) if isinstance(leaf, torch.Tensor))
@@ -363,7 +365,7 @@ def report_of(
     return StepReport(
         step=number, signature=signature, managed=engine.recording,
         allowed=engine.budget.named, start_bytes=engine.start_bytes, peak_bytes=engine.budget.peak,
-        end_bytes=engine.budget.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
+        end_bytes=engine.resident, peak_rss_bytes=peak_rss(), working_bytes=counters.floor_bytes,
         seconds=seconds, stall_seconds=counters.stall_seconds,
         recomputed_ops=counters.recomputed_ops, recomputed_seconds=counters.recomputed_seconds, ops=engine.ops,
         bytes_out=counters.bytes_out,

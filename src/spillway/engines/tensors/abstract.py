@@ -101,7 +101,26 @@ class Unwatched(Protocol):
         behind."""
 
     def died(self, nbytes: Bytes) -> None:
-        """Of the account: so much is gone while it runs."""
+        """Of the account: so much is gone while it runs; with a minus, so much came."""
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """`knows` for native code: the address of a function, and what is to be its first argument."""
+
+    def held(self) -> Bytes:
+        """What they made, and the account did not take over."""
+
+    def knows(self, storage: int) -> bool:
+        """Whether the storage at this address is of that, or above the budget."""
+
+    def is_beyond(self, address: int) -> bool:
+        """Whether memory that begins there lies above the budget."""
+
+    def lends(self) -> bool:
+        """Whether any does, of this session's."""
+
+    def adopt(self, storages: Sequence[int]) -> Bytes:
+        """The account takes over what they made of these: how much that was."""
 
     def counted(self, resident: Bytes) -> Bytes:
         """All that is there between steps, on top of the account."""

@@ -136,7 +136,7 @@ class CpuBackend(AbstractBackend):
         memory = self._op_memory
         for tensor in tensors:
             nbytes = storage_of(tensor).nbytes() if torch._C._has_storage(tensor) else 0
-            if memory is not None and 0 < nbytes <= room and memory.is_beyond(storage_of(tensor).data_ptr()):
+            if memory is not None and 0 < nbytes <= room and memory.lends(storage_of(tensor).data_ptr()):
                 room -= nbytes
                 self._machine.bring_into_memory([tensor], lambda _: None)
 

@@ -71,6 +71,12 @@ class Dispatch:
         storages = list(self._engine.table.values())
         return storages, 0, sum(storage.escaped for storage in storages)
 
+    def uncounted(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], asked: tuple[int, int]
+    ) -> list[torch.Tensor] | None:
+        """As the hook has it; None without one."""
+        return self._hook.uncounted(models, optimizers, asked) if self._hook is not None else None
+
     def hook(self) -> None:
         """From now on ops arrive at the native hook first, where there is one."""
         hooked = self._engine.backend.hooked

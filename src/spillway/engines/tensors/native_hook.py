@@ -7,7 +7,7 @@ do the same, and are what there is without one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, final
 
@@ -21,6 +21,7 @@ from spillway.engines.tensors.handlers import HANDED_OVER
 from spillway.engines.tensors.ops import KEPT_WITHIN, PLAIN_TENSORS, OpInfo
 from spillway.errors import NativeError
 from spillway.internals.dispatch_key import Watcher, serve_first
+from spillway.internals.private import storage_address
 from spillway.memory.records import EXACT, Recipe, Storage, Value
 from spillway.native.library import HOOK, load_hook, wanted
 from spillway.units import Bytes
@@ -82,6 +83,16 @@ class NativeHook:
         """Between steps: storages whose size may have changed or that are absent, the bytes of all others, and how many
         storages have escaped."""
         found: tuple[list[Storage], Bytes, int] = self._native.survey()
+        return found
+
+    def uncounted(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], asked: tuple[int, int]
+    ) -> list[torch.Tensor] | None:
+        """Between steps: of what these have, tensors of which the account knows nothing, or not the size. `asked` is
+        whether a storage counts all the same, as `OpMemory.asked`. None where it cannot be told here."""
+        found: list[torch.Tensor] | None = self._native.uncounted(
+            tuple(models), tuple(optimizers), torch.Tensor, storage_address, *asked
+        )
         return found
 
     def forget(self) -> None:

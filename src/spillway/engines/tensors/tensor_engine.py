@@ -12,6 +12,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -27,12 +28,12 @@ from spillway.engines.tensors.history import StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
-from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere
+from spillway.engines.tensors.torch_patches import PATCHES, held_elsewhere, tensors_of_python
 from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.interrupts import deliver
-from spillway.internals.private import is_wrapper, unheard
+from spillway.internals.private import bytes_over, is_wrapper, unheard
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import storage_of as _storage_of
 from spillway.internals.process_memory import Reclaimer, ResidentSet
@@ -95,7 +96,10 @@ class TensorEngine(AbstractTensorEngine):
         self.ran_eagerly = False
         """Whether something that is compiled ran op by op, because a step was watched."""
         self.in_step = False
-        self._after_unwatched = False
+        self._left: Bytes = 0
+        """What unwatched steps made, counts in the step that runs, and is in nobody's hands that Python knows of."""
+        self._given_away: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """What unwatched steps left in the spill directory and has to stay there, by the addresses of storages."""
         self.from_outside: Bytes = 0
         """What this step met that it had not made, and that nobody had named."""
         self._begun = False
@@ -194,10 +198,11 @@ class TensorEngine(AbstractTensorEngine):
         if tensor.is_conj() or tensor.is_neg() or tensor.is_nested:
             self.note_odd_tensors()
         if self.in_step:
-            self.from_outside += _storage_of(tensor).nbytes()
+            self.from_outside += 0 if self._taken_over(key) else _storage_of(tensor).nbytes()
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
+        storage.escaped = key in self._given_away
         if storage.nbytes >= SMALLEST_MOVABLE and self.budget.limited:
             self._newcomers.append(tensor)
             if self.in_step:
@@ -224,6 +229,21 @@ class TensorEngine(AbstractTensorEngine):
             if storage.value is not None and storage.nbytes >= SMALLEST_MOVABLE and (place := _range_of(storage)):
                 before = bisect.bisect_left(starts, place[1])
                 storage.escaped |= before > 0 and ends[before - 1] > place[0]
+
+    def _taken_over(self, key: int) -> bool:
+        """Whether an unwatched step made it, whose bytes count already."""
+        meter = self.backend.unwatched
+        taken = meter is not None and self._left > 0 and meter.adopt((key,)) > 0
+        self._count_what_is_left()
+        return taken
+
+    def _count_what_is_left(self) -> None:
+        """Of what unwatched steps made some may be gone by now, or taken over."""
+        meter = self.backend.unwatched
+        if meter is not None and self._left:
+            gone = self._left - meter.held()
+            self._left -= gone
+            self.budget.free(gone)
 
     def stay(self, tensors: Iterable[torch.Tensor]) -> None:
         for storage in filter(None, map(self.lookup, tensors)):
@@ -282,6 +302,7 @@ class TensorEngine(AbstractTensorEngine):
     # ------------------------------------------------------------------ ops
 
     def run_short_of_room(self, seen: Seen, complete: Completion) -> Any:
+        self._count_what_is_left()
         info, controller, ready, key, needed = seen.info, self.controller, _ready(seen), None, 0
         if info.resizes:
             for storage in seen.writes:
@@ -385,6 +406,8 @@ class TensorEngine(AbstractTensorEngine):
         by_address = by_address or not self.machine.readable_in_place
         key = tensor._cdata if isinstance(tensor, torch.UntypedStorage) else _address_or_none(tensor)
         storage = self.table.get(key)
+        if storage is None and by_address:
+            storage = self._take_over_one(tensor, key)
         if storage is None or storage.value is None:
             return
         with self.controller.lock, unwatched():
@@ -399,6 +422,23 @@ class TensorEngine(AbstractTensorEngine):
                 storage.escaped = storage.escaped or by_address
             finally:
                 storage.locks -= 1
+
+    def _take_over_one(self, tensor: torch.Tensor | torch.UntypedStorage, key: int) -> Storage | None:
+        """Of what an unwatched step made the account begins to know here that it has to stay."""
+        meter = self.backend.unwatched
+        if meter is None or key == NO_ADDRESS or not meter.knows(key):
+            return None
+        real = tensor if isinstance(tensor, torch.UntypedStorage) else _storage_of(tensor)
+        if meter.is_beyond(real.data_ptr()):  # which does not count
+            self._given_away[key] = weakref.ref(real, lambda _: self._given_away.pop(key, None))
+            return None
+        with unwatched():
+            storage = self.register(bytes_over(real), key)
+        meter.adopt((key,))
+        for running in self.unwatched:
+            running.died(-storage.nbytes)
+        self._count_what_is_left()
+        return storage
 
     def reveal_inside(self, tensor: torch.Tensor) -> None:
         with unwatched():
@@ -432,6 +472,8 @@ class TensorEngine(AbstractTensorEngine):
             try:
                 yield
                 self.controller.overwrite(storage, None)
+                if self.unwatched and real.nbytes() != storage.nbytes:  # what it has now counts, as it is new
+                    self.died(storage.handle)
                 self.check_size(storage)
             finally:
                 if prepared:
@@ -490,13 +532,13 @@ class TensorEngine(AbstractTensorEngine):
         """
         self.began = time.perf_counter()
         self.recording = recipes
-        self._after_unwatched = False
         self.from_outside = 0
         self.inputs.clear()
         self.label(tensors)
         controller = self.controller
         self.collectives.land()
-        self.budget.begin(controller.flights.beside + self._present_bytes())
+        self._left = self._take_over()
+        self.budget.begin(controller.flights.beside + self._left + self._present_bytes())
         self.backend.begin_step(self.budget.allowed, base_rss, signature)
         self._begun = True
         try:
@@ -525,6 +567,21 @@ class TensorEngine(AbstractTensorEngine):
         for storage in odd:
             self.check_size(storage)
         return present + sum(s.nbytes for s in odd if s.value is not None and not s.value.absent)
+
+    def _take_over(self) -> Bytes:
+        """What unwatched steps made and is still there is in the account from here on: each storage that a tensor is
+        known for, and all others together, which is returned: what graphs keep, and what is small."""
+        meter = self.backend.unwatched
+        if meter is None or not meter.held():
+            return 0
+        meter.adopt(tuple(self.table))
+        if meter.held() >= SMALLEST_MOVABLE:
+            for tensor in tensors_of_python():
+                key = _address_or_none(tensor)
+                if key != NO_ADDRESS and key not in self.table and meter.adopt((key,)):
+                    self.adopt(tensor)
+            self._leave_alone_what_others_hold(())
+        return meter.held()
 
     def _around(self) -> Around | None:
         """What stands around handlers in this step."""
@@ -578,6 +635,8 @@ class TensorEngine(AbstractTensorEngine):
             with self.controller.lock:
                 self.controller.end_step()
         finally:
+            left, self._left = self._left, 0
+            self.budget.free(left)  # from here on it counts besides
             self.geometries.clear()
             self.inputs.clear()
             try:
@@ -598,7 +657,26 @@ class TensorEngine(AbstractTensorEngine):
     def resident(self) -> Bytes:
         """What is there between steps, with what unwatched ones left behind."""
         known, meter = self.budget.resident, self.backend.unwatched
-        return known if meter is None or not self._after_unwatched else meter.counted(known)
+        return known if meter is None else meter.counted(known)
+
+    def meet(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], named: Named
+    ) -> None:
+        """Take into account what came since the last step of these, or has another size by now: the arena counts what
+        steps make, and not what is made between them."""
+        meter = self.backend.unwatched
+        if meter is None:
+            return
+        for storage in self._dispatch.survey()[0]:
+            if storage.value is not None and self.check_size(storage):
+                meter.adopt((storage.key,))
+        new = self._dispatch.uncounted(models, optimizers, meter.asked)
+        for tensor in [tensor for _, tensor in named()] if new is None else new:
+            key = _address_or_none(tensor)
+            if key != NO_ADDRESS and key not in self.table and not meter.knows(key):
+                self.adopt(tensor)
+        if self._newcomers:
+            self._leave_alone_what_others_hold(list(named()))
 
     def begin_unwatched(self, inputs: Iterable[torch.Tensor], unseen: Bytes) -> None:
         """A step begins that is known to fit, and runs as if nothing were there: no op of it is seen. The arena counts
@@ -609,9 +687,8 @@ class TensorEngine(AbstractTensorEngine):
         self.began = time.perf_counter()
         self.recording, self.ops = False, 0
         new = {_address(one): _storage_of(one).nbytes() for one in inputs if _has_storage(one)}
-        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table)
+        beside = sum(nbytes for key, nbytes in new.items() if key not in self.table and not meter.knows(key))
         self.budget.begin()
-        self._after_unwatched = True
         self.unwatched.append(meter)
         self.start_bytes = meter.begin_unwatched(self.budget.allowed - unseen, self.budget.resident + beside)
 
@@ -627,7 +704,13 @@ class TensorEngine(AbstractTensorEngine):
 
     def bring_into_memory(self, tensors: Iterable[torch.Tensor]) -> None:
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
-        self._on_cpu.bring_into_memory(tensors, self.budget.allowed - self.resident)
+        self._on_cpu.bring_into_memory(self._free_to_move(tensors), self.budget.allowed - self.resident)
+
+    def _free_to_move(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        for tensor in tensors:
+            known = self.find(tensor)
+            if (known is None or not known.escaped) and _address_or_none(tensor) not in self._given_away:
+                yield tensor
 
     def _add_up_lanes(self) -> None:
         """Compute also waits where the controller does not see it: a copy has to end before its bytes are given up."""
@@ -680,6 +763,7 @@ class TensorEngine(AbstractTensorEngine):
                 with self.controller.lock:
                     self.controller.restore_all(list(self.table.values()))
                     self.controller.distrust_copies()
+                self._leave_the_file()
             finally:
                 PATCHES.remove(self)
                 self.controller.flights.forget()
@@ -687,6 +771,14 @@ class TensorEngine(AbstractTensorEngine):
                 self.backend.close()
                 end_turn(self)
                 self._closed = True
+
+    def _leave_the_file(self) -> None:
+        """What unwatched steps left in the spill directory is in memory afterwards, where a tensor is known for it."""
+        if self.backend.unwatched is not None and self.backend.unwatched.lends():
+            with unwatched(), torch._C.DisableTorchFunction():
+                found = [one for one in tensors_of_python() if _address_or_none(one) != NO_ADDRESS]
+                found += [one.grad for one in found if one.is_leaf and one.grad is not None]
+                self._on_cpu.bring_into_memory(self._free_to_move(found), UNLIMITED)
 
     def raise_interrupt(self) -> None:
         try:

@@ -307,6 +307,12 @@ def held_elsewhere(
     return suspects
 
 
+def tensors_of_python() -> list[torch.Tensor]:
+    """All that the garbage collector knows."""
+    kinds = _tensor_types()
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
 def _tensor_types() -> set[type]:
     """Of tensors: asked for each of very many objects, a set answers sooner than `isinstance`."""
     kinds: list[type] = [torch.Tensor]
