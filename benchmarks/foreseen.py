@@ -71,15 +71,15 @@ class Size:
 
 
 def run(size: Size, tell: Tell) -> Result:
-    """The tasks one after the other; then what following costs."""
-    rows, checks = list[Row](), list[Check]()
+    """What following costs; then the tasks one after the other."""
+    tell("what following costs")
+    seconds = following_seconds(size.tasks[0], size.follows)
+    rows = list[Row]()
+    checks = [Check(what="seconds to look an op up in what is foreseen", measured=seconds, at_most=FOLLOWING)]
     for task in size.tasks:
         found = _rows(task, lambda text, task=task: tell(f"{_name(task)}: {text}"))  # type: ignore[misc]
         rows += found
         checks += _checks(task, found)
-    tell("what following costs")
-    seconds = following_seconds(size.tasks[0], size.follows)
-    checks.append(Check(what="seconds to look an op up in what is foreseen", measured=seconds, at_most=FOLLOWING))
     return Result(
         title="a dynamic network of which an eighth fits", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES
     )
@@ -260,7 +260,7 @@ def _state(built: Any) -> list[int]:
 
 def following_seconds(task: Task, count: int) -> float:
     """What a look at an op that is as foreseen takes, less what asking for nothing does."""
-    recorded = record_samples(task.workload, steps=2, frozen=True, seed=0, **{**task.options, "width": 32})
+    recorded = record_samples(task.workload, steps=2, frozen=True, seed=0, **task.options)
     course, path = Course(Program(recorded.architecture)), recorded.samples[0].path
     keys = [key for key in path.keys.tolist() if key not in course.program.groups_of_op]
 
