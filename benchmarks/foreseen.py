@@ -276,7 +276,7 @@ def following_seconds(task: Task, count: int) -> float:
     return min(seconds(course.passed) for _ in range(5)) - min(seconds(lambda key, clock: None) for _ in range(5))
 
 
-_VAR_BERT: Final = {"width": 640, "layers": 16, "heads": 10, "target": 0.5}
+_VAR_BERT: Final = {"width": 384, "layers": 24, "heads": 6, "target": 0.5}
 
 BENCHMARK: Final = Benchmark(
     name="foreseen",
