@@ -135,8 +135,15 @@ class CpuBackend(AbstractBackend):
         """Of these what an unwatched step left in the spill directory, as far as there is room."""
         memory = self._op_memory
         for tensor in tensors:
-            nbytes = storage_of(tensor).nbytes() if torch._C._has_storage(tensor) else 0
-            if memory is not None and 0 < nbytes <= room and memory.lends(storage_of(tensor).data_ptr()):
+            if memory is None or not torch._C._has_storage(tensor):
+                continue
+            real = storage_of(tensor)
+            nbytes = real.nbytes() if real.device.type == "cpu" else 0  # that of a fake tensor is on no device
+            try:
+                lent = 0 < nbytes <= room and memory.lends(real.data_ptr())
+            except RuntimeError:  # others of torch's own have no address either
+                continue
+            if lent:
                 room -= nbytes
                 self._machine.bring_into_memory([tensor], lambda _: None)
 
