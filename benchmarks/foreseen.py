@@ -10,13 +10,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 import spillway
 from benchmarks import columns, models, out_of_core
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import Clock, median_ratio
-from benchmarks.training import METHODS, warm_up
+from benchmarks.training import METHODS, bits_of_state, warm_up
 from benchmarks.turns import Answers, account, answered, figures, verdict
 from benchmarks.workers import Job, started
 from spillway.internals.process_memory import PeakMemory
@@ -244,18 +242,10 @@ def competitor(
             "loss": float(loss.detach()).hex(), "rss": memory.above_start(),
             "report": None if session is None else session.history[-1].to_json(),
             "foresight": session.foresight if session is not None and last else None,
-            "state": _state(built) if last else None,
+            "state": bits_of_state(built) if last else None,
         }  # fmt: skip
 
     return step
-
-
-def _state(built: Any) -> list[int]:
-    """Sums of the bits of all parameters and of the optimizers' state, read where they are."""
-    tensors = [parameter.detach() for parameter in built.model.parameters()]
-    for optimizer in built.optimizers:
-        tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return [int(tensor.view(torch.int32).sum()) for tensor in tensors]
 
 
 def following_seconds(task: Task, count: int) -> float:

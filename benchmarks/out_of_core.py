@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from benchmarks import columns, models
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.training import Trainer, trainer
+from benchmarks.training import Trainer, bits_of_state, trainer
 from benchmarks.turns import account, answered, figures, verdict
 from benchmarks.workers import Job, started
 from spillway.calibration.measured import this_machine
@@ -247,19 +245,10 @@ def competitor(*, rounds: int, **options: Any) -> Callable[[], dict[str, Any]]:
         asked += 1
         answer = training()
         if asked == rounds:
-            answer |= {"state": _state(training), "followed": _followed(training, options["budget"])}
+            answer |= {"state": bits_of_state(training.workload), "followed": _followed(training, options["budget"])}
         return answer
 
     return step
-
-
-def _state(training: Trainer) -> list[int]:
-    """Sums of the bits of all parameters and of the optimizers' state, read where they are."""
-    workload = training.workload
-    tensors = [parameter.detach() for parameter in workload.model.parameters()]
-    for optimizer in workload.optimizers:
-        tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return [int(tensor.view(torch.int32).sum()) for tensor in tensors]
 
 
 def _followed(training: Trainer, budget: Bytes | None) -> FollowedStep | None:

@@ -195,6 +195,14 @@ def warm_up() -> None:
     optimizer.step()
 
 
+def bits_of_state(workload: Workload) -> list[int]:
+    """Sums of the bits of all parameters and of the optimizers' state, read where they are."""
+    tensors = [parameter.detach() for parameter in workload.model.parameters()]
+    for optimizer in workload.optimizers:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return [int(tensor.view(torch.int32).sum()) for tensor in tensors]
+
+
 def profiled(**options: Any) -> Callable[[], dict[str, Any]]:
     """A competitor that tells nothing but the peak of each step, for what no session can watch."""
     step = trainer(**options)

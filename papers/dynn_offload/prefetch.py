@@ -22,7 +22,7 @@ from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples
-from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
+from spillway.pilots.simple_pilots import SIMPLE
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 
 LEARNED: Final = 0.75
@@ -81,7 +81,7 @@ def pilots_of(
     """All pilots, having learned; the floor in front."""
     decisions = DecisionPilot(program, seed=seed)
     decisions.fit(learned)
-    simple: list[AbstractPilot] = [ProgramOrder(program), Frequency(program), LastOfSize(program), Nearest(program)]
+    simple: list[AbstractPilot] = [kind(program) for kind in SIMPLE]
     for sample in learned:
         for one in simple:
             one.learn(sample)

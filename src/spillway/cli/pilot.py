@@ -20,7 +20,7 @@ from spillway.pilots.pilot_files import SavedPilot, TrainedPilot, read_pilot, re
 from spillway.pilots.program import Program
 from spillway.pilots.referee import Referee, modelled_seconds
 from spillway.pilots.sample_files import RecordedSamples, read_samples, write_samples
-from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
+from spillway.pilots.simple_pilots import SIMPLE
 from spillway.pilots.ten_vectors import PublishedPilot, touches_of
 from spillway.units import format_bytes, format_seconds
 
@@ -166,7 +166,7 @@ def _judged(pilot: TrainedPilot, recorded: RecordedSamples, device: str, room: s
     """What the referee says of it among the simple pilots, on samples that none of them has seen."""
     program, on = pilot.program, device_of(device)
     cut = int(len(recorded.samples) * LEARNED)
-    simple: list[AbstractPilot] = [ProgramOrder(program), Frequency(program), LastOfSize(program), Nearest(program)]
+    simple: list[AbstractPilot] = [kind(program) for kind in SIMPLE]
     for sample in recorded.samples[:cut]:
         for one in simple:
             one.learn(sample)

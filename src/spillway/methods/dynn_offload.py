@@ -56,7 +56,7 @@ from spillway.pilots.execution_blocks import Cuts, Touches, keeping_blocks, larg
 from spillway.pilots.paths import Dynamism
 from spillway.pilots.pilot import AbstractPilot
 from spillway.pilots.program import Group, Program
-from spillway.pilots.simple_pilots import Frequency, LastOfSize, Nearest, ProgramOrder
+from spillway.pilots.simple_pilots import SIMPLE
 from spillway.units import Bytes, KiB, Seconds
 
 SMALLEST: Final[Bytes] = 4 * KiB
@@ -65,10 +65,9 @@ TIGHTER: Final = 0.9
 """Of the room for two blocks, what is tried next where what stays, or is on its way, was too much."""
 TRIES: Final = 24
 
-
-Makes: TypeAlias = Callable[[Program], AbstractPilot]
+PilotMaker: TypeAlias = Callable[[Program], AbstractPilot]
 """A pilot of a network, which has learned nothing."""
-PILOTS: Final[tuple[Makes, ...]] = (ProgramOrder, LastOfSize, Frequency, Nearest, DecisionPilot)
+PILOTS: Final[tuple[PilotMaker, ...]] = (*SIMPLE, DecisionPilot)
 """Who is asked in a session, program order in front, which is the floor."""
 
 ENOUGH: Final = 0.92
@@ -84,7 +83,6 @@ RANKED_FOR: Final = 24
 FRESH: Final = 16
 """Ops since its last use for which what a backward made, and nobody has named, is taken for a gradient on its way; what
 is older waits for the optimizer."""
-
 PASSED: Final = 8
 """Uses of groups that a backward may skip before it is seen where it is."""
 
@@ -92,8 +90,8 @@ FORWARD, BACKWARD, UPDATE, LATER = 0.0, 1.0, 2.0, 3.0
 """When a storage is used next: in what is left of the phase that runs, from 0 to 1, and in those after it."""
 
 
-class _Wanted(NamedTuple):
-    """A storage that is away, and when it is used next."""
+class _NextUse(NamedTuple):
+    """When a storage is used next, and the storage."""
 
     use: float
     storage: Candidate
@@ -119,7 +117,7 @@ class DynnOffload(AbstractPolicy):
 
     def __init__(
         self, *, pilot: str | PathLike[str] | None = None, dynamism: Dynamism | None = None,
-        pilots: Sequence[Makes] = PILOTS,
+        pilots: Sequence[PilotMaker] = PILOTS,
     ) -> None:  # fmt: skip
         self.pilot_file = pilot
         self.dynamism = dynamism
@@ -261,7 +259,7 @@ class DynnOffload(AbstractPolicy):
         for _, storage in self._last_used(view):
             yield Move(storage)
 
-    def _last_used(self, view: MemoryView) -> Iterator[_Wanted]:
+    def _last_used(self, view: MemoryView) -> Iterator[_NextUse]:
         """From a ranking that is at most so many ops old, then from a new one."""
         phase = self._phase(view)
         stale = view.clock - self._ranked_at >= RANKED_FOR or self._ranked_in != phase
@@ -278,7 +276,7 @@ class DynnOffload(AbstractPolicy):
                     if not view.available(entry[2]) or (not again and entry[2].touched >= self._ranked_at):
                         continue
                     kept.append(entry)
-                    yield _Wanted(entry[0], entry[2])
+                    yield _NextUse(entry[0], entry[2])
             finally:
                 ranking += [entry for entry in reversed(kept) if view.available(entry[2])]
 
@@ -307,7 +305,7 @@ class DynnOffload(AbstractPolicy):
             arriving += 1
             room -= storage.nbytes
 
-    def _let_go(self, view: MemoryView, leaving: Iterator[_Wanted], use: float) -> Generator[Proposal, bool, Bytes]:
+    def _let_go(self, view: MemoryView, leaving: Iterator[_NextUse], use: float) -> Generator[Proposal, bool, Bytes]:
         """Free what is used after that, if it has a copy already, or begin to copy some; 0 if nothing leaves now."""
         begun = 0
         for later, storage in leaving:
@@ -320,7 +318,7 @@ class DynnOffload(AbstractPolicy):
                 begun += 1
         return 0
 
-    def _coming(self, view: MemoryView, phase: float) -> Iterator[_Wanted]:
+    def _coming(self, view: MemoryView, phase: float) -> Iterator[_NextUse]:
         """What is away, in the order of its use."""
         moved = {one.number: one for one in view.moved()}
         if not moved:
@@ -328,7 +326,7 @@ class DynnOffload(AbstractPolicy):
         if phase == UPDATE:
             for storage in self._updated[self._done : self._done + LOOKED_AT]:
                 if storage.number in moved:
-                    yield _Wanted(UPDATE, storage)
+                    yield _NextUse(UPDATE, storage)
             return
         if phase == FORWARD:
             if self.course is None:
@@ -337,10 +335,10 @@ class DynnOffload(AbstractPolicy):
             for place, group in enumerate(ahead[:LOOKED_AT]):
                 for member in self._members[group]:
                     if member.number in moved:
-                        yield _Wanted(place / len(ahead), member)
+                        yield _NextUse(place / len(ahead), member)
             return
         use_of = self._uses(view, phase)
-        wanted = [_Wanted(use_of(one), one) for one in moved.values()]
+        wanted = [_NextUse(use_of(one), one) for one in moved.values()]
         yield from sorted((one for one in wanted if one.use <= BACKWARD), key=lambda one: (one.use, one.storage.number))
 
 

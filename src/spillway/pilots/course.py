@@ -24,10 +24,6 @@ class Course:
         self.program = program
         self.visits: list[tuple[int, Group]] = []
         """What ran so far: the clock at each use of a group that is not the one used last, and the group."""
-        self.mispredicted = 0
-        """Parts of this forward that were not expected when they ran."""
-        self.unseen = 0
-        """Ops of this forward at sites that the program did not know."""
         self._at = -1
         self._version = -1
         self._places: list[tuple[int, int]] = []
@@ -41,7 +37,7 @@ class Course:
             self._version = program.version
             known = program.rank[: len(program.part)].tolist()
             self._places = list(zip(known, program.part.tolist(), strict=True))
-        self._at, self.mispredicted, self.unseen = -1, 0, 0
+        self._at = -1
         self.visits = []
         self.expect(Foresight(np.ones(program.decisions, np.float32)))
 
@@ -55,8 +51,7 @@ class Course:
     def passed(self, key: int, clock: int) -> None:
         """An op of the forward begins, by its number in the architecture. A step of an engine asks this around every
         op: what follows a foresight that holds is looked up and compared, and no more."""
-        if key >= len(self._places):
-            self.unseen += 1
+        if key >= len(self._places):  # at a site that nobody has seen
             return
         rank, part = self._places[key]
         if rank > self._at:
@@ -72,7 +67,6 @@ class Course:
                 self.visits.append((clock, group))
 
     def _anchor(self, part: int) -> None:
-        self.mispredicted += 1
         self._expected[part] = True
         self._uses = self.program.uses_where(np.array(self._expected[1:], np.float32))
 

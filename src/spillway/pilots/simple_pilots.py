@@ -135,3 +135,7 @@ def _of_path(program: Program, path: ResolvedPath | None) -> Foresight:
     if path is None:
         return Foresight(np.zeros(program.decisions, np.float32))
     return Foresight(program.bits(path), path)
+
+
+SIMPLE: Final = (ProgramOrder, LastOfSize, Frequency, Nearest)
+"""All of them, the floor in front."""
