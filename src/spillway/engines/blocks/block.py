@@ -92,6 +92,10 @@ class CallReport:
     """Those of them that are neither arguments nor results of the block."""
     argument_bytes: Bytes = 0
     """Storages of the tensors that the block was called with."""
+    inputs: tuple[tuple[int, Bytes], ...] = ()
+    """Of these, storages that may leave where the block is recomputed: by what tells one from another, with bytes."""
+    result_bytes: Bytes = 0
+    """Storages that autograd saved inside and the block handed on."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
     packed_bytes: Bytes = 0

@@ -232,6 +232,10 @@ class BlockEngine:
         store = self._runtime.store
         return (0, 0, 0, 0.0) if store is None else (store.sent, store.bytes_out, store.bytes_in, store.stall_seconds)
 
+    def lane_rates(self) -> tuple[float, float]:
+        """Bytes a second at which this step's copies went out and came in, while they ran; 0 where there were none."""
+        return (0.0, 0.0) if self._runtime.store is None else self._runtime.store.rates()
+
     def settle(self) -> None:
         """Wait until what is offloaded has left.
 

@@ -403,6 +403,10 @@ class BlockCall:
         alive = storages(living)
         self.report.saved_bytes = sum(alive.values())
         self.report.argument_bytes = sum(arguments.values())
+        differentiable = {one.key for one in self.arguments() if one.needs_grad}
+        self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
+        handed_on = alive.keys() & self._outputs - arguments.keys()
+        self.report.result_bytes = sum(alive[key] for key in handed_on)
         self.report.own_bytes = sum(
             nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
         )
