@@ -476,6 +476,8 @@ class _Step(AbstractStep):
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
+        if self._family.allows(self._dimensions, session._budget.allowed - level):
+            return False
         rise = self.recomputing(call)
         if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
             return False  # or nobody can tell, and the next one like it is

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import floor, log
+from types import MappingProxyType
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
 from spillway.methods.auto.menus import Menus
-from spillway.methods.auto.planner import plan
+from spillway.methods.auto.planner import Effort, plan
 from spillway.methods.auto.problem import BlockProblem
 from spillway.methods.by_block import (
     AbstractBlockMethod,
@@ -45,6 +46,8 @@ MARGIN: Final = 0.01
 """Of what is available, left free at sizes whose bytes are estimated; what is kept can be given up besides."""
 SPARE: Final = 0.005
 """A plan is made again when so much more of the budget is available than it was made for."""
+EFFORTS: Final = MappingProxyType({1: Effort.POLISH, 16: Effort.IDLE})
+"""How much is tried when a plan is used again, after so many uses."""
 PLANS: Final = 4096
 """That are remembered; beyond, all are forgotten."""
 
@@ -70,7 +73,8 @@ class Auto(AbstractBlockMethod):
         """That measured, and ended."""
         self._measured: set[InputSize] = set()
         """Sizes at which every block was measured."""
-        self._plans: dict[InputSize, BlockPlan] = {}
+        self._plans: dict[InputSize, tuple[BlockPlan, int]] = {}
+        """By bucket, with how often they were used."""
         self._largest: dict[InputSize, InputSize] = {}
         """Of each bucket, the largest numbers that were seen in it."""
         self._over: dict[InputSize, Bytes] = {}
@@ -137,12 +141,17 @@ class Auto(AbstractBlockMethod):
             largest = tuple(map(max, size, largest))
             self._plans.pop(bucket, None)
         self._largest[bucket] = largest
-        known = self._plans.get(bucket)
+        known, uses = self._plans.get(bucket, (None, 0))
         if known is not None and abs(available - known.available) <= SPARE * known.available:
+            effort = EFFORTS.get(uses)
+            if effort is not None and known.given_up and known.holds:
+                known = self._planned(largest, available, effort)
+            self._plans[bucket] = known, uses + 1
             return known
         if len(self._plans) >= PLANS:
             self._plans.clear()
-        found = self._plans[bucket] = self._planned(largest, available)
+        found = self._planned(largest, available, Effort.FIRST)
+        self._plans[bucket] = found, 1
         return found
 
     def _bucket(self, size: InputSize) -> InputSize:
@@ -154,11 +163,11 @@ class Auto(AbstractBlockMethod):
         """What is to be planned at this size."""
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
 
-    def _planned(self, size: InputSize, available: Bytes) -> BlockPlan:
+    def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
         over = self._over.get(size, 0)
         margin = over if size in self._measured else max(over, int(MARGIN * available))
         problem = self.problem(size, max(available - margin, 0))
-        found = plan(problem)
+        found = plan(problem, effort=effort)
         self.made += 1
         blocks = problem.blocks[:-1]
         chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
@@ -186,7 +195,7 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        planned = self._plans.get(self._bucket(step.size))
+        planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
         if planned is not None and not collecting and step.peak > planned.projected > 0:
             over = step.peak - planned.projected + self._over.get(planned.size, 0)
             self._over[planned.size], changed = over, True

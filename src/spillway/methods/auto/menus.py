@@ -9,8 +9,10 @@ holds. Blocks that save the same, and are called with as much, are of one kind: 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final, TypeAlias, final
 
 from spillway.methods.actions import Action
@@ -22,6 +24,10 @@ from spillway.units import Bytes, Seconds
 Like: TypeAlias = tuple[Bytes, Bytes, Bytes, bool]
 """What a block saves, is called with and keeps selectively, and whether its input can leave."""
 
+OFF: Final = 0.15
+"""A rate is another one when it has changed by more than this share."""
+LATELY: Final = 8
+"""Steps by which rates are known."""
 WORTH: Final = 0.95
 """Selecting has to spare more than a twentieth of the second run to be on the menu."""
 
@@ -45,6 +51,24 @@ class _Shares:
 
 
 @final
+class _Rate:
+    """Bytes a second of one lane: the median of what was seen lately, once it is off by more than `OFF`."""
+
+    def __init__(self) -> None:
+        self.known = 0.0
+        """0 before anything was copied."""
+        self._lately: deque[float] = deque(maxlen=LATELY)
+
+    def take(self, rate: float) -> None:
+        """Of one step; 0 where nothing was copied."""
+        if rate > 0:
+            self._lately.append(rate)
+            now = median(self._lately)
+            if abs(now - self.known) > OFF * self.known:
+                self.known = now
+
+
+@final
 class Menus:
     """Learns what the options of every block take.
 
@@ -61,8 +85,7 @@ class Menus:
         """Blocks whose input stays where the one before them is kept."""
         self._again, self._selected, self._backward = _Shares(), _Shares(), _Shares()
         self._slower, self._extra = _Shares(), _Shares()
-        self.out_rate = self.in_rate = 0.0
-        """Bytes a second, the slowest that was seen."""
+        self._out, self._in = _Rate(), _Rate()
 
     def take(self, step: StepSample, blocks: Sequence[BlockSample], forecast: Forecast | None) -> bool:
         """Take what a step measured; returns whether menus may be others now.
@@ -72,7 +95,7 @@ class Menus:
             blocks: Of it.
             forecast: What was known of its size, its own sample included.
         """
-        before = self.out_rate, self.in_rate, len(self._kept)
+        before = self._out.known, self._in.known, len(self._kept)
         moved = any(sample.action.moves for sample in blocks)
         for sample in blocks:
             if not moved:
@@ -86,11 +109,9 @@ class Menus:
             if forecast is not None and sample.action is Action.SELECTIVE and sample.kept and not moved:
                 expected = forecast.rest + forecast.working[sample.block]
                 self._extra.take(sample.block, max(sample.beside - expected, 0) / sample.kept)
-        for name, rate in (("out_rate", step.out_rate), ("in_rate", step.in_rate)):
-            if rate:
-                known = getattr(self, name)
-                setattr(self, name, min(rate, known) if known else rate)
-        return before != (self.out_rate, self.in_rate, len(self._kept))
+        self._out.take(step.out_rate)
+        self._in.take(step.in_rate)
+        return before != (self._out.known, self._in.known, len(self._kept))
 
     def _estimate(self, estimates: dict[int, Estimate], block: int) -> Estimate:
         if block not in estimates:
@@ -128,7 +149,7 @@ class Menus:
         for call, like in enumerate(likes):
             alike.setdefault(like, []).append(call)
         costs = {like: self._costs(like, members, forecast) for like, members in alike.items()}
-        moves = moves and self.out_rate > 0 and self.in_rate > 0
+        moves = moves and self._out.known > 0 and self._in.known > 0
         made: dict[tuple[Like, Bytes, Bytes], Block] = {}
         blocks, before = [], 0
         for call, like in enumerate(likes):
@@ -141,7 +162,7 @@ class Menus:
         turn = max(forecast.turn - before, 0)
         head = Option(action=Action.KEEP, resident=0, forward_peak=turn, backward_peak=turn)
         blocks.append(Block(kind=-1, forward=0.0, backward=0.0, gradients=0, options=(head,)))
-        return BlockProblem(blocks=blocks, available=available, out_rate=self.out_rate, in_rate=self.in_rate)
+        return BlockProblem(blocks=blocks, available=available, out_rate=self._out.known, in_rate=self._in.known)
 
     def _at(self, estimates: dict[int, Estimate], call: int, size: InputSize) -> Bytes:
         return estimates[call].at(size) if call in estimates and estimates[call].measured else 0
