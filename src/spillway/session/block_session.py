@@ -388,7 +388,7 @@ class BlockSession(Session):
             self._before.remember(large=large)
 
     def _transfers(self) -> tuple[float, ...]:
-        return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
+        return (0, 0, 0, 0.0, 0.0) if self._engine is None else self._engine.transfers
 
     def _family(self, batch: Any) -> _Family:
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -693,7 +693,7 @@ class _Step(AbstractStep):
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
         peak = watch.peak if watch is not None else self._start
-        sent, bytes_out, bytes_in, stall = (
+        sent, bytes_out, bytes_in, room, data = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
         if self._paged and session._paging is not None:
@@ -707,14 +707,14 @@ class _Step(AbstractStep):
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
             end_bytes=session._named_bytes(self._batch),
-            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=stall, recomputed_ops=0,
+            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=room + data, recomputed_ops=0,
             recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0,
             bytes_out=int(bytes_out), bytes_in=int(bytes_in),
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
             projected_bytes=max((one.expected for one in passes), default=0),
-            planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
+            planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
         if report.peak_measured and peak > session.allowed and not session._told_above:

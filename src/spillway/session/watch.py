@@ -1,9 +1,20 @@
 """One step of the block engine: what it is told to do, who gives way when room gets short, and what was measured.
 
 NOTE: how the budget is kept between two measurements. A plan goes by estimates. At every seam between blocks the meter
-is read, and what the next block is expected to need is added. If that is too much, kept blocks are revoked, the
-earliest first: they come back last, when least is held beside them. Only when nothing is left to revoke, and more is
-taken than is allowed, is the step refused.
+is read, and what the next block is expected to need is added. If that is too much, in this order, as far as it takes:
+
+ 1. Copies in that nobody has used yet are forgotten, those first that are wanted last, unless waiting is enough.
+ 2. Compute waits for copies out.
+ 3. Blocks that hold something are revoked, fewest seconds per byte first, among alike ones the earliest: they come back
+    last, when least is held beside them.
+ 4. What blocks will be recomputed on leaves as well, where anything does.
+
+Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
+like it runs inside the tensor engine.
+
+A plan may say when each copy in is to begin (`BlockPlan.comes_in`). At that seam it begins if there is room for it that
+is free now: beside what is taken, copies out included, and what the running block and all blocks need until its own.
+What found no room is tried again at the next seam, in order; what never found any is read when it is wanted.
 
 A forward that was not measured at this place of a step like this one is told on tensors without content first, and
 refused before its first op if even the least that it needs is too much, and if what is enough can be told, which
@@ -24,7 +35,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.block import CallReport
-from spillway.engines.blocks.block_engine import BlockEngine, without_bytes
+from spillway.engines.blocks.block_engine import BlockEngine, HeldCall, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
@@ -33,6 +44,7 @@ from spillway.internals.process_memory import Reclaimer
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
+from spillway.methods.mimose.peaks import orders
 from spillway.session.needs import Call
 from spillway.units import Bytes, MiB, Seconds
 
@@ -52,6 +64,13 @@ ERRS: Final = 20
 
 SAMPLES: Final = 400
 """And too little by one part in so many: the engine keeps samples of what blocks are called with, which no op makes."""
+
+
+HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
+"""What can be revoked to make room."""
+RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
+"""What they move are bytes that the backward reads, or what these are made of."""
+UNBOUNDED: Final[Bytes] = 1 << 62
 
 
 class Mark(NamedTuple):
@@ -80,13 +99,24 @@ class Pass:
     """When it began."""
     missing: set[int]
     """Parameters that had no gradient then, by id."""
-    kept: dict[int, Callable[[], Bytes]] = field(default_factory=dict)
-    """Calls that are kept and could be revoked, in order, and what revokes each."""
+    ended: dict[int, HeldCall] = field(default_factory=dict)
+    """Calls that have, by number."""
+    revocable: dict[int, HeldCall] = field(default_factory=dict)
+    """Those of them that hold something (HOLDING), and that the backward has not come to."""
     revoked: set[int] = field(default_factory=set)
     calls: Sequence[CallReport] = ()
     """What each took, known when the next pass has begun or the step ended."""
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
+
+    def knows(self, number: int) -> bool:
+        """Whether it is forecast what a call needs."""
+        return self.forecast is not None and number < len(self.forecast.saved)
+
+    def holds(self, number: int) -> Bytes:
+        """What a call that has ended holds above what recomputing it would leave; below 0 where its input is away."""
+        report = self.ended[number].report
+        return -report.moved_bytes if number in self.revoked else report.resident_bytes
 
     @property
     def moves(self) -> bool:
@@ -216,6 +246,8 @@ class StepWatch:
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.bypassed = bypassed
         self._engine.actions, self._engine.options = self._action_of, decision.plan.options
+        # A plan for copies goes by room alone, and makes that at every seam.
+        self._engine.write_behind = UNBOUNDED if decision.plan.comes_in else None
         planned = forecast is not None and decision.plan.holds
         called = self._engine.called
         self._begins_with = None
@@ -280,7 +312,8 @@ class StepWatch:
         self._mark("begins", number)
         if not self.passes:
             return lambda: None
-        self._make_room(self._needs(self.passes[-1], number), number)
+        now = self.passes[-1]
+        self._make_room(self._needs(now, number), number, known=now.knows(number))
         return partial(self._backward_reaches, len(self.passes) - 1, number)
 
     def block_ended(self, number: int) -> None:
@@ -290,25 +323,67 @@ class StepWatch:
         if not self.passes:
             return
         now = self.passes[-1]
-        if now.moves:  # it may be the last: nobody looks again before the backward
+        if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        if now.decision.plan.keeps(number):
-            now.kept[number] = self._engine.giver(number)
+        now.ended[number] = call = self._engine.call(number)
+        if now.decision.plan.action(number) in HOLDING:
+            now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
-            held = sum(forecast.saved[kept] for kept in now.kept)
+            held = sum(map(now.holds, now.ended)) + self._engine.leaving_bytes
             beside = self._taken() - now.resident - held
-            self._make_room(max(forecast.turn - beside, 0), number)
+            self._make_room(max(forecast.turn - beside, 0), number, known=True)
 
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
         one = self.passes[of]
-        if one.decision.plan.prefetches:  # what comes back before it is wanted must not take the room of what is
+        plan = one.decision.plan
+        if plan.comes_in:
+            self._engine.read_ahead = 0
+        elif plan.prefetches:  # what comes back before it is wanted must not take the room of what is
             self._taken()
             self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
-        returns = one.kept.pop(number, None) is None
-        self._make_room(self._needs(one, number, returns=returns), number)
+        one.revocable.pop(number, None)
+        call = one.ended[number]
+        needs, _ = self._going_back(one, number)
+        self._make_room(needs, number, known=one.knows(number), running=call)
+        if plan.comes_in:
+            call.start_in()  # what compute is about to wait for is the first of all copies
+            self._read_ahead(one, number)
+
+    def _read_ahead(self, one: Pass, number: int) -> None:
+        """Begin the copies in that are due at the beginning of a call's backward."""
+        due = {call for call, at in enumerate(one.decision.plan.comes_in[:number]) if at >= number}
+        self._taken()
+        free = self._free() + self._budget.claimed
+        room, more = UNBOUNDED, 0  # more than now, when the backward comes to a call
+        for call in range(number, min(due, default=number) - 1, -1):
+            if call not in one.ended:
+                continue  # a plan for more calls than there were
+            if call in due:
+                begun = one.ended[call].start_in(max(room, 0))
+                room, more = room - begun, more + begun
+                if not one.ended[call].there[1]:
+                    return
+            needs, leaves = self._going_back(one, call)
+            room = min(room, free - more - needs)
+            more += leaves
+
+    def _going_back(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """What the backward of a call needs above what is there when it begins, and how much more than then is there
+        when it has ended; 0 where that is not forecast."""
+        forecast = one.forecast
+        if forecast is None or not one.knows(number):
+            return 0, 0
+        call, report = one.ended[number], one.ended[number].report
+        holds = 0 if number in one.revoked else max(report.resident_bytes - report.packed_bytes, 0)
+        there = holds + call.there[0]
+        own = 0 if report.kept_because else report.own_bytes
+        if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
+            own += report.moved_bytes
+        gradients = forecast.gradients[number]
+        return forecast.working[number] + gradients + max(own - there, 0), gradients - there
 
     def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
@@ -339,32 +414,33 @@ class StepWatch:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")
 
-    def _needs(self, one: Pass, number: int, *, returns: bool = True) -> Bytes:
+    def _needs(self, one: Pass, number: int) -> Bytes:
+        """Of the forward of a call."""
         forecast = one.forecast
-        if forecast is None or number >= len(forecast.saved):
-            return 0
-        return forecast.working[number] + (forecast.saved[number] if returns else 0)
+        return forecast.working[number] + forecast.saved[number] if forecast is not None and one.knows(number) else 0
 
-    def _make_room(self, needed: Bytes, number: int) -> None:
+    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> None:
+        """Have so many bytes free, as far as anything can give way.
+
+        Args:
+            needed: Above what is there.
+            number: Of the block that needs them.
+            known: Whether that is all that it needs.
+            running: The call that goes backward, and keeps what it has.
+        """
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self.largest))
         highest = self._budget.peak
         self._budget.claim(needed)
         self._taken()
         over = self._budget.short(0)
-        if over + 2 * self.largest > 0 and self._engine.leaving_bytes:
+        if not known and over + 2 * self.largest > 0 and self._engine.leaving_bytes:
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
             self._taken()
             over = self._budget.short(0)
         if over <= 0:
             return
-        for one in self.passes:
-            while over > 0 and one.kept:
-                first = next(iter(one.kept))
-                freed = one.kept.pop(first)()
-                if freed:
-                    one.revoked.add(first)
-                over -= freed
+        self._give_way(over, running)
         self._budget.claim(0)
         taken = self._taken()
         if taken - COARSE > self._budget.allowed and self._told() is None:
@@ -374,6 +450,43 @@ class StepWatch:
                 self._budget.observe(most, peak=highest)
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
+
+    def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
+        """So many bytes are too many (see the note at the top)."""
+        ended = [call for one in self.passes for call in one.ended.values() if call is not running]
+        engine = self._engine
+        leaving = engine.leaving_bytes
+        for call in ended if over > leaving else ():
+            if over > leaving:
+                over -= call.forget_arrivals()
+        if leaving and over > 0:
+            engine.wait_out(over)
+            self._taken()
+            over = self._budget.short(0)
+        over = self._revoke(over)
+        sent = 0
+        for call in ended:
+            if over > sent:
+                sent += call.send_input()
+        if sent:
+            engine.settle()
+
+    def _revoke(self, over: Bytes) -> Bytes:
+        """Have calls recomputed that hold something; what is still too much."""
+        if over <= 0:
+            return over
+        found = [(one, number) for one in self.passes for number in one.revocable]
+        holds = [max(one.holds(number), 0) for one, number in found]
+        seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
+        for order in sorted(orders(holds, seconds)):
+            if over <= 0:
+                break
+            one, number = found[order % len(found)]
+            freed = one.revocable.pop(number).revoke()
+            if freed:
+                one.revoked.add(number)
+            over -= freed
+        return over
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:

@@ -117,6 +117,9 @@ class Lanes(Protocol):
     def abandon(self, arrival: Any) -> None:
         """A copy in is not wanted any more; called by any thread."""
 
+    def take_back(self, arrival: Any) -> None:
+        """The same, by the thread that computes: whoever lets go of it afterwards has its memory back at once."""
+
     def begin_step(self) -> None:
         """Forget what was written down about copies of earlier steps."""
 
@@ -164,6 +167,10 @@ class SpilledStorage:
         """What came before anybody asked for it is not wanted any more."""
         self._store.drop_arrival(self._transfer)
 
+    def forget_arrival(self) -> None:
+        """The same, for its memory, which is free afterwards. The bytes wait where they did and can come again."""
+        self._store.forget_arrival(self._transfer)
+
 
 @final
 class Store:
@@ -184,8 +191,10 @@ class Store:
         """That were sent so far."""
         self.bytes_in: Bytes = 0
         """That came back so far, whoever asked."""
-        self.stall_seconds: Seconds = 0.0
-        """For which ops waited so far."""
+        self.room_seconds: Seconds = 0.0
+        """For which ops waited so far until something was out. On CUDA it is the device that waits, untimed."""
+        self.data_seconds: Seconds = 0.0
+        """And until something was in."""
         self._before = (0, 0)
         self._lanes = lanes
         self._lock = threading.RLock()
@@ -218,13 +227,13 @@ class Store:
         """Wait until no more than so many bytes are leaving."""
         while self._leaving and self.leaving_bytes > but_for:
             transfer = self._leaving.popleft()
-            with self._waiting():
+            with self._waiting_for_room():
                 self._lanes.finish_out(transfer)
 
     def send(self, storage: Storage) -> SpilledStorage:
         """Begin to send a storage away, which nobody may write to until it is out."""
         transfer = Transfer(storage)
-        with self._waiting():  # what no worker takes is written here
+        with self._waiting_for_room():  # what no worker takes is written here
             try:
                 self._start_out(transfer)
             except SpillFullError:
@@ -244,8 +253,11 @@ class Store:
         if source is not None:
             return source
         arrival, transfer.arrival = transfer.arrival, None
-        with self._waiting():
+        began = time.perf_counter()
+        try:
             storage = self._lanes.finish_in(transfer, arrival)
+        finally:
+            self.data_seconds += time.perf_counter() - began
         self.bytes_in += transfer.nbytes
         self._reap()
         return storage
@@ -263,6 +275,13 @@ class Store:
         arrival, transfer.arrival = transfer.arrival, None
         if arrival is not None:
             self._lanes.abandon(arrival)
+
+    def forget_arrival(self, transfer: Transfer) -> None:
+        """Its memory is wanted more than what was read ahead, which can be read again."""
+        arrival, transfer.arrival = transfer.arrival, None
+        if arrival is not None:
+            with self._waiting_for_room():
+                self._lanes.take_back(arrival)
 
     def forget(self, transfer: Transfer) -> None:
         """Nobody wants the bytes any more (rule 3)."""
@@ -295,12 +314,12 @@ class Store:
             self._lanes.close()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting_for_room(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.stall_seconds += time.perf_counter() - began
+            self.room_seconds += time.perf_counter() - began
 
     def _start_out(self, transfer: Transfer) -> None:
         with self._lock:
@@ -401,10 +420,10 @@ class DiskLanes:
             writing.result()
             self._written(transfer, writing)  # the worker may not come to it for as long as this thread runs
 
-    def start_in(self, transfer: Transfer) -> tuple[Storage, Future[bool]]:
+    def start_in(self, transfer: Transfer) -> tuple[list[Storage], Future[bool]]:
         """By a worker."""
-        target = fresh_storage(transfer.nbytes)
-        reading = self.tier.start_read(transfer.slot, target.data_ptr())
+        target = [fresh_storage(transfer.nbytes)]
+        reading = self.tier.start_read(transfer.slot, target[0].data_ptr())
         reading.add_done_callback(partial(_kept_until_now, target))  # rule 2
         transfer.under_way = reading
         return target, reading
@@ -415,10 +434,10 @@ class DiskLanes:
             target = fresh_storage(transfer.nbytes)
             self.tier.read(transfer.slot, target.data_ptr())
             return target
-        target, reading = arrival
+        kept, reading = arrival
         self.tier.log.wait([reading])
         reading.result()
-        return cast(Storage, target)
+        return cast(Storage, kept.pop())  # its future lives as long as the transfer, and is to hold it no longer
 
     def reap(self, transfer: Transfer) -> None:
         """The worker does that, when it is done."""
@@ -436,6 +455,13 @@ class DiskLanes:
 
     def abandon(self, arrival: Any) -> None:
         """The worker keeps what it fills as long as it fills it (rule 2)."""
+
+    def take_back(self, arrival: Any) -> None:
+        """Unless no worker has begun, the host waits for the one that has."""
+        target, reading = arrival
+        if not reading.cancel():
+            self.tier.log.wait([reading])
+        target.clear()
 
     def begin_step(self) -> None:
         """The log of copies begins anew."""
@@ -460,7 +486,7 @@ def _copies(transfer: Transfer) -> list[Future[Any]]:
     return [copy for copy in (slot.writing, transfer.under_way) if copy is not None]
 
 
-def _kept_until_now(target: Storage, reading: Future[bool]) -> None:
+def _kept_until_now(target: list[Storage], reading: Future[bool]) -> None:
     """What this is called with is alive until it is called."""
 
 
@@ -561,6 +587,11 @@ class HostLanes:
     def abandon(self, arrival: _Arrival) -> None:
         """Kept until the copy is done (rule 4)."""
         self._unwanted.append(arrival)
+
+    def take_back(self, arrival: _Arrival) -> None:
+        """The device waits, not the host: who gets the memory next writes behind the copy (rule 4)."""
+        if not arrival.done.query():
+            self.streams.compute_waits(arrival.done)
 
     def sender_let_go(self) -> None:
         """The allocator knows what is free."""

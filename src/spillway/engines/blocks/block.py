@@ -98,6 +98,8 @@ class CallReport:
     """Storages that autograd saved inside and the block handed on."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    moved_bytes: Bytes = 0
+    """Storages that were sent away, each once."""
     packed_bytes: Bytes = 0
     """What became of storages that were compressed; of one that several calls share, with the first of them."""
     recomputes: int = 0
@@ -106,3 +108,10 @@ class CallReport:
     recompute_seconds: Seconds = 0.0
     kept_because: str = ""
     """Why the block cannot run again, a clause; empty if it can."""
+
+    @property
+    def resident_bytes(self) -> Bytes:
+        """What it holds from its end until its backward, above what recomputing it would leave: below 0 where its input
+        is away. What cannot run again counts as nobody's, like the rest of the step."""
+        stays = not (self.action.recomputes or self.action.compresses or self.kept_because)
+        return self.kept_bytes + self.packed_bytes + stays * self.own_bytes - self.moved_bytes

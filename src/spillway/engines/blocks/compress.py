@@ -87,6 +87,11 @@ class CompressedStorage:
         if self._away is not None:
             self._away.drop_arrival()
 
+    def forget_arrival(self) -> None:
+        """The same, for its memory, which is free afterwards."""
+        if self._away is not None:
+            self._away.forget_arrival()
+
     def _compressed(self) -> Tensor:
         if self._away is None:
             return cast(Tensor, self._data)

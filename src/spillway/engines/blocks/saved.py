@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
-from spillway.internals.private import bytes_over, grad_mode
+from spillway.internals.private import bytes_over, grad_mode, owners
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
@@ -355,6 +355,20 @@ def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -
         if address(tensor) not in sources:
             sources[address(tensor)] = store.send(tensor.untyped_storage())
         frozen.send_away(SpilledTensor.of(sources[address(tensor)], tensor))
+
+
+def held_alone(every: Iterable[FrozenTensor]) -> list[FrozenTensor]:
+    """Those of frozen tensors whose bytes nobody else holds, so that they are free when these are sent away."""
+    groups: dict[int, list[FrozenTensor]] = {}
+    for frozen in every:
+        if frozen.alias is not None and _is_plain(frozen.alias):
+            groups.setdefault(address(frozen.alias), []).append(frozen)
+    found = []
+    for group in groups.values():
+        storage = cast(Tensor, group[0].alias).untyped_storage()
+        if owners(storage) == 1 + len(group):
+            found += group
+    return found
 
 
 def come_back(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> None:
