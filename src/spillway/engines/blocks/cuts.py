@@ -34,7 +34,7 @@ from spillway.engines.blocks.groups import group_name, runs_children
 from spillway.units import Bytes
 
 SMALLEST: Final = 0.01
-NEAR: Final = 1.05
+NEAR: Final = 1.1
 WORTH: Final = 0.125
 _LARGEST: Final = 0.5
 """Of what the step saves, what one unit may hold at most: more would hardly lower its peak."""
