@@ -99,8 +99,8 @@ class Cuts:
 
     Args:
         model: Is no unit itself.
-        forward: The outermost calls of its modules, the model's own among them.
-        outside: Those that it saved outside of any module.
+        forward: The outermost calls of its modules: its own, or where its forward was called those of its parts.
+        outside: What autograd saved outside of all of these.
         nbytes: Of every storage that is named.
     """
 
@@ -108,16 +108,19 @@ class Cuts:
         self, model: nn.Module, forward: Sequence[Called], *, outside: Storages, nbytes: Mapping[int, Bytes]
     ) -> None:
         self._model = model
-        self._forward = forward
         self._nbytes = nbytes
-        self._outside = outside
+        everything = outside.union(*(call.saved for call in forward))
+        self._outside, self._forward = outside, forward
+        if all(call.module is not model for call in forward):
+            own, self._outside = outside, set()
+            self._forward = [Called(model, inside=list(forward), own=own, saved=everything)]
         self._calls: dict[nn.Module, list[Called]] = {}
-        for call in _all(forward):
+        for call in _all(self._forward):
             self._calls.setdefault(call.module, []).append(call)
+        self.everything = self._bytes(everything)
+        """Bytes that autograd saved."""
         self._sizes: dict[nn.Module, Bytes] = {}
         self._grouped: dict[nn.Module, _Chain | None] = {}
-        self.everything = self._bytes(outside.union(*(call.saved for call in forward)))
-        """Bytes that autograd saved."""
 
     # ---------------------------------------------------------------------------------------------------- judging
 
@@ -175,8 +178,7 @@ class Cuts:
         chain = self._chain(module)
         if chain is not None:
             return self._cut(chain, cap, seen)
-        called = [part for call in self._calls.get(module, []) for part in call.inside]
-        inside = dict.fromkeys(call.module for call in (called if module in self._calls else self._forward))
+        inside = dict.fromkeys(part.module for call in self._calls[module] for part in call.inside)
         found: list[Unit] = []
         for part in inside:
             if self._may_be_unit(part) and self._size(part) <= cap:
@@ -225,9 +227,8 @@ class Cuts:
 
     def _chain(self, module: nn.Module) -> _Chain | None:
         if module not in self._grouped:
-            calls = self._calls.get(module, [])
-            children = list(module._modules.values())
-            plain = runs_children(module, behind_hook=module is self._model) and bool(calls)
+            calls, children = self._calls[module], list(module._modules.values())
+            plain = runs_children(module, behind_hook=module is self._model)
             each = plain and all([one.module for one in call.inside] == children for call in calls)
             most = _LARGEST * self.everything
             self._grouped[module] = _Chain(module, calls, self._nbytes, most) if each else None
