@@ -260,7 +260,8 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
         there = dict(self._model.named_modules())
-        taken = [name for name in names if name in there and isinstance(vars(there[name]).get("forward"), HOOKS)]
+        places = {name: there.get(name, there.get(name.rpartition(".")[0])) for name in names}  # of a group: what holds it
+        taken = [name for name, place in places.items() if isinstance(vars(place or self).get("forward"), HOOKS)]
         if taken:
             raise ModelError(
                 f"The block {taken[0]} is managed by another session, as a part of another model; close that first."
@@ -315,7 +316,7 @@ class BlockSession(Session):
             raise
         running.watch()
         engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
-        return forward(*args, **kwargs)
+        return engine.goes_on(forward)(*args, **kwargs)
 
     def _found(
         self, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
