@@ -50,6 +50,9 @@ class BlockCall:
     """Bytes that recomputing it frees."""
     seconds: Seconds
     """Of its forward; ops without seconds count as 0."""
+    kept: Mapping[ValueId, Kept]
+    """What it leaves to the backward and nothing else of the forward reads: `gaps` are of these, as far as there is a
+    way back."""
 
     @property
     def returns(self) -> int:
@@ -88,7 +91,8 @@ def block_calls(step: Step, lives: Sequence[Life] | None = None) -> tuple[BlockC
             seconds = sum(step.ops[op].seconds or 0.0 for op in ops)
             found.append(
                 BlockCall(
-                    name=key[0], call=key[1], ops=tuple(ops), gaps=tuple(gaps), nbytes=nbytes, seconds=seconds
+                    name=key[0], call=key[1], ops=tuple(ops), gaps=tuple(gaps), nbytes=nbytes, seconds=seconds,
+                    kept=dropped[key],
                 )
             )  # fmt: skip
     return tuple(sorted(found, key=lambda one: one.ops))
