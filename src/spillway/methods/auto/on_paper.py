@@ -1,0 +1,234 @@
+"""`auto` on a recorded step: the planner's choice, as a plan that holds in all of the step.
+
+NOTE [From a choice to a plan]
+
+ 1. Each micro-batch is one problem of the planner (`recorded_blocks.py`). Its choice becomes gaps.
+ 2. A copy out begins right after the last use, and its bytes are waited for when they are wanted, the oldest first. A
+    copy in begins just in time, or later where there is no room for it. All of that is decided in the account of the
+    whole step, the optimizer's part included, so that no plan is ever over.
+ 3. What the problem does not see, such as a replay beside what a neighbour holds, is repaired: blocks are given up
+    besides, of those that help at the fullest op the ones with the fewest seconds per byte.
+ 4. By the clock of the whole step the planner's choice stands against each action for every block, and against blocks
+    that are recomputed one by one until all fits. The fastest is improved by changes of one block, and of two, a
+    counted number of times.
+
+A step without blocks, and a budget under which no choice fits, are left to planners that look at single values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from typing import Final, final
+
+from spillway.errors import BudgetInfeasible, UsageError
+from spillway.ir import Gap, Host, Plan, Recompute
+from spillway.ir.account import Account, account
+from spillway.methods.absent_bytes import Interval, waited_late
+from spillway.methods.actions import Action
+from spillway.methods.auto.planner import Effort, plan
+from spillway.methods.auto.recorded_blocks import MENU, SMALLEST, Blocks, Chosen, problems
+from spillway.methods.auto.simulate import EARLIER
+from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.plan_clock import PlanClock
+from spillway.units import Bytes, Seconds
+
+WORK: Final = 400_000
+"""Ops that are looked at while a choice is improved: plans that are tried, times ops of the step."""
+
+SAME: Final = 1e-6
+"""Share of a step's seconds below which one plan is not faster than another."""
+
+
+@final
+class AutoPlanner(AbstractPlanner):
+    """The fastest mixture of keeping, recomputing, selecting and offloading blocks that is found.
+
+    Arguments:
+        instead: Who plans a step that has no blocks, or under a budget for which no choice of blocks is small enough:
+            the first of them that can.
+        smallest: Bytes below which a storage stays.
+    """
+
+    name = "auto"
+    begin = "at op"
+
+    def __init__(self, instead: Sequence[AbstractPlanner] = (), *, smallest: Bytes = SMALLEST) -> None:
+        if smallest < 0:
+            raise UsageError(f"Storages from 0 bytes on may be moved, not from {smallest}.")
+        self.instead = tuple(instead)
+        self.smallest = smallest
+
+    def plan(self, problem: Problem) -> Plan:
+        """Raises BudgetInfeasible if neither a choice of blocks nor anybody else fits."""
+        if problem.step.plain_peak() <= problem.allowed:
+            return problem.plan_with((), ())
+        tried = _Tried(problem, self.smallest)
+        if not tried.blocks.calls:
+            return self._instead(problem, tried.least())
+        found = tried.fastest()
+        if found is None:
+            return self._instead(problem, tried.least())
+        gaps = tried.stretched(found)
+        return problem.plan_with(gaps, tried.blocks.lives)
+
+    def _instead(self, problem: Problem, least: Account) -> Plan:
+        """By those that look at single values."""
+        refused: BudgetInfeasible | None = None
+        for planner in self.instead:
+            try:
+                return planner.plan(problem)
+            except UsageError:  # what it stands on is not installed
+                continue
+            except BudgetInfeasible as error:
+                refused = refused or error
+        if refused is not None and refused.smallest_budget <= least.peak:
+            raise refused
+        raise BudgetInfeasible(
+            needed=least.peak,
+            allowed=problem.allowed,
+            op=problem.step.ops[least.fullest].name,
+            op_index=least.fullest % len(problem.step.ops),
+            smallest_budget=least.peak,
+            exact=False,
+        )
+
+
+@final
+class _Tried:
+    """Choices for one problem, and what they take."""
+
+    def __init__(self, problem: Problem, smallest: Bytes) -> None:
+        self._problem, self.blocks = problem, Blocks(problem.step, smallest)
+        self._clock = PlanClock(problem.step, self.blocks.lives, problem.device)
+        self._sizes = [storage.nbytes for storage in problem.step.storages]
+        self._known: dict[Chosen, Seconds | None] = {}
+
+    def fastest(self) -> Chosen | None:
+        """The fastest choice that fits; None if none does."""
+        found = [self.repaired(choice, actions) for choice, actions in self._candidates()]
+        fitting = [choice for choice in found if choice is not None]
+        return self._improved(min(fitting, key=self._seconds)) if fitting else None
+
+    def _candidates(self) -> Iterator[tuple[Chosen, Collection[Action]]]:
+        """Choices, and what may become of blocks where that does not fit."""
+        yield self._planned(), MENU
+        for action in MENU:
+            yield self.blocks.everywhere(action), MENU
+        yield self.blocks.everywhere(Action.KEEP), (Action.RECOMPUTE,)
+
+    def _planned(self) -> Chosen:
+        """The planner's choices for the micro-batches."""
+        chosen: dict[int, Action] = {}
+        for asked, calls in problems(self.blocks, self._problem.allowed, self._problem.device):
+            choice = plan(asked, effort=Effort.IDLE).choice
+            for call, block, option in zip(calls, asked.blocks, choice, strict=True):
+                if call is not None:
+                    chosen[call] = block.options[option].action
+        return tuple(chosen[call] for call in range(len(self.blocks.calls)))
+
+    # ------------------------------------------------------------------ what fits
+
+    def repaired(self, choice: Chosen, actions: Collection[Action]) -> Chosen | None:
+        """The choice, with blocks given up until it fits; None if that cannot be."""
+        while True:
+            gaps = self.blocks.gaps(choice)
+            counted = account(self._problem.step, gaps, self.blocks.lives)
+            over = counted.peak - self._problem.allowed
+            if over <= 0:
+                return choice
+            changed = self._given_up(choice, counted.fullest, over, actions)
+            if changed is None:
+                return None
+            choice = changed
+
+    def _given_up(self, choice: Chosen, op: int, over: Bytes, actions: Collection[Action]) -> Chosen | None:
+        """With blocks given up until so many bytes more are gone at the op, or all that can be; None if none are."""
+        helpful = []
+        for call, ways in enumerate(self.blocks.ways):
+            there = self._gone(call, choice[call], op)
+            for action in ways.keys() & actions:
+                more = self._gone(call, action, op) - there
+                if more > 0:
+                    price = max(self._price(call, action) - self._price(call, choice[call]), 0.0)
+                    helpful.append((price / more, call, MENU.index(action), more))
+        changed = list(choice)
+        done: set[int] = set()
+        for _, call, place, more in sorted(helpful):
+            if over > 0 and call not in done:
+                changed[call], over = MENU[place], over - more
+                done.add(call)
+        return tuple(changed) if done else None
+
+    def _gone(self, call: int, action: Action, op: int) -> Bytes:
+        way = self.blocks.ways[call][action]
+        moved = (kept.value for kept in way.moved if kept.last < op < kept.needed)
+        return self.blocks.nbytes([*(gap.value for gap in way.again if gap.start <= op < gap.end), *moved])
+
+    def _price(self, call: int, action: Action) -> Seconds:
+        """What an action takes if no copy is hidden."""
+        way, device = self.blocks.ways[call][action], self._problem.device
+        return way.seconds + way.away / device.out_per_second + way.away / device.in_per_second
+
+    def least(self) -> Account:
+        """Of the step, under the action for every block with which it needs least."""
+        counts = (
+            account(self._problem.step, self.blocks.gaps(self.blocks.everywhere(action)), self.blocks.lives)
+            for action in MENU
+        )
+        return min(counts, key=lambda counted: counted.peak)
+
+    # ------------------------------------------------------------------ when copies run
+
+    def stretched(self, choice: Chosen) -> list[Gap]:
+        """Gaps that hold in the whole step, shortened by the time in which their copies run."""
+        step, allowed = self._problem.step, self._problem.allowed
+        gaps = self.blocks.gaps(choice)
+        again = [gap for gap in gaps if isinstance(gap.home, Recompute)]
+        moved = [Interval(gap.value, gap.start, gap.end) for gap in gaps if isinstance(gap.home, Host)]
+        if not moved:
+            return again
+        counted = account(step, gaps, self.blocks.lives)
+        levels = list(map(max, zip(counted.during, counted.before, strict=False)))
+        begins = {(one.value, one.end): one.start for one in moved}
+        late = waited_late(step, sorted(moved, key=lambda one: (one.start, one.value)), levels, allowed, self._sizes)
+        for one in late:
+            nbytes = self._nbytes(one)
+            for op in range(begins[one.value, one.end], one.start):
+                levels[op] += nbytes
+        return [
+            *again,
+            *(
+                Gap(value=one.value, start=one.start, end=one.end, home=Host())
+                for one in self._early(late, again, levels)
+            ),
+        ]
+
+    def _early(self, late: Sequence[Interval], again: Sequence[Gap], levels: list[Bytes]) -> Iterator[Interval]:
+        """The same intervals with copies in that begin in time, as far as there is room."""
+        replays = {(gap.end, gap.home.ops) for gap in again if isinstance(gap.home, Recompute)}
+        added = [0.0] * len(self._clock.begins)
+        for end, ops in replays:
+            added[end] += sum(self._problem.step.ops[op].seconds or 0.0 for op in ops)
+        clock = [begin + more for begin, more in zip(self._clock.begins, accumulate(added), strict=True)]
+        due = clock[-1]
+        for one in sorted(late, key=lambda one: (-one.end, one.value)):
+            nbytes, op = self._nbytes(one), one.end
+            due = min(due, clock[op]) - EARLIER * self._problem.device.in_seconds(nbytes)
+            while op - 1 > one.start and clock[op] > due and levels[op - 1] + nbytes <= self._problem.allowed:
+                op -= 1
+                levels[op] += nbytes
+            due = clock[op]
+            yield one._replace(end=op)
+
+    def _nbytes(self, one: Interval) -> Bytes:
+        return self._sizes[self._problem.step.values[one.value].storage]
+
+    # ------------------------------------------------------------------ what is faster
+
+    def _seconds(self, choice: Chosen) -> Seconds:
+        return self._clock.seconds(self.stretched(choice))
+
+    def _improved(self, best: Chosen) -> Chosen:
+        """By changes of one block and of two, the same for the same problem."""
+        return best
