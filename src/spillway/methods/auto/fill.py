@@ -38,28 +38,28 @@ class Filler:
                 is free, which spreads over the step what is moved.
         """
         clock, lane = self.clock, self.lane
-        steps: dict[tuple[int, int, bool], Step | None] = {}
+        steps: dict[tuple[int, int, float], Step | None] = {}
         outs: dict[int, float] = {}  # by kind: seconds on the lane of what would be moved
         gradients = clock.gradients
         choice = [0] * len(self.kinds)
-        heap: list[tuple[float, int, bool, Step]] = []
+        heap: list[tuple[float, int, float, Step]] = []
         room, now, out_free, behind = clock.available, 0.0, 0.0, pace * self.mean
         for number, kind in enumerate(self.kinds):
             resident, _, forward_peak, backward_peak, *_ = clock.rows[number][0]
             need = max(forward_peak, gradients[number] + backward_peak)
             while room < need and heap:
-                _, at, moving, (_, option, freed, moved) = heappop(heap)
+                _, at, most, (_, option, freed, moved) = heappop(heap)
                 if moved > lane:
-                    moving = False
+                    most = lane
                     option = choice[at]
                 else:
                     lane -= moved
                     room += freed
                     choice[at] = option
-                key = self.kinds[at], option, moving
+                key = self.kinds[at], option, most
                 step = steps[key] if key in steps else self._step(steps, at, key, price)
                 if step is not None:
-                    heappush(heap, (step[0], at, moving, step))
+                    heappush(heap, (step[0], at, most, step))
             if room < need:
                 choice[number] = own = self._smaller(number, room)
                 if own < 0:
@@ -70,18 +70,19 @@ class Filler:
             now += self.forward[number]
             if kind not in outs:
                 outs[kind] = self._moves(number, price)
-            moving = outs[kind] > 0 and out_free - now <= behind
-            if moving:
+            most = 0.0
+            if outs[kind] > 0 and out_free - now <= behind:
+                most = self.lane
                 out_free = max(out_free, now) + outs[kind]
-            key = kind, 0, moving
+            key = kind, 0, most
             step = steps[key] if key in steps else self._step(steps, number, key, price)
             if step is not None:
-                heappush(heap, (step[0], number, moving, step))
+                heappush(heap, (step[0], number, most, step))
         self._trim(choice)
         return choice
 
     def _step(
-        self, steps: dict[tuple[int, int, bool], Step | None], number: int, key: tuple[int, int, bool], price: float
+        self, steps: dict[tuple[int, int, float], Step | None], number: int, key: tuple[int, int, float], price: float
     ) -> Step | None:
         """The next vertex of the lower convex hull: the flattest way to less that is held."""
         rows = self.clock.rows[number]
@@ -90,7 +91,7 @@ class Filler:
         best: Step | None = None
         for other, row in enumerate(rows):
             freed = resident - row[0]
-            if freed > 0 and (key[2] or row[1] <= moved):
+            if freed > 0 and (row[1] <= moved or row[1] - moved <= key[2]):
                 slope = (row[4] + row[5] + price * row[6] - seconds) / freed
                 if best is None or slope < best[0] or (slope == best[0] and freed > best[2]):
                     best = slope, other, freed, row[1] - moved
@@ -99,9 +100,9 @@ class Filler:
 
     def _moves(self, number: int, price: float) -> float:
         """Seconds on the lane out of the first vertex of a block's hull that moves anything; 0 without one."""
-        steps: dict[tuple[int, int, bool], Step | None] = {}
+        steps: dict[tuple[int, int, float], Step | None] = {}
         option = 0
-        while step := self._step(steps, number, (0, option, True), price):
+        while step := self._step(steps, number, (0, option, self.lane), price):
             option = step[1]
             if self.clock.rows[number][option][1]:
                 return self.clock.rows[number][option][6]
