@@ -18,14 +18,11 @@ from spillway.units import Bytes, Seconds
 FILLED: Final = ((0.0, 4.0), (0.15, 4.0), (0.08, 0.5), (0.15, 1.0), (0.0, 0.5), (0.15, inf))
 """Prices and paces with which choices are filled. What they are good for was found on `benchmarks/auto_planner.py`."""
 
-MOVES: Final = 600
-"""Moves that are simulated at first, over the number of blocks: about as long as filling takes."""
-
 
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (0, 1)
+    FIRST = (20, 1)
     """Within the step that wants the plan."""
     POLISH = (150, 2)
     """Between steps, when the size is met again."""
@@ -34,7 +31,7 @@ class Effort(Enum):
 
     def __init__(self, moves: int, starts: int) -> None:
         self.moves = moves
-        """That are simulated from each start; by the number of blocks where it is 0."""
+        """That are simulated from each start."""
         self.starts = starts
         """Choices from which moves are tried: the best ones filled."""
 
@@ -67,8 +64,7 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
     enough = clock.plain * (1 + 1e-4)
     for number, (taken, begin) in enumerate(found):
         if seconds > enough:
-            moves = effort.moves or MOVES // max(len(clock.rows), 1)
-            better, reached = improve(clock, begin, taken, moves, seed=number + 1)
+            better, reached = improve(clock, begin, taken, effort.moves, seed=number + 1)
             if reached < seconds:
                 seconds, choice = reached, better
     return Planned(choice=tuple(choice), outcome=clock.outcome(choice))
@@ -80,7 +76,10 @@ def _candidates(clock: Clock, start: Sequence[int] | None, count: int) -> list[t
     enough = clock.plain * (1 + 1e-4)
     for choice in _proposed(clock, start):
         below = found[-1][0] if len(found) == count else inf
-        seconds = clock.seconds(clock.picked(choice), below)
+        rows = clock.picked(choice)
+        if sum([row[4] + row[5] for row in rows]) >= below:
+            continue
+        seconds = clock.seconds(rows, below)
         if seconds < below and all(choice != other for _, other in found):
             found = sorted([*found, (seconds, choice)])[:count]
             if found[0][0] <= enough:
