@@ -15,25 +15,31 @@ from spillway.methods.auto.search import improve
 from spillway.methods.auto.simulate import Choice, Clock, Outcome
 from spillway.units import Bytes, Seconds
 
-FILLED: Final = ((0.0, 4.0), (0.15, 4.0), (0.08, 0.5), (0.15, 1.0), (0.0, 0.5), (0.15, inf))
-"""Prices and paces with which choices are filled. What they are good for was found on `benchmarks/auto_planner.py`."""
+FILLED: Final = (
+    (0.0, 0.5), (0.04, 4.0), (0.15, inf), (0.08, 0.5),
+    (0.0, 2.0), (0.15, 4.0), (0.15, 1.0), (0.4, 1.0),
+    (0.0, inf), (0.02, 0.0), (0.04, 0.5), (0.08, 2.0), (0.15, 0.0), (0.4, 4.0), (0.8, 1.0), (0.8, inf),
+)  # fmt: skip
+"""Prices and paces with which choices are filled, the most useful first, as `benchmarks/auto_planner.py` has them."""
 
 
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (20, 1)
+    FIRST = (4, 1, 20)
     """Within the step that wants the plan."""
-    POLISH = (150, 2)
+    POLISH = (8, 2, 150)
     """Between steps, when the size is met again."""
-    IDLE = (2000, 4)
+    IDLE = (16, 4, 2000)
     """When there is nothing else to do."""
 
-    def __init__(self, moves: int, starts: int) -> None:
+    def __init__(self, fills: int, starts: int, moves: int) -> None:
+        self.fills = fills
+        """Choices that are filled."""
+        self.starts = starts
+        """Of all candidates, the best ones, from which moves are tried."""
         self.moves = moves
         """That are simulated from each start."""
-        self.starts = starts
-        """Choices from which moves are tried: the best ones filled."""
 
 
 @final
@@ -56,7 +62,7 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
         start: A choice to begin from, such as an earlier plan's.
     """
     clock = Clock(problem)
-    found = _candidates(clock, start, effort.starts)
+    found = _candidates(clock, start, effort)
     if not found:
         least = least_held(clock, floor(problem)) or [0] * len(clock.rows)
         return Planned(choice=tuple(least), outcome=clock.outcome(least))
@@ -70,29 +76,29 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
     return Planned(choice=tuple(choice), outcome=clock.outcome(choice))
 
 
-def _candidates(clock: Clock, start: Sequence[int] | None, count: int) -> list[tuple[Seconds, list[int]]]:
+def _candidates(clock: Clock, start: Sequence[int] | None, effort: Effort) -> list[tuple[Seconds, list[int]]]:
     """The fastest choices that fit, so many at most, the fastest first."""
     found: list[tuple[Seconds, list[int]]] = []
     enough = clock.plain * (1 + 1e-4)
-    for choice in _proposed(clock, start):
-        below = found[-1][0] if len(found) == count else inf
+    for choice in _proposed(clock, start, effort.fills):
+        below = found[-1][0] if len(found) == effort.starts else inf
         rows = clock.picked(choice)
         if sum([row[4] + row[5] for row in rows]) >= below:
             continue
         seconds = clock.seconds(rows, below)
         if seconds < below and all(choice != other for _, other in found):
-            found = sorted([*found, (seconds, choice)])[:count]
+            found = sorted([*found, (seconds, choice)])[: effort.starts]
             if found[0][0] <= enough:
                 break
     return found
 
 
-def _proposed(clock: Clock, start: Sequence[int] | None) -> Iterator[list[int]]:
+def _proposed(clock: Clock, start: Sequence[int] | None, fills: int) -> Iterator[list[int]]:
     yield [0] * len(clock.rows)
     if start is not None:
         yield list(start)
     filler = Filler(clock)
-    for price, pace in FILLED:
+    for price, pace in FILLED[:fills]:
         filled = filler.fill(price, pace)
         if filled is not None:
             yield filled
