@@ -1,4 +1,4 @@
-"""Abstract problems for `auto`: four models on four devices, as formulas; nothing here was measured on these devices."""
+"""Problems for `auto`: four models on four devices, as formulas; nothing here was measured on these devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first plan: block by block through the backward's peaks, the cheapest second per byte gives way."""
+"""A first choice: block by block through the step's peaks, the cheapest second per byte gives way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from typing import TypeAlias, final
 
 from spillway.methods.auto.simulate import Clock
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 
 Step: TypeAlias = tuple[float, int, Bytes, Bytes]
 """To an option that holds less: seconds a byte that it frees, the option, bytes freed, bytes moved in addition."""
@@ -15,93 +15,133 @@ Step: TypeAlias = tuple[float, int, Bytes, Bytes]
 
 @final
 class Filler:
-    """Plans of one problem, each under a price of what is moved and a cap on it."""
+    """Choices for one problem, each under a price of what is moved and a pace of moving."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.forward = sum(block.forward for block in clock.problem.blocks)
-        self._steps: dict[tuple[int, int, float, bool], Step | None] = {}
+        blocks = clock.problem.blocks
+        self.kinds = [block.kind for block in blocks]
+        self.forward = [rows[0][4] for rows in clock.rows]
+        self.mean = sum(self.forward) / max(len(blocks), 1)
+        self.lane = sum(self.forward) * clock.problem.out_rate
+        """What the lane out carries while the blocks run forward: moving more than that would be waited for."""
 
-    def fill(self, price: float, cap: float) -> list[int] | None:
+    def fill(self, price: float, pace: float) -> list[int] | None:
         """The option of each block; None if they do not fit so.
 
-        In a laminar fill: going through the blocks in order, where the peak of a block's forward or backward does not
-        fit, blocks before it step down the lower convex hull of resident bytes and seconds, cheapest step first.
+        A laminar fill: going through the blocks in order, where the peak of a block's forward or backward does not fit,
+        blocks before it step down the lower convex hull of bytes that are held and seconds, cheapest step first.
 
         Args:
             price: Seconds for a second of the lane out, beside what an option takes.
-            cap: How much is moved at most, in bytes that the lane carries out in the blocks' forward.
+            pace: Blocks are moved where the lane is at most so far behind, in mean forwards of a block: at 0 where it
+                is free, which spreads over the step what is moved.
         """
-        clock = self.clock
-        rows, gradients = clock.rows, clock.gradients
-        lane = cap * self.forward * clock.problem.out_rate
-        choice = [0] * len(rows)
-        lanes_open = lane > 0
-        heap: list[tuple[float, int, bool, Step]] = []
-        room = clock.available
-        for number, options in enumerate(rows):
-            _, _, forward_peak, backward_peak, *_ = options[0]
-            while room < forward_peak or room < gradients[number] + backward_peak:
-                if not heap:
+        clock, lane = self.clock, self.lane
+        steps: dict[tuple[int, int, float], Step | None] = {}
+        outs: dict[int, float] = {}  # by kind: seconds on the lane of what would be moved
+        gradients = clock.gradients
+        choice = [0] * len(self.kinds)
+        heap: list[tuple[float, int, float, Step]] = []
+        room, now, out_free, behind = clock.available, 0.0, 0.0, pace * self.mean
+        for number, kind in enumerate(self.kinds):
+            resident, _, forward_peak, backward_peak, *_ = clock.rows[number][0]
+            need = max(forward_peak, gradients[number] + backward_peak)
+            while room < need and heap:
+                _, at, most, (_, option, freed, moved) = heappop(heap)
+                if moved > lane:
+                    most = lane
+                    option = choice[at]
+                else:
+                    lane -= moved
+                    room += freed
+                    choice[at] = option
+                key = self.kinds[at], option, most
+                step = steps[key] if key in steps else self._step(steps, at, key, price)
+                if step is not None:
+                    heappush(heap, (step[0], at, most, step))
+            if room < need:
+                choice[number] = own = self._smaller(number, room)
+                if own < 0:
                     return None
-                _, at, moving, step = heappop(heap)
-                _, option, freed, moved = step
-                if moved > 0 and moved > lane:
-                    self._push(heap, at, choice[at], price, moving=False)
-                    continue
-                lane -= moved
-                room += freed
-                choice[at] = option
-                self._push(heap, at, option, price, moving=moving)
-            room -= options[0][0]
-            self._push(heap, number, 0, price, moving=lanes_open)
+                room -= clock.rows[number][own][0]
+                continue
+            room -= resident
+            now += self.forward[number]
+            if kind not in outs:
+                outs[kind] = self._moves(number, price)
+            most = 0.0
+            if outs[kind] > 0 and out_free - now <= behind:
+                most = self.lane
+                out_free = max(out_free, now) + outs[kind]
+            key = kind, 0, most
+            step = steps[key] if key in steps else self._step(steps, number, key, price)
+            if step is not None:
+                heappush(heap, (step[0], number, most, step))
         self._trim(choice)
         return choice
 
-    def _push(
-        self, heap: list[tuple[float, int, bool, Step]], number: int, option: int, price: float, *, moving: bool
-    ) -> None:
-        kind = self.clock.problem.blocks[number].kind
-        key = kind, option, price, moving
-        step = self._steps[key] if key in self._steps else self._steps.setdefault(key, self._step(number, *key[1:]))
-        if step is not None:
-            heappush(heap, (step[0], number, moving, step))
-
-    def _step(self, number: int, option: int, price: float, moving: bool) -> Step | None:
+    def _step(
+        self, steps: dict[tuple[int, int, float], Step | None], number: int, key: tuple[int, int, float], price: float
+    ) -> Step | None:
         """The next vertex of the lower convex hull: the flattest way to less that is held."""
         rows = self.clock.rows[number]
-        resident, moved, _, _, forward, backward, out, _ = rows[option]
+        resident, moved, _, _, forward, backward, out, _ = rows[key[1]]
+        seconds = forward + backward + price * out
         best: Step | None = None
         for other, row in enumerate(rows):
             freed = resident - row[0]
-            if freed <= 0 or (row[1] > moved and not moving):
-                continue
-            slope = (row[4] + row[5] - forward - backward + price * (row[6] - out)) / freed
-            if best is None or (slope, -freed) < (best[0], -best[2]):
-                best = slope, other, freed, row[1] - moved
+            if freed > 0 and (row[1] <= moved or row[1] - moved <= key[2]):
+                slope = (row[4] + row[5] + price * row[6] - seconds) / freed
+                if best is None or slope < best[0] or (slope == best[0] and freed > best[2]):
+                    best = slope, other, freed, row[1] - moved
+        steps[key] = best
         return best
+
+    def _moves(self, number: int, price: float) -> float:
+        """Seconds on the lane out of the first vertex of a block's hull that moves anything; 0 without one."""
+        steps: dict[tuple[int, int, float], Step | None] = {}
+        option = 0
+        while step := self._step(steps, number, (0, option, self.lane), price):
+            option = step[1]
+            if self.clock.rows[number][option][1]:
+                return self.clock.rows[number][option][6]
+        return 0.0
+
+    def _smaller(self, number: int, room: Bytes) -> int:
+        """The fastest option of a block that fits by itself; -1 if none does."""
+        gradients = self.clock.gradients[number]
+        fitting = [
+            (row[4] + row[5], row[0], option)
+            for option, row in enumerate(self.clock.rows[number])
+            if row[2] <= room and gradients + row[3] <= room
+        ]
+        return min(fitting)[2] if fitting else -1
 
     def _trim(self, choice: list[int]) -> None:
         """Give back what the last steps freed too much, from the last block on: to what takes fewest seconds."""
         clock = self.clock
-        rows = clock.picked(choice)
         held = 0
         slack: list[Bytes] = []
-        for row, gradients in zip(rows, clock.gradients, strict=True):
+        for rows, option, gradients in zip(clock.rows, choice, clock.gradients, strict=True):
+            row = rows[option]
             slack.append(clock.available - held - max(row[2], gradients + row[3]))
             held += row[0]
         least: float = inf
-        for number in range(len(rows) - 1, -1, -1):
-            row = rows[number]
-            if choice[number] and least > 0:
-                best: tuple[Seconds, int] = row[4] + row[5], choice[number]
-                for option, other in enumerate(clock.rows[number]):
+        for number in range(len(choice) - 1, -1, -1):
+            option = choice[number]
+            if option and least > 0:
+                rows = clock.rows[number]
+                resident, moved, forward_peak, backward_peak, forward, backward, *_ = rows[option]
+                seconds, room, own = forward + backward, resident + least, slack[number]
+                for other, row in enumerate(rows):
                     if (
-                        other[0] - row[0] <= least and other[1] <= row[1]
-                        and max(other[2] - row[2], other[3] - row[3]) <= slack[number]
+                        row[4] + row[5] < seconds and row[0] <= room and row[1] <= moved
+                        and row[2] - forward_peak <= own and row[3] - backward_peak <= own
                     ):  # fmt: skip
-                        best = min(best, (other[4] + other[5], option))
-                if best[1] != choice[number]:
-                    choice[number] = best[1]
-                    least -= clock.rows[number][best[1]][0] - row[0]
-            least = min(least, slack[number])
+                        seconds, option = row[4] + row[5], other
+                if option != choice[number]:
+                    choice[number] = option
+                    least -= rows[option][0] - resident
+            if slack[number] < least:
+                least = slack[number]

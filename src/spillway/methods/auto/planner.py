@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -11,22 +11,35 @@ from typing import Final, final
 from spillway.methods.actions import Action
 from spillway.methods.auto.fill import Filler
 from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.search import improve
 from spillway.methods.auto.simulate import Choice, Clock, Outcome
 from spillway.units import Bytes, Seconds
 
-COARSE: Final = ((0.0, 0.5), (0.15, 1.0), (0.3, 0.75), (0.6, 1.0), (1.0, 0.25), (0.0, 0.0))
-"""Prices and caps with which a plan is filled at first."""
+FILLED: Final = (
+    (0.0, 0.5), (0.04, 4.0), (0.15, inf), (0.08, 0.5),
+    (0.0, 2.0), (0.15, 4.0), (0.15, 1.0), (0.4, 1.0),
+    (0.0, inf), (0.02, 0.0), (0.04, 0.5), (0.08, 2.0), (0.15, 0.0), (0.4, 4.0), (0.8, 1.0), (0.8, inf),
+)  # fmt: skip
+"""Prices and paces with which choices are filled, the most useful first, as `benchmarks/auto_planner.py` has them."""
 
 
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = "first"
+    FIRST = (4, 1, 20)
     """Within the step that wants the plan."""
-    POLISH = "polish"
+    POLISH = (8, 2, 150)
     """Between steps, when the size is met again."""
-    IDLE = "idle"
+    IDLE = (16, 4, 2000)
     """When there is nothing else to do."""
+
+    def __init__(self, fills: int, starts: int, moves: int) -> None:
+        self.fills = fills
+        """Choices that are filled."""
+        self.starts = starts
+        """Of all candidates, the best ones, from which moves are tried."""
+        self.moves = moves
+        """That are simulated from each start."""
 
 
 @final
@@ -39,40 +52,68 @@ class Planned:
 
 
 def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequence[int] | None = None) -> Planned:
-    """The best choice that is found. Where nothing fits: what holds least, with `outcome.fits` False.
+    """The fastest choice that is found. Where nothing fits: what needs least, with `outcome.fits` False.
+
+    It is never slower than the same for every block, whichever option that is, nor than `start`.
 
     Args:
         problem: What is to be planned.
         effort: How much is tried.
-        start: A choice to begin from, such as an earlier plan's; what is found is never slower.
+        start: A choice to begin from, such as an earlier plan's.
     """
     clock = Clock(problem)
-    best, seconds = _best_candidate(clock, start)
-    if seconds == inf:
-        return Planned(choice=best, outcome=clock.outcome(best))
-    return Planned(choice=best, outcome=clock.outcome(best))
+    found = _candidates(clock, start, effort)
+    if not found:
+        least = least_held(clock, floor(problem)) or [0] * len(clock.rows)
+        return Planned(choice=tuple(least), outcome=clock.outcome(least))
+    seconds, choice = found[0]
+    enough = clock.plain * (1 + 1e-4)
+    for number, (taken, begin) in enumerate(found):
+        if seconds > enough:
+            better, reached = improve(clock, begin, taken, effort.moves, seed=number + 1)
+            if reached < seconds:
+                seconds, choice = reached, better
+    return Planned(choice=tuple(choice), outcome=clock.outcome(choice))
 
 
-def _best_candidate(clock: Clock, start: Sequence[int] | None) -> tuple[Choice, Seconds]:
-    count = len(clock.rows)
-    best: Choice = (0,) * count
-    seconds = clock.seconds(clock.picked(best))
-    if seconds < inf:
-        return best, seconds
+def _candidates(clock: Clock, start: Sequence[int] | None, effort: Effort) -> list[tuple[Seconds, list[int]]]:
+    """The fastest choices that fit, so many at most, the fastest first."""
+    found: list[tuple[Seconds, list[int]]] = []
+    enough = clock.plain * (1 + 1e-4)
+    for choice in _proposed(clock, start, effort.fills):
+        below = found[-1][0] if len(found) == effort.starts else inf
+        rows = clock.picked(choice)
+        if sum([row[4] + row[5] for row in rows]) >= below:
+            continue
+        seconds = clock.seconds(rows, below)
+        if seconds < below and all(choice != other for _, other in found):
+            found = sorted([*found, (seconds, choice)])[: effort.starts]
+            if found[0][0] <= enough:
+                break
+    return found
+
+
+def _proposed(clock: Clock, start: Sequence[int] | None, fills: int) -> Iterator[list[int]]:
+    yield [0] * len(clock.rows)
+    if start is not None:
+        yield list(start)
     filler = Filler(clock)
-    found = [filler.fill(price, cap) for price, cap in COARSE]
-    found += [_single(clock.problem, action) for action in Action]
-    found += [list(start) if start is not None else None, _least(clock, clock.available)]
-    for choice in found:
-        if choice is not None:
-            taken = clock.seconds(clock.picked(choice), seconds)
-            if taken < seconds:
-                best, seconds = tuple(choice), taken
-    if seconds == inf:
-        least = _least(clock, floor(clock.problem))
-        assert least is not None
-        best = tuple(least)
-    return best, seconds
+    for price, pace in FILLED[:fills]:
+        filled = filler.fill(price, pace)
+        if filled is not None:
+            yield filled
+    menus = {block.kind: block.options for block in clock.problem.blocks}
+    offered = {option.action for options in menus.values() for option in options}
+    for action in Action:
+        if action in offered:
+            alike = {
+                kind: next((number for number, option in enumerate(options) if option.action is action), 0)
+                for kind, options in menus.items()
+            }
+            yield [alike[block.kind] for block in clock.problem.blocks]
+    least = least_held(clock, clock.available)
+    if least is not None:
+        yield least
 
 
 def floor(problem: BlockProblem) -> Bytes:
@@ -81,15 +122,15 @@ def floor(problem: BlockProblem) -> Bytes:
     low, high = 0, clock.needed(clock.picked((0,) * len(problem.blocks)))
     while low < high:
         middle = (low + high) // 2
-        if _least(clock, middle) is None:
+        if least_held(clock, middle) is None:
             low = middle + 1
         else:
             high = middle
     return low
 
 
-def _least(clock: Clock, available: Bytes) -> list[int] | None:
-    """What holds least of all that fits; None if nothing does."""
+def least_held(clock: Clock, available: Bytes) -> list[int] | None:
+    """The choice that holds least after every block, of those that fit; None if nothing does."""
     choice, held, moved = [], 0, 0
     for rows, gradients in zip(clock.rows, clock.gradients, strict=True):
         room = available - held
@@ -105,11 +146,3 @@ def _least(clock: Clock, available: Bytes) -> list[int] | None:
         held += resident
         moved += away
     return choice if moved <= clock.host else None
-
-
-def _single(problem: BlockProblem, action: Action) -> list[int]:
-    """Every block the same where its menu has it."""
-    return [
-        next((number for number, option in enumerate(block.options) if option.action is action), 0)
-        for block in problem.blocks
-    ]

@@ -115,55 +115,59 @@ class Clock:
     def _run(self, rows: Sequence[Row], below: Seconds) -> tuple[Seconds, Seconds, Seconds, Bytes]:
         """Seconds, of them waiting for room and for data, and the peak; see NOTE [Lanes]."""
         self.runs += 1
-        available, gradients, out_rate = self.available, self.gradients, self.problem.out_rate
+        out_rate = self.problem.out_rate
         now = out_free = room_stall = until_end = latest = 0.0
-        held = peak = moved_bytes = 0
+        free = least = self.available
         slack: list[Bytes] = []  # by block: free while it goes backward, beside itself and what is held before it
         ends: list[Seconds] = []  # by block: compute from the beginning of its backward on
         away: list[_Away] = []
-        for number, (resident, moved, forward_peak, backward_peak, forward, backward, out, into) in enumerate(rows):
-            room = available - held - forward_peak
-            left = available - held - gradients[number] - backward_peak
+        for row, gradients in zip(rows, self.gradients, strict=True):
+            resident, moved, forward_peak, backward_peak, forward, backward, out, into = row
+            room = free - forward_peak
+            left = free - gradients - backward_peak
             if room < 0 or left < 0:
                 return NOT
-            slack.append(left)
-            until_end += backward
-            ends.append(until_end)
             if out_free > now:
                 begin = out_free - room / out_rate
                 if begin > now:
                     room_stall += begin - now
                     now = begin
                 room -= int((out_free - now) * out_rate)
-            if available - room > peak:
-                peak = available - room
+            if room < least:
+                least = room
             now += forward
+            until_end += backward
             if moved:
                 out_free = (out_free if out_free > now else now) + out
                 latest = (latest if latest > until_end else until_end) + EARLIER * into
-                away.append((number, moved, latest, into, out_free))
-                moved_bytes += moved
-            held += resident
+                away.append((len(slack), moved, latest, into, out_free))
+            slack.append(left)
+            ends.append(until_end)
+            free -= resident
         allowed = below - now - until_end
-        if moved_bytes > self.host or allowed <= 0:
+        if allowed <= 0 or (away and sum(one[1] for one in away) > self.host):
             return NOT
-        state = now, out_free, room_stall, peak
+        if not away:
+            return now + until_end, 0.0, 0.0, self.available - min(least, *slack)
+        state = now, out_free, room_stall, least
         return self._backward(rows, slack, ends, away, state, allowed)
 
     def _backward(
         self, rows: Sequence[Row], slack: Sequence[Bytes], ends: Sequence[Seconds], away: Sequence[_Away],
         state: tuple[Seconds, Seconds, Seconds, Bytes], allowed: Seconds,
     ) -> tuple[Seconds, Seconds, Seconds, Bytes]:  # fmt: skip
-        now, out_free, room_stall, peak = state
-        available, out_rate = self.available, self.problem.out_rate
+        now, out_free, room_stall, least = state
+        out_rate = self.problem.out_rate
         allowed += room_stall
         data_stall = in_free = 0.0
         claimed = 0
-        pending = len(away) - 1  # the next to come in
+        pending = len(away) - 1
+        early, wanted, latest, into, gone = away[pending]  # the next to come in
         due: dict[int, tuple[Bytes, Seconds]] = {}  # by block: bytes that are claimed, and when they are there
         for number in range(len(rows) - 1, -1, -1):
+            backward = rows[number][5]
             arrives = 0.0
-            if number in due:
+            if claimed and number in due:
                 nbytes, arrives = due.pop(number)
                 claimed -= nbytes
             room = slack[number] - claimed
@@ -173,35 +177,32 @@ class Clock:
                     room_stall += begin - now
                     now = begin
                 room -= int((out_free - now) * out_rate)
-            if pending >= 0:
-                if away[pending][0] == number:
-                    _, _, _, into, gone = away[pending]
+            before = ends[number] - backward
+            while pending >= 0 and (latest > before or early == number):
+                if early == number:
                     arrives = in_free = max(in_free, now, gone) + into
-                    pending -= 1
-                before = ends[number] - rows[number][5]
-                while pending >= 0:
-                    early, nbytes, latest, into, gone = away[pending]
-                    if latest <= before or gone > now or nbytes > room:
-                        break
+                else:
                     going = slack[number] - claimed - room
-                    if min(slack[early + 1 : number + 1]) - claimed - going < nbytes and not _has_room(
-                        slack, due, early, number, nbytes + going
-                    ):
+                    if gone > now or wanted > room or (
+                        min(slack[early + 1 : number + 1]) - claimed - going < wanted
+                        and not _has_room(slack, due, early, number, wanted + going)
+                    ):  # fmt: skip
                         break
                     in_free = (in_free if in_free > now else now) + into
-                    due[early] = nbytes, in_free
-                    claimed += nbytes
-                    room -= nbytes
-                    pending -= 1
-            if available - room > peak:
-                peak = available - room
+                    due[early] = wanted, in_free
+                    claimed += wanted
+                    room -= wanted
+                pending -= 1
+                early, wanted, latest, into, gone = away[pending]
+            if room < least:
+                least = room
             if arrives > now:
                 data_stall += arrives - now
                 now = arrives
             if room_stall + data_stall >= allowed:
                 return NOT
-            now += rows[number][5]
-        return now, room_stall, data_stall, peak
+            now += backward
+        return now, room_stall, data_stall, self.available - least
 
 
 def simulate(problem: BlockProblem, choice: Sequence[int]) -> Outcome:
