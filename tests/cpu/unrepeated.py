@@ -217,3 +217,130 @@ UNREPEATED: Mapping[str, Build] = MappingProxyType(
         "perceptron": perceptron,
     }
 )
+
+
+# -------------------------------------------------------------------------------------------------------- random ones
+
+
+class Scaled(nn.Module):
+    """Writes to what it is given, and gives it on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(0.9).add_(0.01)
+
+
+class Swapped(nn.Module):
+    """Gives a view of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(2, 3)
+
+
+class Averaged(nn.Module):
+    """Adds an average that it writes to, and counts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(width, 1, 1))
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.training:
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 2, 3))[:, None, None])
+        return x + self.average / self.count
+
+
+class Halves(nn.Module):
+    """One half gates the other, in place; half of the channels come out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = x.chunk(2, 1)
+        return torch.sigmoid(one).mul(other).tanh_()
+
+
+class Around(nn.Module):
+    """A sum of what goes in and what comes out of any part."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x * 1.0)
+
+
+class Named(nn.Sequential):
+    """A `Sequential` of another name."""
+
+
+class Joined(nn.Module):
+    """Parts of which each is given what two before it gave, by hand."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        for number, part in enumerate(parts):
+            self.add_module(f"part{number}", part)
+        self.writes = random.random() < 0.3
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x
+        for part in self.children():
+            y = part(x)
+            if y.shape == before.shape:
+                y = torch.add(before, y, out=None) if not self.writes else y.mul(1.0).add_(before)
+            before, x = x, y
+        return x
+
+
+def _layer(width: int, made: list[nn.Module]) -> nn.Module:
+    """Something that gives as many channels as it is given."""
+    again = [layer for layer in made if layer.width == width]
+    if again and random.random() < 0.15:
+        return random.choice(again)
+    in_place = random.random() < 0.5
+    layer: nn.Module = random.choice(
+        [
+            lambda: nn.Conv2d(width, width, 3, padding=1), lambda: nn.Conv2d(width, width, 1, bias=False),
+            lambda: nn.BatchNorm2d(width), lambda: nn.BatchNorm2d(width, momentum=None),
+            lambda: nn.GroupNorm(2, width), lambda: nn.InstanceNorm2d(width, track_running_stats=True),
+            lambda: nn.ReLU(in_place), lambda: nn.SiLU(in_place), lambda: nn.LeakyReLU(0.1, in_place),
+            lambda: nn.ELU(inplace=in_place), lambda: nn.Hardswish(in_place), lambda: nn.RReLU(inplace=in_place),
+            nn.GELU, nn.Tanh, nn.PReLU, nn.Identity, Scaled, Swapped, lambda: Averaged(width),
+            lambda: nn.Dropout(0.2, in_place), lambda: nn.Dropout2d(0.2), lambda: nn.AlphaDropout(0.1),
+            lambda: nn.MaxPool2d(3, 1, 1), lambda: nn.ZeroPad2d((1, 0, 0, 1)),
+            lambda: Around(nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU(True))),
+            lambda: nn.Sequential(nn.Conv2d(width, 2 * width, 1), Halves()),
+        ]
+    )()  # fmt: skip
+    layer.width = width
+    made.append(layer)
+    return layer
+
+
+def _part(depth: int, inner: int, outer: int, made: list[nn.Module]) -> nn.Module:
+    """A flat or nested one from so many channels to so many."""
+    kind: Callable[..., nn.Module] = random.choice([nn.Sequential, nn.Sequential, Named])
+    parts: list[nn.Module] = []
+    for _ in range(random.randint(1, 3)):
+        parts += [_layer(inner, made) for _ in range(random.randint(0, 3))]
+        if depth and random.random() < 0.5:
+            parts.append(_part(depth - 1, inner, inner, made))
+    parts.append(nn.Conv2d(inner, outer, 3, random.choice([1, 1, 2]), 1))
+    parts += [_layer(outer, made) for _ in range(random.randint(0, 4))]
+    return kind(*parts)
+
+
+def random_network(seed: int) -> Built:
+    """Layers in `Sequential`s within each other or beside each other, some of them used twice."""
+    stream = seeded(seed)
+    widths = [4, *(random.choice([4, 8]) for _ in range(random.randint(2, 5)))]
+    made: list[nn.Module] = []
+    parts = [_part(2, inner, outer, made) for inner, outer in zip(widths, widths[1:], strict=False)]
+    flat = [layer for part in parts for layer in part.children()]
+    body = [flat, parts, [Joined(parts)]][seed % 3]
+    ends = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Unflatten(1, (4, -1)), nn.Flatten(), nn.Linear(4 * widths[-1], 5)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *body, *ends)
+    optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+    batches = [torch.randn(3, 3, side, side, generator=stream) for side in (24, 16, 24)]
+    return Built(model, [optimizer], batches, training(lambda model, batch: model(batch).square().mean()))
