@@ -260,7 +260,7 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
         there = dict(self._model.named_modules())
-        places = {name: there.get(name, there.get(name.rpartition(".")[0])) for name in names}  # of a group: what holds it
+        places = {name: there.get(name, there.get(name.rpartition(".")[0])) for name in names}  # of groups: theirs
         taken = [name for name, place in places.items() if isinstance(vars(place or self).get("forward"), HOOKS)]
         if taken:
             raise ModelError(
