@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
+from math import inf
+from random import Random
 from typing import Final, final
 
 from spillway.errors import BudgetInfeasible, UsageError
@@ -102,7 +104,7 @@ class _Tried:
         self._problem, self.blocks = problem, Blocks(problem.step, smallest)
         self._clock = PlanClock(problem.step, self.blocks.lives, problem.device)
         self._sizes = [storage.nbytes for storage in problem.step.storages]
-        self._known: dict[Chosen, Seconds | None] = {}
+        self._known: dict[Chosen, Seconds] = {}
 
     def fastest(self) -> Chosen | None:
         """The fastest choice that fits; None if none does."""
@@ -205,7 +207,8 @@ class _Tried:
         ]
 
     def _early(self, late: Sequence[Interval], again: Sequence[Gap], levels: list[Bytes]) -> Iterator[Interval]:
-        """The same intervals with copies in that begin in time, as far as there is room."""
+        """The same intervals with copies in that begin in time, as far as there is room. What would have to come back
+        as it goes stays, where there is room for it."""
         replays = {(gap.end, gap.home.ops) for gap in again if isinstance(gap.home, Recompute)}
         added = [0.0] * len(self._clock.begins)
         for end, ops in replays:
@@ -214,12 +217,13 @@ class _Tried:
         due = clock[-1]
         for one in sorted(late, key=lambda one: (-one.end, one.value)):
             nbytes, op = self._nbytes(one), one.end
-            due = min(due, clock[op]) - EARLIER * self._problem.device.in_seconds(nbytes)
-            while op - 1 > one.start and clock[op] > due and levels[op - 1] + nbytes <= self._problem.allowed:
+            wanted = min(due, clock[op]) - EARLIER * self._problem.device.in_seconds(nbytes)
+            while op > one.start and clock[op] > wanted and levels[op - 1] + nbytes <= self._problem.allowed:
                 op -= 1
                 levels[op] += nbytes
-            due = clock[op]
-            yield one._replace(end=op)
+            if op > one.start:
+                due = clock[op]
+                yield one._replace(end=op)
 
     def _nbytes(self, one: Interval) -> Bytes:
         return self._sizes[self._problem.step.values[one.value].storage]
@@ -231,4 +235,28 @@ class _Tried:
 
     def _improved(self, best: Chosen) -> Chosen:
         """By changes of one block and of two, the same for the same problem."""
+        drawn, seconds = Random(0), self._seconds(best)
+        least = self._clock.begins[-1] * (1 + SAME)
+        for _ in range(WORK // max(len(self._problem.step.ops), 1)):
+            if seconds <= least:
+                break
+            tried = self._changed(best, drawn)
+            if tried in self._known:
+                continue
+            fits = account(self._problem.step, self.blocks.gaps(tried), self.blocks.lives).peak <= self._problem.allowed
+            self._known[tried] = took = self._seconds(tried) if fits else inf
+            if took < seconds * (1 - SAME):
+                best, seconds = tried, took
         return best
+
+    def _changed(self, choice: Chosen, drawn: Random) -> Chosen:
+        """Another action for one block, for two, or two blocks' actions exchanged."""
+        changed, calls = list(choice), range(len(choice))
+        first, second = drawn.choice(calls), drawn.choice(calls)
+        kind = drawn.randrange(3)
+        if kind == 2 and choice[second] in self.blocks.ways[first] and choice[first] in self.blocks.ways[second]:
+            changed[first], changed[second] = choice[second], choice[first]
+            return tuple(changed)
+        for call in (first, second)[: 1 + kind % 2]:
+            changed[call] = drawn.choice(list(self.blocks.ways[call]))
+        return tuple(changed)
