@@ -17,7 +17,9 @@ A step without blocks, and a budget under which no choice fits, are left to plan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from random import Random
@@ -67,19 +69,20 @@ class AutoPlanner(AbstractPlanner):
             return problem.plan_with((), ())
         tried = _Tried(problem, self.smallest)
         if not tried.blocks.calls:
-            return self._instead(problem, tried.least())
+            return self._instead(problem, tried.least(), "The step has no blocks, modules that it repeats")
         found = tried.fastest()
         if found is None:
-            return self._instead(problem, tried.least())
-        gaps = tried.stretched(found)
-        return problem.plan_with(gaps, tried.blocks.lives)
+            return self._instead(problem, tried.least(), "No choice of blocks fits")
+        made = problem.plan_with(tried.stretched(found), tried.blocks.lives)
+        counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
+        return replace(made, remark=f"Of {len(found)} blocks, {counts}.")
 
-    def _instead(self, problem: Problem, least: Account) -> Plan:
+    def _instead(self, problem: Problem, least: Account, why: str) -> Plan:
         """By those that look at single values."""
         refused: BudgetInfeasible | None = None
         for planner in self.instead:
             try:
-                return planner.plan(problem)
+                return replace(planner.plan(problem), remark=f"{why}: planned value by value, by {planner.name}.")
             except UsageError:  # what it stands on is not installed
                 continue
             except BudgetInfeasible as error:
@@ -133,34 +136,38 @@ class _Tried:
 
     def repaired(self, choice: Chosen, actions: Collection[Action]) -> Chosen | None:
         """The choice, with blocks given up until it fits; None if that cannot be."""
+        tried: set[tuple[int, Action]] = set()
         while True:
-            gaps = self.blocks.gaps(choice)
-            counted = account(self._problem.step, gaps, self.blocks.lives)
+            counted = account(self._problem.step, self.blocks.gaps(choice), self.blocks.lives)
             over = counted.peak - self._problem.allowed
             if over <= 0:
                 return choice
-            changed = self._given_up(choice, counted.fullest, over, actions)
-            if changed is None:
+            given_up = self._given_up(choice, counted.fullest, over, actions, tried)
+            if not given_up:
                 return None
-            choice = changed
+            # What helps at one op may be missed at another: nothing is tried twice.
+            tried |= set(given_up.items())
+            choice = tuple(given_up.get(call, action) for call, action in enumerate(choice))
 
-    def _given_up(self, choice: Chosen, op: int, over: Bytes, actions: Collection[Action]) -> Chosen | None:
-        """With blocks given up until so many bytes more are gone at the op, or all that can be; None if none are."""
+    def _given_up(
+        self, choice: Chosen, op: int, over: Bytes, actions: Collection[Action], tried: Collection[tuple[int, Action]]
+    ) -> dict[int, Action]:
+        """What else becomes of which calls, for so many bytes more to be gone at the op; all that can be if they do not
+        suffice."""
         helpful = []
         for call, ways in enumerate(self.blocks.ways):
             there = self._gone(call, choice[call], op)
-            for action in ways.keys() & actions:
+            for action in ways:
                 more = self._gone(call, action, op) - there
-                if more > 0:
+                if more > 0 and action in actions and (call, action) not in tried:
                     price = max(self._price(call, action) - self._price(call, choice[call]), 0.0)
                     helpful.append((price / more, call, MENU.index(action), more))
-        changed = list(choice)
-        done: set[int] = set()
+        found: dict[int, Action] = {}
         for _, call, place, more in sorted(helpful):
-            if over > 0 and call not in done:
-                changed[call], over = MENU[place], over - more
-                done.add(call)
-        return tuple(changed) if done else None
+            if over > 0 and call not in found:
+                found[call] = MENU[place]
+                over -= more
+        return found
 
     def _gone(self, call: int, action: Action, op: int) -> Bytes:
         way = self.blocks.ways[call][action]
