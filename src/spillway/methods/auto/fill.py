@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import TypeAlias, final
@@ -26,7 +27,7 @@ class Filler:
         self.lane = sum(self.forward) * clock.problem.out_rate
         """What the lane out carries while the blocks run forward: moving more than that would be waited for."""
 
-    def fill(self, price: float, pace: float) -> list[int] | None:
+    def fill(self, price: float, pace: float, share: float = 1.0) -> list[int] | None:
         """The option of each block; None if they do not fit so.
 
         A laminar fill: going through the blocks in order, where the peak of a block's forward or backward does not fit,
@@ -36,6 +37,7 @@ class Filler:
             price: Seconds for a second of the lane out, beside what an option takes.
             pace: Blocks are moved where the lane is at most so far behind, in mean forwards of a block: at 0 where it
                 is free, which spreads over the step what is moved.
+            share: Of what is available, what is filled; so much less compute has to wait for what is still going out.
         """
         clock, lane = self.clock, self.lane
         steps: dict[tuple[int, int, float], Step | None] = {}
@@ -43,13 +45,20 @@ class Filler:
         gradients = clock.gradients
         choice = [0] * len(self.kinds)
         heap: list[tuple[float, int, float, Step]] = []
-        room, now, out_free, behind = clock.available, 0.0, 0.0, pace * self.mean
+        room, now, out_free, behind = int(clock.available * share), 0.0, 0.0, pace * self.mean
         for number, kind in enumerate(self.kinds):
             resident, _, forward_peak, backward_peak, *_ = clock.rows[number][0]
             need = max(forward_peak, gradients[number] + backward_peak)
-            while room < need and heap:
+            opened = False
+            while room < need:
+                if not heap:
+                    if opened:
+                        break
+                    opened = True
+                    self._open(heap, steps, choice[:number], price)
+                    continue
                 _, at, most, (_, option, freed, moved) = heappop(heap)
-                if moved > lane:
+                if moved > 0 and moved > lane and not opened:
                     most = lane
                     option = choice[at]
                 else:
@@ -78,8 +87,18 @@ class Filler:
             step = steps[key] if key in steps else self._step(steps, number, key, price)
             if step is not None:
                 heappush(heap, (step[0], number, most, step))
-        self._trim(choice)
-        return choice
+        return self.trimmed(choice)
+
+    def _open(
+        self, heap: list[tuple[float, int, float, Step]], steps: dict[tuple[int, int, float], Step | None],
+        choice: Sequence[int], price: float,
+    ) -> None:  # fmt: skip
+        """Everything may be moved, whatever the lane has to carry: otherwise it does not fit."""
+        for number, option in enumerate(choice):
+            key = self.kinds[number], option, inf
+            step = steps[key] if key in steps else self._step(steps, number, key, price)
+            if step is not None:
+                heappush(heap, (step[0], number, inf, step))
 
     def _step(
         self, steps: dict[tuple[int, int, float], Step | None], number: int, key: tuple[int, int, float], price: float
@@ -118,9 +137,9 @@ class Filler:
         ]
         return min(fitting)[2] if fitting else -1
 
-    def _trim(self, choice: list[int]) -> None:
-        """Give back what the last steps freed too much, from the last block on: to what takes fewest seconds."""
-        clock = self.clock
+    def trimmed(self, choice: Sequence[int]) -> list[int]:
+        """What the last steps freed too much is given back, from the last block on: to what takes fewest seconds."""
+        clock, choice = self.clock, list(choice)
         held = 0
         slack: list[Bytes] = []
         for rows, option, gradients in zip(clock.rows, choice, clock.gradients, strict=True):
@@ -141,7 +160,9 @@ class Filler:
                     ):  # fmt: skip
                         seconds, option = row[4] + row[5], other
                 if option != choice[number]:
-                    choice[number] = option
-                    least -= rows[option][0] - resident
+                    choice[number], row = option, rows[option]
+                    least -= row[0] - resident
+                    slack[number] -= max(row[2] - forward_peak, row[3] - backward_peak, 0)
             if slack[number] < least:
                 least = slack[number]
+        return choice

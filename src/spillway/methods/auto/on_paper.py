@@ -17,8 +17,12 @@ A step without blocks, and a budget under which no choice fits, are left to plan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
+from math import inf
+from random import Random
 from typing import Final, final
 
 from spillway.errors import BudgetInfeasible, UsageError
@@ -65,19 +69,20 @@ class AutoPlanner(AbstractPlanner):
             return problem.plan_with((), ())
         tried = _Tried(problem, self.smallest)
         if not tried.blocks.calls:
-            return self._instead(problem, tried.least())
+            return self._instead(problem, tried.least(), "The step has no blocks, modules that it repeats")
         found = tried.fastest()
         if found is None:
-            return self._instead(problem, tried.least())
-        gaps = tried.stretched(found)
-        return problem.plan_with(gaps, tried.blocks.lives)
+            return self._instead(problem, tried.least(), "No choice of blocks fits")
+        made = problem.plan_with(tried.stretched(found), tried.blocks.lives)
+        counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
+        return replace(made, remark=f"Of {len(found)} blocks, {counts}.")
 
-    def _instead(self, problem: Problem, least: Account) -> Plan:
+    def _instead(self, problem: Problem, least: Account, why: str) -> Plan:
         """By those that look at single values."""
         refused: BudgetInfeasible | None = None
         for planner in self.instead:
             try:
-                return planner.plan(problem)
+                return replace(planner.plan(problem), remark=f"{why}: planned value by value, by {planner.name}.")
             except UsageError:  # what it stands on is not installed
                 continue
             except BudgetInfeasible as error:
@@ -102,7 +107,7 @@ class _Tried:
         self._problem, self.blocks = problem, Blocks(problem.step, smallest)
         self._clock = PlanClock(problem.step, self.blocks.lives, problem.device)
         self._sizes = [storage.nbytes for storage in problem.step.storages]
-        self._known: dict[Chosen, Seconds | None] = {}
+        self._known: dict[Chosen, Seconds] = {}
 
     def fastest(self) -> Chosen | None:
         """The fastest choice that fits; None if none does."""
@@ -131,34 +136,38 @@ class _Tried:
 
     def repaired(self, choice: Chosen, actions: Collection[Action]) -> Chosen | None:
         """The choice, with blocks given up until it fits; None if that cannot be."""
+        tried: set[tuple[int, Action]] = set()
         while True:
-            gaps = self.blocks.gaps(choice)
-            counted = account(self._problem.step, gaps, self.blocks.lives)
+            counted = account(self._problem.step, self.blocks.gaps(choice), self.blocks.lives)
             over = counted.peak - self._problem.allowed
             if over <= 0:
                 return choice
-            changed = self._given_up(choice, counted.fullest, over, actions)
-            if changed is None:
+            given_up = self._given_up(choice, counted.fullest, over, actions, tried)
+            if not given_up:
                 return None
-            choice = changed
+            # What helps at one op may be missed at another: nothing is tried twice.
+            tried |= set(given_up.items())
+            choice = tuple(given_up.get(call, action) for call, action in enumerate(choice))
 
-    def _given_up(self, choice: Chosen, op: int, over: Bytes, actions: Collection[Action]) -> Chosen | None:
-        """With blocks given up until so many bytes more are gone at the op, or all that can be; None if none are."""
+    def _given_up(
+        self, choice: Chosen, op: int, over: Bytes, actions: Collection[Action], tried: Collection[tuple[int, Action]]
+    ) -> dict[int, Action]:
+        """What else becomes of which calls, for so many bytes more to be gone at the op; all that can be if they do not
+        suffice."""
         helpful = []
         for call, ways in enumerate(self.blocks.ways):
             there = self._gone(call, choice[call], op)
-            for action in ways.keys() & actions:
+            for action in ways:
                 more = self._gone(call, action, op) - there
-                if more > 0:
+                if more > 0 and action in actions and (call, action) not in tried:
                     price = max(self._price(call, action) - self._price(call, choice[call]), 0.0)
                     helpful.append((price / more, call, MENU.index(action), more))
-        changed = list(choice)
-        done: set[int] = set()
+        found: dict[int, Action] = {}
         for _, call, place, more in sorted(helpful):
-            if over > 0 and call not in done:
-                changed[call], over = MENU[place], over - more
-                done.add(call)
-        return tuple(changed) if done else None
+            if over > 0 and call not in found:
+                found[call] = MENU[place]
+                over -= more
+        return found
 
     def _gone(self, call: int, action: Action, op: int) -> Bytes:
         way = self.blocks.ways[call][action]
@@ -205,7 +214,8 @@ class _Tried:
         ]
 
     def _early(self, late: Sequence[Interval], again: Sequence[Gap], levels: list[Bytes]) -> Iterator[Interval]:
-        """The same intervals with copies in that begin in time, as far as there is room."""
+        """The same intervals with copies in that begin in time, as far as there is room. What would have to come back
+        as it goes stays, where there is room for it."""
         replays = {(gap.end, gap.home.ops) for gap in again if isinstance(gap.home, Recompute)}
         added = [0.0] * len(self._clock.begins)
         for end, ops in replays:
@@ -214,12 +224,13 @@ class _Tried:
         due = clock[-1]
         for one in sorted(late, key=lambda one: (-one.end, one.value)):
             nbytes, op = self._nbytes(one), one.end
-            due = min(due, clock[op]) - EARLIER * self._problem.device.in_seconds(nbytes)
-            while op - 1 > one.start and clock[op] > due and levels[op - 1] + nbytes <= self._problem.allowed:
+            wanted = min(due, clock[op]) - EARLIER * self._problem.device.in_seconds(nbytes)
+            while op > one.start and clock[op] > wanted and levels[op - 1] + nbytes <= self._problem.allowed:
                 op -= 1
                 levels[op] += nbytes
-            due = clock[op]
-            yield one._replace(end=op)
+            if op > one.start:
+                due = clock[op]
+                yield one._replace(end=op)
 
     def _nbytes(self, one: Interval) -> Bytes:
         return self._sizes[self._problem.step.values[one.value].storage]
@@ -231,4 +242,28 @@ class _Tried:
 
     def _improved(self, best: Chosen) -> Chosen:
         """By changes of one block and of two, the same for the same problem."""
+        drawn, seconds = Random(0), self._seconds(best)
+        least = self._clock.begins[-1] * (1 + SAME)
+        for _ in range(WORK // max(len(self._problem.step.ops), 1)):
+            if seconds <= least:
+                break
+            tried = self._changed(best, drawn)
+            if tried in self._known:
+                continue
+            fits = account(self._problem.step, self.blocks.gaps(tried), self.blocks.lives).peak <= self._problem.allowed
+            self._known[tried] = took = self._seconds(tried) if fits else inf
+            if took < seconds * (1 - SAME):
+                best, seconds = tried, took
         return best
+
+    def _changed(self, choice: Chosen, drawn: Random) -> Chosen:
+        """Another action for one block, for two, or two blocks' actions exchanged."""
+        changed, calls = list(choice), range(len(choice))
+        first, second = drawn.choice(calls), drawn.choice(calls)
+        kind = drawn.randrange(3)
+        if kind == 2 and choice[second] in self.blocks.ways[first] and choice[first] in self.blocks.ways[second]:
+            changed[first], changed[second] = choice[second], choice[first]
+            return tuple(changed)
+        for call in (first, second)[: 1 + kind % 2]:
+            changed[call] = drawn.choice(list(self.blocks.ways[call]))
+        return tuple(changed)

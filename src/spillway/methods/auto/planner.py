@@ -16,21 +16,22 @@ from spillway.methods.auto.simulate import Choice, Clock, Outcome
 from spillway.units import Bytes, Seconds
 
 FILLED: Final = (
-    (0.0, 0.5), (0.04, 4.0), (0.15, inf), (0.08, 0.5),
-    (0.0, 2.0), (0.15, 4.0), (0.15, 1.0), (0.4, 1.0),
-    (0.0, inf), (0.02, 0.0), (0.04, 0.5), (0.08, 2.0), (0.15, 0.0), (0.4, 4.0), (0.8, 1.0), (0.8, inf),
+    (0.0, 0.5, 1.0), (0.04, 4.0, 1.0), (0.15, inf, 1.0), (0.08, 0.5, 1.0), (0.25, 2.0, 0.97),
+    (0.0, 2.0, 1.0), (0.15, 1.0, 0.9), (0.0, inf, 0.97), (0.15, 4.0, 1.0), (0.08, inf, 0.97),
+    (0.15, 1.0, 1.0), (0.4, 1.0, 1.0), (0.04, inf, 1.0), (0.15, 2.0, 0.9), (0.0, inf, 1.0), (0.08, 2.0, 1.0),
+    (0.25, inf, 0.97), (0.04, 0.5, 0.97), (0.8, 1.0, 1.0), (0.8, inf, 1.0),
 )  # fmt: skip
-"""Prices and paces with which choices are filled, the most useful first, as `benchmarks/auto_planner.py` has them."""
+"""Prices, paces and shares of what is available with which choices are filled, the most useful first."""
 
 
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (4, 1, 20)
+    FIRST = (5, 1, 20)
     """Within the step that wants the plan."""
-    POLISH = (8, 2, 150)
+    POLISH = (10, 2, 150)
     """Between steps, when the size is met again."""
-    IDLE = (16, 4, 2000)
+    IDLE = (20, 4, 2000)
     """When there is nothing else to do."""
 
     def __init__(self, fills: int, starts: int, moves: int) -> None:
@@ -98,8 +99,8 @@ def _proposed(clock: Clock, start: Sequence[int] | None, fills: int) -> Iterator
     if start is not None:
         yield list(start)
     filler = Filler(clock)
-    for price, pace in FILLED[:fills]:
-        filled = filler.fill(price, pace)
+    for price, pace, share in FILLED[:fills]:
+        filled = filler.fill(price, pace, share)
         if filled is not None:
             yield filled
     menus = {block.kind: block.options for block in clock.problem.blocks}
@@ -114,6 +115,7 @@ def _proposed(clock: Clock, start: Sequence[int] | None, fills: int) -> Iterator
     least = least_held(clock, clock.available)
     if least is not None:
         yield least
+        yield filler.trimmed(least)
 
 
 def floor(problem: BlockProblem) -> Bytes:

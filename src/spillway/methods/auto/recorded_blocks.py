@@ -13,7 +13,7 @@ that can only be kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Final, TypeAlias, final
 
@@ -124,7 +124,7 @@ class Blocks:
         held = self.nbytes({leaf for home in homes for leaf in home.held})
         return Way(
             again=tuple(again), moved=moved, gone=away + dropped - held, away=away,
-            seconds=sum(self.step.ops[op].seconds or 0.0 for op in {op for home in homes for op in home.ops}),
+            seconds=sum(self.step.ops[op].seconds or 0.0 for op in sorted({op for home in homes for op in home.ops})),
         )  # fmt: skip
 
     def gaps(self, chosen: Sequence[Action]) -> list[Gap]:
@@ -267,7 +267,7 @@ class _Made:
             )
             begin, end = stretch.backward
             yield Block(
-                kind=self._kinds.setdefault(options, len(self._kinds)), forward=self._seconds(*stretch.forward),
+                kind=self._kind(options), forward=self._seconds(*stretch.forward),
                 backward=self._seconds(begin, end), gradients=self._born[end] - self._born[begin], options=options,
             )  # fmt: skip
             for action in MENU:
@@ -289,6 +289,11 @@ class _Made:
             forward_peak=max(max(levels[first:turn], default=0) - beside, 0),
             backward_peak=max(max(levels[begin:end], default=0) - beside - born, 0),
         )  # fmt: skip
+
+    def _kind(self, options: Sequence[Option]) -> int:
+        """One number for menus of the same bytes and, but for rounding, the same seconds."""
+        menu = tuple((replace(option, backward=0.0), f"{option.backward:.9g}") for option in options)
+        return self._kinds.setdefault(menu, len(self._kinds))
 
     def _seconds(self, begin: int, end: int) -> Seconds:
         return self._begins[end] - self._begins[begin]
