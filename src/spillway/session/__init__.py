@@ -68,8 +68,9 @@ def manage(
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
     check_models(models, optimizers)
     decides, device = resolve(method), device_of(models)
-    if isinstance(decides, AbstractBlockMethod) and decides.needs_blocks:
-        _check_action(decides, spill.host_budget, lossy=blocks.lossy)
+    if isinstance(decides, AbstractBlockMethod):
+        if decides.needs_blocks:
+            _check_action(decides, spill.host_budget, lossy=blocks.lossy)
     elif blocks != _BLOCKS:
         names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
         raise UsageError(

@@ -417,7 +417,8 @@ class _Step(AbstractStep):
         """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
-        self._paged = False
+        self._paged = self._tries = False
+        """Whether every op is watched, and whether blocks are recomputed all the same, to see whether that is enough."""
 
     @unheard_by_modes
     def begin(self) -> None:
@@ -477,11 +478,14 @@ class _Step(AbstractStep):
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        if self._family.allows(self._dimensions, session._budget.allowed - level):
+        if session._method.needs_blocks:
+            rise = self.recomputing(call)
+            if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
+                return False  # or nobody can tell, and the next one like it is
+        elif self._family.allows(self._dimensions, session._budget.allowed - level):
             return False
-        rise = self.recomputing(call)
-        if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
-            return False  # or nobody can tell, and the next one like it is
+        else:
+            self._tries = True
         self._page(max(level - self._start, 0))
         return True
 
@@ -491,7 +495,8 @@ class _Step(AbstractStep):
         assert session._engine is not None
         if self._paged:
             session._engine.observer = None
-            session._engine.bypassed, session._engine.rehearses = not session._method.needs_blocks, False
+            session._engine.rehearses = False
+            session._engine.bypassed = not (session._method.needs_blocks or self._tries)
             session._engine.actions = lambda block, call: Action.RECOMPUTE
             return
         self._watch = StepWatch(
@@ -701,6 +706,9 @@ class _Step(AbstractStep):
             ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
+            if self._tries and not told.drops and not told.moves:  # recomputing every block is enough
+                session._paging.forget((self._signature, self._dimensions))
+                self._family.rises[self._dimensions] = told.peak_bytes - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return

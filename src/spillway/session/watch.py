@@ -254,11 +254,11 @@ class StepWatch:
         if called is not None and not bypassed:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
-            if self.unmeasured and not planned:
-                if len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
-                    return
-                if decision.plan.only_recomputes:
-                    self._foresee(*self._begins_with)
+            expects = planned and decision.plan.projected > 0
+            if self.unmeasured and not expects and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+                return
+            if self.unmeasured and not planned and decision.plan.only_recomputes:
+                self._foresee(*self._begins_with)
 
     @unheard_by_modes
     def evaluation_begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
