@@ -154,6 +154,11 @@ class Cuts:
     def _bytes(self, storages: Storages) -> Bytes:
         return sum(map(self._nbytes.__getitem__, storages))
 
+    def _freed(self, units: Sequence[Unit]) -> Bytes:
+        """What recomputing units frees, less what is held for that alone."""
+        saved, taken = (set[int]().union(*(run[which] for unit in units for run in unit.runs)) for which in (0, 1))
+        return self._bytes(saved - taken - self._outside_of(units)) - self._bytes(taken - saved)
+
     def _outside_of(self, units: Sequence[Unit]) -> Storages:
         whole = {unit.module for unit in units if unit.children is None}
         parts = {(unit.module, place) for unit in units for place in unit.children or ()}
@@ -235,19 +240,19 @@ class Cuts:
         return self._grouped[module]
 
     def _cut(self, chain: _Chain, cap: float, seen: set[nn.Module]) -> list[Unit]:
-        """The groups of at most this size by which the fewest bytes are held, and units inside larger children."""
+        """The groups of at most this size by which the fewest bytes are held, and units inside children that are none."""
         inside: dict[int, list[Unit]] = {}
         best: list[tuple[Bytes, int]] = [(0, 0)]
         for end in range(1, chain.length + 1):
             last = end - 1
             module = chain.children[last]
+            sizes = chain.sizes(end)
             alone = chain.saved_by(last)
-            if alone > cap and module not in seen:
+            if not (sizes and sizes[0] <= cap and chain.may_begin(last)) and module not in seen:
                 inside[last] = self._units_within(module, cap, seen)
-                held = self.judge(inside[last])
-                alone -= int(held.covered * self.everything)
+                alone -= self._freed(inside[last])
             best.append((best[last][0] + alone, -1))
-            for first, size in zip(range(last, -1, -1), chain.sizes(end), strict=False):
+            for first, size in zip(range(last, -1, -1), sizes, strict=False):
                 if size <= cap and chain.may_begin(first):
                     best[end] = min(best[end], (best[first][0] + chain.taken_by(first), first), key=lambda one: one[0])
         return list(self._walk(chain, best, inside))[::-1]

@@ -10,6 +10,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +84,7 @@ class Watch:
         finally:
             before.remove()
             after.remove()
+            cast(Any, torch_module)._global_forward_hooks_with_kwargs.pop(after.id, None)  # torch leaves it there
             self._inside.clear()
             for call, witness, version in self._witnesses:
                 call.written = call.written or witness._version != version
