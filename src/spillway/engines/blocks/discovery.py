@@ -97,7 +97,7 @@ class Watch:
             call = Called(module)
             (self._inside[-1].inside if self._inside else self._forward).append(call)
             self._inside.append(call)
-            for tensor in args:
+            for tensor in () if _transformed() else args:
                 if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_inference():
                     self._witnesses.append((call, empty_witness(tensor), tensor._version))
 
@@ -106,7 +106,7 @@ class Watch:
         if module in self._mine and any(call.module is module for call in self._inside):
             while (call := self._inside.pop()).module is not module:
                 pass
-            for tensor in tree_leaves((args, rest[:-1])):
+            for tensor in () if _transformed() else tree_leaves((args, rest[:-1])):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided and torch._C._has_storage(tensor):
                     call.taken.update(self._noted(tensor))
 
@@ -131,6 +131,11 @@ class Watch:
         if not self._keeps:
             return None
         return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` runs, in which tensors are none of the forward's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class BackwardInside(Exception):
