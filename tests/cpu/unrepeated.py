@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final
 
@@ -97,7 +98,7 @@ class DenseNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Two convolutions in a `Sequential` at each level, of no class of their own, and skips (Ronneberger et al. 2015)."""
+    """Two convolutions in a `Sequential` at each level, and skips (Ronneberger et al. 2015)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -288,7 +289,7 @@ class Joined(nn.Module):
         for part in self.children():
             y = part(x)
             if y.shape == before.shape:
-                y = torch.add(before, y, out=None) if not self.writes else y.mul(1.0).add_(before)
+                y = y.mul(1.0).add_(before) if self.writes else before + y
             before, x = x, y
         return x
 
@@ -336,7 +337,7 @@ def random_network(seed: int) -> Built:
     stream = seeded(seed)
     widths = [4, *(random.choice([4, 8]) for _ in range(random.randint(2, 5)))]
     made: list[nn.Module] = []
-    parts = [_part(2, inner, outer, made) for inner, outer in zip(widths, widths[1:], strict=False)]
+    parts = [_part(2, inner, outer, made) for inner, outer in pairwise(widths)]
     flat = [layer for part in parts for layer in part.children()]
     body = [flat, parts, [Joined(parts)]][seed % 3]
     ends = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Unflatten(1, (4, -1)), nn.Flatten(), nn.Linear(4 * widths[-1], 5)]

@@ -260,8 +260,8 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
         there = dict(self._model.named_modules())
-        places = {name: there.get(name, there.get(name.rpartition(".")[0])) for name in names}  # of groups: theirs
-        taken = [name for name, place in places.items() if isinstance(vars(place or self).get("forward"), HOOKS)]
+        above = [there.get(name, there.get(name.rpartition(".")[0], self._model)) for name in names]  # of a group
+        taken = [name for name, one in zip(names, above, strict=True) if isinstance(vars(one).get("forward"), HOOKS)]
         if taken:
             raise ModelError(
                 f"The block {taken[0]} is managed by another session, as a part of another model; close that first."

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from spillway.engines.blocks.compiled_blocks import is_compiled
-from spillway.engines.blocks.groups import group_name, runs_children
+from spillway.engines.blocks.groups import children_of, group_name, runs_children
 from spillway.units import Bytes
 
 SMALLEST: Final = 0.01
@@ -41,6 +41,9 @@ _LARGEST: Final = 0.5
 _SHRINKS: Final = 0.85
 """From one cap to the next."""
 _CAPS: Final = 30
+_LONG: Final = 3.0
+"""A group has at most so many times the square root of the children that a `Sequential` has, or 32: of a long chain no
+cap wants more, and looking costs time."""
 
 Storages: TypeAlias = set[int]
 
@@ -154,6 +157,11 @@ class Cuts:
     def _bytes(self, storages: Storages) -> Bytes:
         return sum(map(self._nbytes.__getitem__, storages))
 
+    def _freed(self, units: Sequence[Unit]) -> Bytes:
+        """What recomputing units frees, less what is held for that alone."""
+        saved, taken = (set[int]().union(*(run[which] for unit in units for run in unit.runs)) for which in (0, 1))
+        return self._bytes(saved - taken - self._outside_of(units)) - self._bytes(taken - saved)
+
     def _outside_of(self, units: Sequence[Unit]) -> Storages:
         whole = {unit.module for unit in units if unit.children is None}
         parts = {(unit.module, place) for unit in units for place in unit.children or ()}
@@ -227,7 +235,7 @@ class Cuts:
 
     def _chain(self, module: nn.Module) -> _Chain | None:
         if module not in self._grouped:
-            calls, children = self._calls[module], list(module._modules.values())
+            calls, children = self._calls[module], children_of(module)
             plain = runs_children(module, behind_hook=module is self._model)
             each = plain and all([one.module for one in call.inside] == children for call in calls)
             most = _LARGEST * self.everything
@@ -235,24 +243,30 @@ class Cuts:
         return self._grouped[module]
 
     def _cut(self, chain: _Chain, cap: float, seen: set[nn.Module]) -> list[Unit]:
-        """The groups of at most this size by which the fewest bytes are held, and units inside larger children."""
+        """Groups of at most this size, by which the fewest bytes are held, and units inside children that are none."""
         inside: dict[int, list[Unit]] = {}
         best: list[tuple[Bytes, int]] = [(0, 0)]
         for end in range(1, chain.length + 1):
             last = end - 1
             module = chain.children[last]
-            alone = chain.saved_by(last)
-            if alone > cap and module not in seen:
+            sizes = chain.sizes(end)
+            alone = chain.saved[last]
+            if not (sizes and sizes[0] <= cap and chain.may_begin[last]) and module not in seen:
                 inside[last] = self._units_within(module, cap, seen)
-                held = self.judge(inside[last])
-                alone -= int(held.covered * self.everything)
-            best.append((best[last][0] + alone, -1))
-            for first, size in zip(range(last, -1, -1), chain.sizes(end), strict=False):
-                if size <= cap and chain.may_begin(first):
-                    best[end] = min(best[end], (best[first][0] + chain.taken_by(first), first), key=lambda one: one[0])
+                alone -= self._freed(inside[last])
+            fewest, begin = best[last][0] + alone, -1
+            for first, size in zip(range(last, -1, -1), sizes, strict=False):
+                if size > cap:
+                    break
+                held = best[first][0] + chain.taken[first]
+                if held < fewest and chain.may_begin[first]:
+                    fewest, begin = held, first
+            best.append((fewest, begin))
         return list(self._walk(chain, best, inside))[::-1]
 
-    def _walk(self, chain: _Chain, best: Sequence[tuple[Bytes, int]], inside: Mapping[int, list[Unit]]) -> Iterator[Unit]:
+    def _walk(
+        self, chain: _Chain, best: Sequence[tuple[Bytes, int]], inside: Mapping[int, list[Unit]]
+    ) -> Iterator[Unit]:
         end = chain.length
         while end:
             first = best[end][1]
@@ -270,21 +284,24 @@ class _Chain:
 
     def __init__(self, module: nn.Module, calls: Sequence[Called], nbytes: Mapping[int, Bytes], most: float) -> None:
         self.module = module
-        self.children = list(module._modules.values())
+        self.children = children_of(module)
         self.length = len(self.children)
         self._calls = calls
         self._nbytes = nbytes
         self._most = most
+        each = list(zip(*(call.inside for call in calls), strict=True))
+        self.saved = [max(self._bytes(call.saved) for call in one) for one in each]
+        """Bytes that each child saved."""
+        self.taken = [max(self._bytes(call.taken) for call in one) for one in each]
+        """Bytes that each was called with."""
+        self.may_begin = [not any(call.written for call in one) for one in each]
+        """Whether a group may begin with it (NOTE [Cuts], 2)."""
         self._sizes: dict[int, list[Bytes]] = {}
         self._scripted = {
             place
             for place, child in enumerate(self.children)
             if any(isinstance(part, torch.jit.ScriptModule) for part in child.modules())
         }
-
-    def may_begin(self, place: int) -> bool:
-        """Whether a group may begin here (NOTE [Cuts], 2)."""
-        return not any(call.inside[place].written for call in self._calls)
 
     def sizes(self, end: int) -> list[Bytes]:
         """Bytes that the children before a place saved, without what they were called with: of one child, of two and so
@@ -297,21 +314,14 @@ class _Chain:
     def _growing(self, call: Called, end: int) -> Iterator[Bytes]:
         saved: Storages = set()
         total = 0
-        for first in range(end - 1, -1, -1):
+        longest = max(32, int(_LONG * self.length**0.5))
+        for first in range(end - 1, max(end - longest, 0) - 1, -1):
             total += self._bytes(call.inside[first].saved - saved)
             saved |= call.inside[first].saved
             size = total - self._bytes(saved & call.inside[first].taken)
             if size > self._most or first in self._scripted:
                 return
             yield size
-
-    def saved_by(self, place: int) -> Bytes:
-        """Bytes that one child saved."""
-        return max(self._bytes(call.inside[place].saved) for call in self._calls)
-
-    def taken_by(self, place: int) -> Bytes:
-        """Bytes that one child was called with."""
-        return max(self._bytes(call.inside[place].taken) for call in self._calls)
 
     def runs(self, places: range) -> list[_Run]:
         """Of a group."""
@@ -337,7 +347,7 @@ def names_of(model: nn.Module, units: Sequence[Unit]) -> list[str]:
     places = {name: place for place, name in enumerate(names.values())}
 
     def place(unit: Unit) -> int:
-        first = unit.module if unit.children is None else list(unit.module._modules.values())[unit.children[0]]
+        first = unit.module if unit.children is None else children_of(unit.module)[unit.children[0]]
         return places[names[first]]
 
     return [
@@ -355,5 +365,5 @@ def _all(calls: Sequence[Called]) -> Iterator[Called]:
 
 
 def _below(unit: Unit) -> set[nn.Module]:
-    children = list(unit.module._modules.values())
+    children = children_of(unit.module)
     return {part for place in unit.children or () for part in children[place].modules()}

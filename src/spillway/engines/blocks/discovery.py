@@ -10,6 +10,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -83,6 +84,7 @@ class Watch:
         finally:
             before.remove()
             after.remove()
+            cast(Any, torch_module)._global_forward_hooks_with_kwargs.pop(after.id, None)  # torch leaves it there
             self._inside.clear()
             for call, witness, version in self._witnesses:
                 call.written = call.written or witness._version != version
@@ -95,7 +97,7 @@ class Watch:
             call = Called(module)
             (self._inside[-1].inside if self._inside else self._forward).append(call)
             self._inside.append(call)
-            for tensor in args:
+            for tensor in () if _transformed() else args:
                 if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_inference():
                     self._witnesses.append((call, empty_witness(tensor), tensor._version))
 
@@ -104,7 +106,7 @@ class Watch:
         if module in self._mine and any(call.module is module for call in self._inside):
             while (call := self._inside.pop()).module is not module:
                 pass
-            for tensor in tree_leaves((args, rest[:-1])):
+            for tensor in () if _transformed() else tree_leaves((args, rest[:-1])):
                 if isinstance(tensor, Tensor) and tensor.layout is torch.strided and torch._C._has_storage(tensor):
                     call.taken.update(self._noted(tensor))
 
@@ -129,6 +131,11 @@ class Watch:
         if not self._keeps:
             return None
         return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` runs, in which tensors are none of the forward's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class BackwardInside(Exception):

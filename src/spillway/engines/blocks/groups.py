@@ -76,6 +76,11 @@ def group_named(model: nn.Module, name: str) -> Group | None:
     return None
 
 
+def children_of(module: nn.Module) -> list[nn.Module]:
+    """By their places: a module that stands at two of them is there twice."""
+    return [child for child in module._modules.values() if child is not None]
+
+
 def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
     """Whether a module is a `Sequential` that runs its children one after the other and does nothing besides.
 
@@ -91,7 +96,7 @@ def runs_children(module: nn.Module, *, behind_hook: bool = False) -> bool:
     return (
         isinstance(module, nn.Sequential)
         and getattr(own, "__func__", kind.forward) is nn.Sequential.forward
-        and kind.__iter__ is nn.Sequential.__iter__
+        and getattr(kind, "__iter__", None) is nn.Sequential.__iter__
         and None not in module._modules.values()
         and not is_compiled(module)
     )
@@ -109,7 +114,7 @@ class Grouped:
     def __init__(self, sequential: nn.Sequential, calls: Mapping[Group, Callable[[Any], Any]]) -> None:
         self._sequential = sequential
         self._plainly: Callable[..., Any] = sequential.forward
-        self._children = tuple(sequential._modules.values())
+        self._children = children_of(sequential)
         self._parts: list[Callable[[Any], Any]] = []
         place = 0
         for group in sorted(calls, key=lambda one: one.first):
