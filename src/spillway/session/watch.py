@@ -8,6 +8,7 @@ is read, and what the next block is expected to need is added. If that is too mu
  3. Blocks that hold something are revoked, fewest seconds per byte first, among alike ones the earliest: they come back
     last, when least is held beside them.
  4. What blocks will be recomputed on leaves as well, where anything does.
+ 5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
 Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
 like it runs inside the tensor engine.
@@ -69,6 +70,9 @@ HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
 """What they move are bytes that the backward reads, or what these are made of."""
 UNBOUNDED: Final[Bytes] = 1 << 62
+UNSEEN: Final = 0.25
+"""Per byte that autograd saves, what the first call under a selective action may keep beside that: in a layer of a
+transformer it is an eighth."""
 
 
 class Mark(NamedTuple):
@@ -307,7 +311,11 @@ class StepWatch:
         if not self.passes:
             return lambda: None
         now = self.passes[-1]
-        self._make_room(self._needs(now, number), number, known=now.knows(number))
+        needs, beside = self._needs(now, number)
+        self._make_room(needs + beside, number, known=now.knows(number))
+        if beside and self._budget.short(needs + beside) > 0:
+            self._engine.keep_nothing()
+            now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
 
     def block_ended(self, number: int) -> None:
@@ -374,6 +382,7 @@ class StepWatch:
         holds = 0 if number in one.revoked else max(report.resident_bytes - report.packed_bytes, 0)
         there = holds + call.there[0]
         own = 0 if report.kept_because else report.own_bytes
+        own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
             own += report.moved_bytes
         gradients = forecast.gradients[number]
@@ -408,10 +417,14 @@ class StepWatch:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")
 
-    def _needs(self, one: Pass, number: int) -> Bytes:
-        """Of the forward of a call."""
+    def _needs(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """Of the forward of a call, and what it keeps besides under a selective action."""
         forecast = one.forecast
-        return forecast.working[number] + forecast.saved[number] if forecast is not None and one.knows(number) else 0
+        if forecast is None or not one.knows(number):
+            return 0, 0
+        saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
+        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        return forecast.working[number] + saved, beside
 
     def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> None:
         """Have so many bytes free, as far as anything can give way.

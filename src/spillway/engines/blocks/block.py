@@ -94,6 +94,8 @@ class CallReport:
     """Storages of the tensors that the block was called with."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    beside_bytes: Bytes = 0
+    """Of these, storages that autograd did not save: the block needs them on top while it runs, both times."""
     moved_bytes: Bytes = 0
     """Storages that were sent away, each once."""
     packed_bytes: Bytes = 0

@@ -196,6 +196,7 @@ class BlockEngine:
         )  # fmt: skip
         self.options = options
         self._reports: list[CallReport] = []
+        self._beginning: tuple[Block, CallReport]
         self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
         self.bypassed = False
@@ -326,6 +327,15 @@ class BlockEngine:
         """How many calls have begun since the model's forward last began."""
         return len(self._reports)
 
+    def beside_share(self, unknown: float) -> float:
+        """Of the call that begins, per byte that autograd saves in it: what a selective action keeps beside that. By
+        what calls of such blocks kept; until there was one it is unknown."""
+        return self._runtime.beside.get(type(self._beginning[0].module), unknown)
+
+    def keep_nothing(self) -> None:
+        """Of the call that begins: it is recomputed, whatever its action was to be."""
+        self._beginning[1].action = Action.RECOMPUTE
+
     def module(self, number: int) -> nn.Module:
         """Whose call it was, by its number."""
         return self._modules[self._reports[number].block]
@@ -426,6 +436,7 @@ class BlockEngine:
         rehearses = self.rehearses and not block.may_communicate()
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._reports)
+        self._beginning = block, report
         reached = observer.block_begins(number) if observer is not None else None
         call = BlockCall(self._runtime, block, report, self._runtime.call, self._options[report.action])
         self._reports.append(report)
