@@ -312,8 +312,8 @@ class StepWatch:
             return lambda: None
         now = self.passes[-1]
         needs, beside = self._needs(now, number)
-        self._make_room(needs + beside, number, known=now.knows(number))
-        if beside and self._budget.short(needs + beside) > 0:
+        fits = self._make_room(needs + beside, number, known=now.knows(number))
+        if beside and not fits:
             self._engine.keep_nothing()
             now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
@@ -426,8 +426,8 @@ class StepWatch:
         beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
         return forecast.working[number] + saved, beside
 
-    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> None:
-        """Have so many bytes free, as far as anything can give way.
+    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
+        """Have so many bytes free, as far as anything can give way; whether they are.
 
         Args:
             needed: Above what is there.
@@ -446,7 +446,7 @@ class StepWatch:
             self._taken()
             over = self._budget.short(0)
         if over <= 0:
-            return
+            return True
         self._give_way(over, running)
         self._budget.claim(0)
         taken = self._taken()
@@ -457,6 +457,7 @@ class StepWatch:
                 self._budget.observe(most, peak=highest)
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
+        return self._budget.short(needed) <= 0
 
     def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
         """So many bytes are too many (see the note at the top)."""
