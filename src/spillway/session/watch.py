@@ -311,7 +311,7 @@ class StepWatch:
         if not self.passes:
             return lambda: None
         now = self.passes[-1]
-        needs, beside = self._needs(now, number)
+        needs, beside = self._going_forward(now, number)
         fits = self._make_room(needs + beside, number, known=now.knows(number))
         if beside and not fits:
             self._engine.keep_nothing()
@@ -348,8 +348,9 @@ class StepWatch:
             self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
         one.revocable.pop(number, None)
         call = one.ended[number]
-        needs, _ = self._going_back(one, number)
-        self._make_room(needs, number, known=one.knows(number), running=call)
+        self._taken()
+        expected, returning = self._going_back(one, number)
+        self._make_room(self._needs(expected, returning), number, known=one.knows(number), running=call)
         if plan.comes_in:
             call.start_in()  # what compute is about to wait for is the first of all copies
             self._read_ahead(one, number)
@@ -357,36 +358,50 @@ class StepWatch:
     def _read_ahead(self, one: Pass, number: int) -> None:
         """Begin the copies in that are due at the beginning of a call's backward."""
         due = {call for call, at in enumerate(one.decision.plan.comes_in[:number]) if at >= number}
-        self._taken()
-        free = self._free() + self._budget.claimed
-        room, more = UNBOUNDED, 0  # more than now, when the backward comes to a call
-        for call in range(number, min(due, default=number) - 1, -1):
+        if not due:
+            return
+        taken = self._taken()
+        allowed = self._budget.allowed - coarse(self._budget.allowed)
+        passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
+        for call in range(number, min(due) - 1, -1):
             if call not in one.ended:
                 continue  # a plan for more calls than there were
             if call in due:
                 begun = one.ended[call].start_in(max(room, 0))
-                room, more = room - begun, more + begun
+                room -= begun
                 if not one.ended[call].there[1]:
                     return
-            needs, leaves = self._going_back(one, call)
-            room = min(room, free - more - needs)
-            more += leaves
+            expected, returning = self._going_back(one, call)
+            most = max(expected - passed, taken + returning if call == number else 0)
+            room = min(room, allowed - most)
+            passed += one.ended[call].there[0]
 
     def _going_back(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
-        """What the backward of a call needs above what is there when it begins, and how much more than then is there
-        when it has ended; 0 where that is not forecast."""
+        """What is expected to be taken at most while a call goes backward, and what will return of it that is not there
+        yet; 0 where that is not forecast."""
         forecast = one.forecast
         if forecast is None or not one.knows(number):
             return 0, 0
         call, report = one.ended[number], one.ended[number].report
-        holds = 0 if number in one.revoked else max(report.resident_bytes - report.packed_bytes, 0)
-        there = holds + call.there[0]
+        there = call.there[0]
         own = 0 if report.kept_because else report.own_bytes
         own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
             own += report.moved_bytes
-        gradients = forecast.gradients[number]
-        return forecast.working[number] + gradients + max(own - there, 0), gradients - there
+        holds = 0 if number in one.revoked else max(report.resident_bytes, 0)
+        created = sum(forecast.gradients[number:]) if one.missing else 0
+        expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
+        return expected, max(own - holds - there, 0)
+
+    def _beside(self, one: Pass, forecast: Forecast, number: int) -> Bytes:
+        """What is expected to be taken beside what a call saves, works with and creates: what earlier ones hold, and
+        what is on its way out, or came in ahead."""
+        held = sum(one.holds(call) for call in one.ended if call < number)
+        return one.resident + forecast.rest + held + self._engine.leaving_bytes + self._engine.arrived_bytes
+
+    def _needs(self, expected: Bytes, surely: Bytes) -> Bytes:
+        """Above what is taken now; so much surely, if more is taken than was expected."""
+        return max(expected - self._budget.resident, surely)
 
     def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
@@ -417,14 +432,15 @@ class StepWatch:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")
 
-    def _needs(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
-        """Of the forward of a call, and what it keeps besides under a selective action."""
+    def _going_forward(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """What a call needs above what is there, and what it keeps besides under a selective action."""
         forecast = one.forecast
         if forecast is None or not one.knows(number):
             return 0, 0
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
         beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
-        return forecast.working[number] + saved, beside
+        self._taken()
+        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
     def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
         """Have so many bytes free, as far as anything can give way; whether they are.

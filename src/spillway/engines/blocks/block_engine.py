@@ -120,12 +120,12 @@ class HeldCall:
 
     @property
     def there(self) -> tuple[Bytes, bool]:
-        """Of what was sent away or compressed, the bytes that are in memory or on their way there, and whether that is
-        all."""
+        """Of what was sent away, the bytes that are in memory or on their way there, and whether that is all."""
         with self._lock:
             call = self._call()
             sources = call.waiting() if call is not None else []
-            return sum(one.nbytes for one in sources if not one.absent), not any(one.absent for one in sources)
+            here = sum(one.nbytes for one in sources if one.sent and not one.absent)
+            return here, not any(one.absent for one in sources)
 
 
 @final
@@ -289,6 +289,11 @@ class BlockEngine:
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
         return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
+
+    @property
+    def arrived_bytes(self) -> Bytes:
+        """Bytes that are here, or coming, before the backward has asked for them."""
+        return self._runtime.store.arrived_bytes if self._runtime.store is not None else 0
 
     @property
     def transfers(self) -> tuple[int, Bytes, Bytes, Seconds, Seconds]:
