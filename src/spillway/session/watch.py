@@ -333,6 +333,8 @@ class StepWatch:
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
             held = sum(map(now.holds, now.ended)) + self._engine.leaving_bytes
+            if not call.report.action.recomputes and number not in now.revoked:
+                held += call.report.result_bytes  # which nobody holds through the turn where the block is recomputed
             beside = self._taken() - now.resident - held
             self._make_room(max(forecast.turn - beside, 0), number, known=True)
 

@@ -90,6 +90,8 @@ class CallReport:
     """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
     own_bytes: Bytes = 0
     """Those of them that are neither arguments nor results of the block."""
+    result_bytes: Bytes = 0
+    """Those of them that are results and no arguments: held by the next block as well, where there is one."""
     argument_bytes: Bytes = 0
     """Storages of the tensors that the block was called with."""
     kept_bytes: Bytes = 0

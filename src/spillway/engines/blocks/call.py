@@ -416,6 +416,8 @@ class BlockCall:
         self.report.own_bytes = sum(
             nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
         )
+        results = self._outputs - arguments.keys()
+        self.report.result_bytes = sum(nbytes for key, nbytes in alive.items() if key in results)
         if self.selection is not None and self.report.own_bytes:
             shares, kind = self.runtime.beside, type(self.block.module)
             shares[kind] = max(shares.get(kind, 0.0), self.report.beside_bytes / self.report.own_bytes)

@@ -398,11 +398,12 @@ def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> 
 
 def start_in(sources: Iterable[Spilled], most: Bytes | None) -> Bytes:
     """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
-    coming = 0
+    sources = list(sources)
+    coming = sum(source.nbytes for source in sources if source.ahead)
     for source in sources:
         if source.absent and (most is None or coming + source.nbytes <= most):
             source.start_in()
-        coming += source.nbytes * source.ahead
+            coming += source.nbytes * source.ahead
     return coming
 
 
