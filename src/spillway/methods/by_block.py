@@ -36,6 +36,8 @@ class BlockSample:
     """Parameter gradients that its backward creates; 0 where the step begins with them."""
     action: Action = Action.RECOMPUTE
     """What became of it."""
+    leaving: Bytes = 0
+    """Of `nbytes`, what leaves where the block is offloaded."""
     inputs: Bytes = 0
     """Of what it was called with, what nobody else holds once its forward has ended: that could leave."""
     holds_result: Bytes = 0

@@ -8,6 +8,7 @@ is read, and what the next block is expected to need is added. If that is too mu
  3. Blocks that hold something are revoked, fewest seconds per byte first, among alike ones the earliest: they come back
     last, when least is held beside them.
  4. What blocks will be recomputed on leaves as well, where anything does.
+ 5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
 
 Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
 like it runs inside the tensor engine.
@@ -71,6 +72,9 @@ HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
 RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
 """What they move are bytes that the backward reads, or what these are made of."""
 UNBOUNDED: Final[Bytes] = 1 << 62
+UNSEEN: Final = 0.25
+"""Per byte that autograd saves, what the first call under a selective action may keep beside that: in a layer of a
+transformer it is an eighth."""
 
 
 class Mark(NamedTuple):
@@ -313,7 +317,11 @@ class StepWatch:
         if not self.passes:
             return lambda: None
         now = self.passes[-1]
-        self._make_room(self._needs(now, number), number, known=now.knows(number))
+        needs, beside = self._going_forward(now, number)
+        fits = self._make_room(needs + beside, number, known=now.knows(number))
+        if beside and not fits:
+            self._engine.keep_nothing()
+            now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
 
     def block_ended(self, number: int) -> None:
@@ -331,6 +339,8 @@ class StepWatch:
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
             held = sum(map(now.holds, now.ended)) + self._engine.leaving_bytes
+            if not call.report.action.recomputes and number not in now.revoked:
+                held += call.report.result_bytes  # which nobody holds through the turn where the block is recomputed
             beside = self._taken() - now.resident - held
             self._make_room(max(forecast.turn - beside, 0), number, known=True)
 
@@ -346,8 +356,9 @@ class StepWatch:
             self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
         one.revocable.pop(number, None)
         call = one.ended[number]
-        needs, _ = self._going_back(one, number)
-        self._make_room(needs, number, known=one.knows(number), running=call)
+        self._taken()
+        expected, returning = self._going_back(one, number)
+        self._make_room(self._needs(expected, returning), number, known=one.knows(number), running=call)
         if plan.comes_in:
             call.start_in()  # what compute is about to wait for is the first of all copies
             self._read_ahead(one, number)
@@ -355,35 +366,50 @@ class StepWatch:
     def _read_ahead(self, one: Pass, number: int) -> None:
         """Begin the copies in that are due at the beginning of a call's backward."""
         due = {call for call, at in enumerate(one.decision.plan.comes_in[:number]) if at >= number}
-        self._taken()
-        free = self._free() + self._budget.claimed
-        room, more = UNBOUNDED, 0  # more than now, when the backward comes to a call
-        for call in range(number, min(due, default=number) - 1, -1):
+        if not due:
+            return
+        taken = self._taken()
+        allowed = self._budget.allowed - coarse(self._budget.allowed)
+        passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
+        for call in range(number, min(due) - 1, -1):
             if call not in one.ended:
                 continue  # a plan for more calls than there were
             if call in due:
                 begun = one.ended[call].start_in(max(room, 0))
-                room, more = room - begun, more + begun
+                room -= begun
                 if not one.ended[call].there[1]:
                     return
-            needs, leaves = self._going_back(one, call)
-            room = min(room, free - more - needs)
-            more += leaves
+            expected, returning = self._going_back(one, call)
+            most = max(expected - passed, taken + returning if call == number else 0)
+            room = min(room, allowed - most)
+            passed += one.ended[call].there[0]
 
     def _going_back(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
-        """What the backward of a call needs above what is there when it begins, and how much more than then is there
-        when it has ended; 0 where that is not forecast."""
+        """What is expected to be taken at most while a call goes backward, and what will return of it that is not there
+        yet; 0 where that is not forecast."""
         forecast = one.forecast
         if forecast is None or not one.knows(number):
             return 0, 0
         call, report = one.ended[number], one.ended[number].report
-        holds = 0 if number in one.revoked else max(report.resident_bytes - report.packed_bytes, 0)
-        there = holds + call.there[0]
+        there = call.there[0]
         own = 0 if report.kept_because else report.own_bytes
+        own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
             own += report.moved_bytes
-        gradients = forecast.gradients[number]
-        return forecast.working[number] + gradients + max(own - there, 0), gradients - there
+        holds = 0 if number in one.revoked else max(report.resident_bytes, 0)
+        created = sum(forecast.gradients[number:]) if one.missing else 0
+        expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
+        return expected, max(own - holds - there, 0)
+
+    def _beside(self, one: Pass, forecast: Forecast, number: int) -> Bytes:
+        """What is expected to be taken beside what a call saves, works with and creates: what earlier ones hold, and
+        what is on its way out, or came in ahead."""
+        held = sum(one.holds(call) for call in one.ended if call < number)
+        return one.resident + forecast.rest + held + self._engine.leaving_bytes + self._engine.arrived_bytes
+
+    def _needs(self, expected: Bytes, surely: Bytes) -> Bytes:
+        """Above what is taken now; so much surely, if more is taken than was expected."""
+        return max(expected - self._budget.resident, surely)
 
     def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
@@ -414,13 +440,18 @@ class StepWatch:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")
 
-    def _needs(self, one: Pass, number: int) -> Bytes:
-        """Of the forward of a call."""
+    def _going_forward(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """What a call needs above what is there, and what it keeps besides under a selective action."""
         forecast = one.forecast
-        return forecast.working[number] + forecast.saved[number] if forecast is not None and one.knows(number) else 0
+        if forecast is None or not one.knows(number):
+            return 0, 0
+        saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
+        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        self._taken()
+        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
-    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> None:
-        """Have so many bytes free, as far as anything can give way.
+    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
+        """Have so many bytes free, as far as anything can give way; whether they are.
 
         Args:
             needed: Above what is there.
@@ -439,7 +470,7 @@ class StepWatch:
             self._taken()
             over = self._budget.short(0)
         if over <= 0:
-            return
+            return True
         self._give_way(over, running)
         self._budget.claim(0)
         taken = self._taken()
@@ -450,6 +481,7 @@ class StepWatch:
                 self._budget.observe(most, peak=highest)
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
+        return self._budget.short(needed) <= 0
 
     def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
         """So many bytes are too many (see the note at the top)."""
@@ -705,6 +737,7 @@ class _Measured:
                 working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
                 action=one.decision.plan.action(number),
+                leaving=0 if call.kept_because else call.leaving_bytes,
                 inputs=sum(nbytes for key, nbytes in call.inputs if named[key] == 1),
                 holds_result=call.result_bytes,
                 kept=call.kept_bytes if call.skipped_ops else 0,

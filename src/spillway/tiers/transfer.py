@@ -146,6 +146,11 @@ class SpilledStorage:
         return self._transfer.nbytes
 
     @property
+    def sent(self) -> bool:
+        """Whether it was sent away, wherever its bytes are now."""
+        return True
+
+    @property
     def absent(self) -> bool:
         """Whether the bytes are neither in memory nor on their way there."""
         return self._transfer.source is None and self._transfer.arrival is None
@@ -201,11 +206,17 @@ class Store:
         renew_in_children(self, "_lock")
         self._leaving: deque[Transfer] = deque()
         self._dead: deque[Transfer] = deque()
+        self._arrivals: set[Transfer] = set()
 
     @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of the storages whose copies out are not done: they are resident."""
         return sum(transfer.nbytes for transfer in tuple(self._leaving) if transfer.source is not None)
+
+    @property
+    def arrived_bytes(self) -> Bytes:
+        """Bytes that are here, or coming, before anybody asked for them: they are resident."""
+        return sum(transfer.nbytes for transfer in tuple(self._arrivals) if transfer.arrival is not None)
 
     def begin_block(self) -> None:
         """A block is about to send what it holds.
@@ -252,7 +263,7 @@ class Store:
         source = transfer.source  # once: a worker may let go of it at any moment
         if source is not None:
             return source
-        arrival, transfer.arrival = transfer.arrival, None
+        arrival = self._taken(transfer)
         began = time.perf_counter()
         try:
             storage = self._lanes.finish_in(transfer, arrival)
@@ -269,16 +280,23 @@ class Store:
                 transfer.arrival = self._lanes.start_in(transfer)
             except (SpillError, RuntimeError):  # no room in the queue, or no memory: later then
                 return
+            self._arrivals.add(transfer)
+
+    def _taken(self, transfer: Transfer) -> Any:
+        """What was read ahead, which is nobody else's from here on; None without."""
+        arrival, transfer.arrival = transfer.arrival, None
+        self._arrivals.discard(transfer)
+        return arrival
 
     def drop_arrival(self, transfer: Transfer) -> None:
         """Nobody wants what was read ahead."""
-        arrival, transfer.arrival = transfer.arrival, None
+        arrival = self._taken(transfer)
         if arrival is not None:
             self._lanes.abandon(arrival)
 
     def forget_arrival(self, transfer: Transfer) -> None:
         """Its memory is wanted more than what was read ahead, which can be read again."""
-        arrival, transfer.arrival = transfer.arrival, None
+        arrival = self._taken(transfer)
         if arrival is not None:
             with self._waiting_for_room():
                 self._lanes.take_back(arrival)

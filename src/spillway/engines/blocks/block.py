@@ -90,6 +90,10 @@ class CallReport:
     """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
     own_bytes: Bytes = 0
     """Those of them that are neither arguments nor results of the block."""
+    result_bytes: Bytes = 0
+    """Those of them that are results and no arguments: held by the next block as well, where there is one."""
+    leaving_bytes: Bytes = 0
+    """Those of these that leave where it is offloaded."""
     argument_bytes: Bytes = 0
     """Storages of the tensors that the block was called with."""
     inputs: tuple[tuple[int, Bytes], ...] = ()
@@ -98,6 +102,8 @@ class CallReport:
     """Storages that autograd saved inside and the block handed on."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    beside_bytes: Bytes = 0
+    """Of these, storages that autograd did not save: the block needs them on top while it runs, both times."""
     moved_bytes: Bytes = 0
     """Storages that were sent away, each once."""
     packed_bytes: Bytes = 0

@@ -121,12 +121,12 @@ class HeldCall:
 
     @property
     def there(self) -> tuple[Bytes, bool]:
-        """Of what was sent away or compressed, the bytes that are in memory or on their way there, and whether that is
-        all."""
+        """Of what was sent away, the bytes that are in memory or on their way there, and whether that is all."""
         with self._lock:
             call = self._call()
             sources = call.waiting() if call is not None else []
-            return sum(one.nbytes for one in sources if not one.absent), not any(one.absent for one in sources)
+            here = sum(one.nbytes for one in sources if one.sent and not one.absent)
+            return here, not any(one.absent for one in sources)
 
 
 @final
@@ -199,6 +199,7 @@ class BlockEngine:
         )  # fmt: skip
         self.options = options
         self._reports: list[CallReport] = []
+        self._beginning: tuple[Block, CallReport]
         self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
         self.bypassed = False
@@ -301,6 +302,11 @@ class BlockEngine:
         return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
 
     @property
+    def arrived_bytes(self) -> Bytes:
+        """Bytes that are here, or coming, before the backward has asked for them."""
+        return self._runtime.store.arrived_bytes if self._runtime.store is not None else 0
+
+    @property
     def transfers(self) -> tuple[int, Bytes, Bytes, Seconds, Seconds]:
         """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited: for room,
         until something was out, and for data, until something was in."""
@@ -340,6 +346,15 @@ class BlockEngine:
     def begun(self) -> int:
         """How many calls have begun since the model's forward last began."""
         return len(self._reports)
+
+    def beside_share(self, unknown: float) -> float:
+        """Of the call that begins, per byte that autograd saves in it: what a selective action keeps beside that. By
+        what calls of such blocks kept; until there was one it is unknown."""
+        return self._runtime.beside.get(type(self._beginning[0].module), unknown)
+
+    def keep_nothing(self) -> None:
+        """Of the call that begins: it is recomputed, whatever its action was to be."""
+        self._beginning[1].action = Action.RECOMPUTE
 
     def module(self, number: int) -> nn.Module:
         """Whose call it was, by its number."""
@@ -455,6 +470,7 @@ class BlockEngine:
         rehearses = self.rehearses and not block.may_communicate()
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._reports)
+        self._beginning = block, report
         reached = observer.block_begins(number) if observer is not None else None
         call = BlockCall(self._runtime, block, report, self._runtime.call, self._options[report.action])
         self._reports.append(report)

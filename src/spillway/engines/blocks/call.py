@@ -107,6 +107,8 @@ class BlockRuntime:
         self.store: Store | None = None
         self.sent = 0
         """How many calls have sent something away."""
+        self.beside: dict[type, float] = {}
+        """By the class of a block, the most that a selective action kept and autograd did not save, per byte saved."""
         self._open_store = open_store
         self._away: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
         self._local = _Local()
@@ -413,9 +415,17 @@ class BlockCall:
         self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
         handed_on = alive.keys() & self._outputs - arguments.keys()
         self.report.result_bytes = sum(alive[key] for key in handed_on)
-        self.report.own_bytes = sum(
-            nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
-        )
+        if self.selection is not None:
+            self.report.beside_bytes = self.selection.nbytes(self._shared_with_others() | alive.keys())
+        own = {key: nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()}
+        self.report.own_bytes = sum(own.values())
+        leave = {saved.address() for saved in living if may_leave(saved.value)}
+        self.report.leaving_bytes = sum(nbytes for key, nbytes in own.items() if key in leave)
+        results = self._outputs - arguments.keys()
+        self.report.result_bytes = sum(nbytes for key, nbytes in alive.items() if key in results)
+        if self.selection is not None and self.report.own_bytes:
+            shares, kind = self.runtime.beside, type(self.block.module)
+            shares[kind] = max(shares.get(kind, 0.0), self.report.beside_bytes / self.report.own_bytes)
 
     # --------------------------------------------------------------------------------------------------- giving up
 

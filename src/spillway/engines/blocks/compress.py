@@ -55,6 +55,11 @@ class CompressedStorage:
         return self._packing.exact
 
     @property
+    def sent(self) -> bool:
+        """Whether the compressed form was sent away, wherever it is now."""
+        return self._away is not None
+
+    @property
     def absent(self) -> bool:
         """Whether not even the compressed form is in memory, or on its way there."""
         return self._away is not None and self._away.absent

@@ -398,16 +398,22 @@ def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> 
 
 def start_in(sources: Iterable[Spilled], most: Bytes | None) -> Bytes:
     """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
-    coming = 0
+    sources = list(sources)
+    coming = sum(source.nbytes for source in sources if source.ahead)
     for source in sources:
         if source.absent and (most is None or coming + source.nbytes <= most):
             source.start_in()
-        coming += source.nbytes * source.ahead
+            coming += source.nbytes * source.ahead
     return coming
 
 
 def _movable(tensor: Tensor, store: Store) -> bool:
-    return _is_plain(tensor) and store.takes(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST
+    return store.takes(tensor) and may_leave(tensor)
+
+
+def may_leave(value: Any) -> bool:
+    """Whether it is a tensor whose storage could wait elsewhere, and is worth that."""
+    return isinstance(value, Tensor) and _is_plain(value) and value.untyped_storage().nbytes() >= SMALLEST
 
 
 def _is_plain(tensor: Tensor) -> bool:

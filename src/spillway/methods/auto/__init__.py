@@ -14,7 +14,7 @@ After these every size has its plan: sizes within `BUCKET` of each other share t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor, log
+from math import ceil, floor, log
 from types import MappingProxyType
 from typing import Final, Self, final
 
@@ -77,8 +77,8 @@ class Auto(AbstractBlockMethod):
         """By bucket, with how often they were used."""
         self._largest: dict[InputSize, InputSize] = {}
         """Of each bucket, the largest numbers that were seen in it."""
-        self._over: dict[InputSize, Bytes] = {}
-        """By how much a step took more than its plan said, at most."""
+        self._over = 0.0
+        """By which share of it steps took more than their plans said, at most."""
         self.made = 0
         """Plans so far."""
 
@@ -164,9 +164,8 @@ class Auto(AbstractBlockMethod):
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
 
     def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
-        over = self._over.get(size, 0)
-        margin = over if size in self._measured else max(over, int(MARGIN * available))
-        problem = self.problem(size, max(available - margin, 0))
+        margin = self._over if size in self._measured else max(self._over, MARGIN)
+        problem = self.problem(size, int(available / (1 + margin)))
         found = plan(problem, effort=effort)
         self.made += 1
         blocks = problem.blocks[:-1]
@@ -178,7 +177,7 @@ class Auto(AbstractBlockMethod):
             size=size,
             actions=tuple(option.action for option in chosen),
             otherwise=Action.RECOMPUTE,
-            projected=found.outcome.peak + over,
+            projected=ceil(found.outcome.peak * (1 + self._over)),
             available=available,
             seconds=found.outcome.seconds - problem.plain,
             smallest=min(gone, default=0),
@@ -197,8 +196,7 @@ class Auto(AbstractBlockMethod):
         changed |= self._menus.take(step, blocks, forecast)
         planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
         if planned is not None and not collecting and step.peak > planned.projected > 0:
-            over = step.peak - planned.projected + self._over.get(planned.size, 0)
-            self._over[planned.size], changed = over, True
+            self._over, changed = (1 + self._over) * step.peak / planned.projected - 1, True
         if changed:
             self._plans.clear()
         self._steps += collecting

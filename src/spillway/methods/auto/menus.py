@@ -21,8 +21,9 @@ from spillway.methods.by_block import BlockSample, Forecast, InputSize, StepSamp
 from spillway.methods.mimose.estimator import Estimate, Laws
 from spillway.units import Bytes, Seconds
 
-Like: TypeAlias = tuple[Bytes, Bytes, Bytes, bool]
-"""What a block saves, is called with and keeps selectively, and whether its input can leave."""
+Like: TypeAlias = tuple[Bytes, Bytes, Bytes, Bytes, bool]
+"""What a block saves, what of that could leave, what it is called with and keeps selectively, and whether its input can
+leave."""
 
 OFF: Final = 0.15
 """A rate is another one when it has changed by more than this share."""
@@ -80,6 +81,7 @@ class Menus:
         self._batched = batched
         self._laws: Laws = {}
         self._inputs: dict[int, Estimate] = {}
+        self._leaving: dict[int, Estimate] = {}
         self._kept: dict[int, Estimate] = {}
         self._stays: set[int] = set()
         """Blocks whose input stays where the one before them is kept."""
@@ -100,6 +102,7 @@ class Menus:
         for sample in blocks:
             if not moved:
                 self._estimate(self._inputs, sample.block).observe(sample.size, sample.inputs)
+                self._estimate(self._leaving, sample.block).observe(sample.size, sample.leaving)
                 if sample.holds_result:
                     self._stays.add(sample.block + 1)
             if sample.action.selects and sample.kept:
@@ -144,7 +147,13 @@ class Menus:
         calls = range(len(forecast.saved))
         inputs = [self._at(self._inputs, call, size) for call in calls]
         kept = self._kept_at(forecast, inputs, size)
-        likes = [(forecast.saved[call], inputs[call], kept[call], call not in self._stays) for call in calls]
+        likes = [
+            (
+                forecast.saved[call], min(self._at(self._leaving, call, size), forecast.saved[call]), inputs[call],
+                kept[call], call not in self._stays,
+            )
+            for call in calls
+        ]  # fmt: skip
         alike: dict[Like, list[int]] = {}
         for call, like in enumerate(likes):
             alike.setdefault(like, []).append(call)
@@ -178,7 +187,7 @@ class Menus:
 
     def _costs(self, like: Like, alike: Sequence[int], forecast: Forecast) -> _Costs:
         """Of blocks of one kind, from all that is known of any of them."""
-        saved, _, kept, _ = like
+        saved, _, _, kept, _ = like
         forward = sum(forecast.seconds[call] for call in alike) / len(alike)
         again = self._again.of(alike, 1.0) * forward
         slower = self._slower.of(alike, 0.0) * forward
@@ -211,14 +220,14 @@ def _block(
     kind: int, like: Like, need: Bytes, gradients: Bytes, costs: _Costs, *, moves: bool
 ) -> Block:  # fmt: skip
     """With its whole menu; `need` is what it takes beside what earlier blocks left and its gradients."""
-    saved, x, kept, leaves = like
+    saved, leaving, x, kept, leaves = like
     menu = [(Action.KEEP, x + saved, 0, 0.0, 0.0, 0)]
     if saved:
         menu.append((Action.RECOMPUTE, x, 0, 0.0, costs.again, 0))
-    if saved and moves:
-        menu.append((Action.OFFLOAD, x, saved, 0.0, 0.0, 0))
-        if leaves and x:
-            menu.append((Action.RECOMPUTE_OFFLOADED, 0, x, 0.0, costs.again, 0))
+    if leaving and moves:
+        menu.append((Action.OFFLOAD, x + saved - leaving, leaving, 0.0, 0.0, 0))
+    if saved and moves and leaves and x:
+menu.append((Action.RECOMPUTE_OFFLOADED, 0, x, 0.0, costs.again, 0))
     if costs.selected is not None:
         menu.append((Action.SELECTIVE, x + kept, 0, costs.slower, costs.selected, costs.extra))
         if moves:
