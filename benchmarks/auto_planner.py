@@ -113,7 +113,7 @@ def _instance(name: str, device: str, share: float, size: Size) -> Mapping[str, 
         "first_gap": 100 * (first - bound) / plain, "polish_gap": 100 * (polished - bound) / plain,
         "idle_gap": 100 * (idle - bound) / plain,
         "mimose": others["mimose"] / plain - 1 if others["mimose"] < inf else None,
-        "over_others": 100 * (first - min(others.values())) / plain,
+        "over_others": 100 * max(first - min(others.values()), 0.0) / plain,
         "phi": _phi(given, Action.OFFLOAD), "phi_selective": _phi(given, Action.SELECTIVE_OFFLOADED),
     }  # fmt: skip
 
