@@ -24,6 +24,10 @@ FILLED: Final = (
 """Prices, paces and shares of what is available with which choices are filled, the most useful first."""
 
 
+LABELS: Final = 64
+"""Ways to move fewer or more bytes that are followed where the host's memory is short."""
+
+
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
@@ -147,4 +151,25 @@ def least_held(clock: Clock, available: Bytes) -> list[int] | None:
         choice.append(option)
         held += resident
         moved += away
-    return choice if moved <= clock.host else None
+    return choice if moved <= clock.host else _within_host(clock, available)
+
+
+def _within_host(clock: Clock, available: Bytes) -> list[int] | None:
+    """The same where not everything that would be moved may be: by bytes moved, what holds least so far."""
+    labels: list[tuple[Bytes, Bytes, tuple[int, ...]]] = [(0, 0, ())]
+    for rows, gradients in zip(clock.rows, clock.gradients, strict=True):
+        found = sorted(
+            (moved + row[1], held + row[0], (*choice, option))
+            for moved, held, choice in labels
+            for option, row in enumerate(rows)
+            if moved + row[1] <= clock.host
+            and held + row[2] <= available
+            and held + gradients + row[3] <= available
+        )
+        labels = []
+        for label in found:
+            if not labels or label[1] < labels[-1][1]:
+                labels.append(label)
+        if len(labels) > LABELS:
+            labels = [labels[at * (len(labels) - 1) // (LABELS - 1)] for at in range(LABELS)]
+    return list(labels[-1][2]) if labels else None

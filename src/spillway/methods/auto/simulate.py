@@ -132,7 +132,7 @@ class Clock:
                 if begin > now:
                     room_stall += begin - now
                     now = begin
-                room -= int((out_free - now) * out_rate)
+                room -= int((out_free - now) * out_rate + 0.999)
             if room < least:
                 least = room
             now += forward
@@ -176,7 +176,7 @@ class Clock:
                 if begin > now:
                     room_stall += begin - now
                     now = begin
-                room -= int((out_free - now) * out_rate)
+                room -= int((out_free - now) * out_rate + 0.999)
             before = ends[number] - backward
             while pending >= 0 and (latest > before or early == number):
                 if early == number:
