@@ -109,7 +109,7 @@ class AutoPlanner(AbstractPlanner):
 class Choices:
     """Choices for one problem, and what they take."""
 
-    def __init__(self, problem: Problem, smallest: Bytes) -> None:
+    def __init__(self, problem: Problem, smallest: Bytes = SMALLEST) -> None:
         self._problem, self.blocks = problem, Blocks(problem.step, smallest)
         self._clock = PlanClock(problem.step, self.blocks.lives, problem.device)
         self._sizes = [storage.nbytes for storage in problem.step.storages]
