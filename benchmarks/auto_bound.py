@@ -25,8 +25,10 @@ Terms = list[tuple[int, float]]
 class Program:
     """Variables and rows. Bytes are shares of what is available, seconds of the plain step: tolerances are absolute."""
 
-    def __init__(self, problem: BlockProblem) -> None:
+    def __init__(self, problem: BlockProblem, *, whole: bool) -> None:
         self.problem = problem
+        self.whole = whole
+        """Whether a copy in has room for all of it or for nothing: tighter, with more that is undecided."""
         self.clock = Clock(problem)
         self.count = 0
         self.cost: list[float] = []
@@ -95,10 +97,10 @@ class Program:
             gradients = self.clock.gradients[number] * share
             own = [*before[number], *self._of(number, 3, share), (going, 1.0)]
             self._at_most([*own, (later[number], 1.0), *_minus(wanted)], 1.0 - gradients)
-            if number:
-                self._whole(number - 1, own, 1.0 - gradients, waits[1][number - 1])
+            if number and self.whole:
+                self._begun(number - 1, own, 1.0 - gradients, waits[1][number - 1])
 
-    def _whole(self, number: int, beside: Terms, room: float, wait: int) -> None:
+    def _begun(self, number: int, beside: Terms, room: float, wait: int) -> None:
         """A copy in either has all its room while the backward before its own runs, or takes all its time after it."""
         early, late = [], []
         for variable, row in zip(self.chosen[number], self.clock.rows[number], strict=True):
