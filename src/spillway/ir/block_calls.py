@@ -84,7 +84,8 @@ def block_calls(step: Step, lives: Sequence[Life] | None = None) -> tuple[BlockC
     everything = {value for kept in dropped.values() for value in kept}
     found = []
     for key, ops in called.items():
-        gaps = as_one(together(dropped[key], everything - dropped[key].keys(), step=step, lives=lives), step)
+        elsewhere = everything - dropped[key].keys()
+        gaps = as_one(together(dropped[key], elsewhere, step=step, lives=lives, inside=frozenset(ops)), step)
         storages = {step.values[gap.value].storage for gap in gaps}
         nbytes = sum(step.storages[storage].nbytes for storage in storages)
         if nbytes:

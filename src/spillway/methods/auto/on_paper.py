@@ -12,13 +12,14 @@ NOTE [From a choice to a plan]
     that are recomputed one by one until all fits. The fastest is improved by changes of one block, and of two, a
     counted number of times.
 
-A step without blocks, and a budget under which no choice fits, are left to planners that look at single values.
+A step without blocks, and a budget under which no choice fits, are left to planners that look at single values. They
+are asked as well where recomputing every block does not fit, and the faster plan is taken.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import inf
@@ -67,18 +68,27 @@ class AutoPlanner(AbstractPlanner):
         """Raises BudgetInfeasible if neither a choice of blocks nor anybody else fits."""
         if problem.step.plain_peak() <= problem.allowed:
             return problem.plan_with((), ())
-        tried = _Tried(problem, self.smallest)
-        if not tried.blocks.calls:
-            return self._instead(problem, tried.least(), "The step has no blocks, modules that it repeats")
-        found = tried.fastest()
+        tried = Choices(problem, self.smallest)
+        found = tried.fastest() if tried.blocks.calls else None
         if found is None:
-            return self._instead(problem, tried.least(), "No choice of blocks fits")
-        made = problem.plan_with(tried.stretched(found), tried.blocks.lives)
+            why = (
+                "No choice of blocks fits" if tried.blocks.calls else "The step has no blocks, modules that it repeats"
+            )
+            return self._instead(problem, tried.least(), why)
+        made = problem.plan_with(tried.gaps(found), tried.blocks.lives)
         counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
-        return replace(made, remark=f"Of {len(found)} blocks, {counts}.")
+        made = replace(made, remark=f"Of {len(found)} blocks, {counts}.")
+        if any(map(tried.fits, map(tried.blocks.everywhere, (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED)))):
+            return made
+        # What recomputing every block does not fit in is where an engine has to look inside blocks.
+        try:
+            other = self._instead(problem, tried.least(), "A block does not fit by itself")
+        except BudgetInfeasible:
+            return made
+        return other if tried.seconds_of(other.gaps) < tried.seconds(found) else made
 
     def _instead(self, problem: Problem, least: Account, why: str) -> Plan:
-        """By those that look at single values."""
+        """By the first that can of those that look at single values."""
         refused: BudgetInfeasible | None = None
         for planner in self.instead:
             try:
@@ -90,20 +100,16 @@ class AutoPlanner(AbstractPlanner):
         if refused is not None and refused.smallest_budget <= least.peak:
             raise refused
         raise BudgetInfeasible(
-            needed=least.peak,
-            allowed=problem.allowed,
-            op=problem.step.ops[least.fullest].name,
-            op_index=least.fullest % len(problem.step.ops),
-            smallest_budget=least.peak,
-            exact=False,
-        )
+            needed=least.peak, allowed=problem.allowed, op=problem.step.ops[least.fullest].name,
+            op_index=least.fullest % len(problem.step.ops), smallest_budget=least.peak, exact=False,
+        )  # fmt: skip
 
 
 @final
-class _Tried:
+class Choices:
     """Choices for one problem, and what they take."""
 
-    def __init__(self, problem: Problem, smallest: Bytes) -> None:
+    def __init__(self, problem: Problem, smallest: Bytes = SMALLEST) -> None:
         self._problem, self.blocks = problem, Blocks(problem.step, smallest)
         self._clock = PlanClock(problem.step, self.blocks.lives, problem.device)
         self._sizes = [storage.nbytes for storage in problem.step.storages]
@@ -113,7 +119,7 @@ class _Tried:
         """The fastest choice that fits; None if none does."""
         found = [self.repaired(choice, actions) for choice, actions in self._candidates()]
         fitting = [choice for choice in found if choice is not None]
-        return self._improved(min(fitting, key=self._seconds)) if fitting else None
+        return self._improved(min(fitting, key=self.seconds)) if fitting else None
 
     def _candidates(self) -> Iterator[tuple[Chosen, Collection[Action]]]:
         """Choices, and what may become of blocks where that does not fit."""
@@ -138,7 +144,7 @@ class _Tried:
         """The choice, with blocks given up until it fits; None if that cannot be."""
         tried: set[tuple[int, Action]] = set()
         while True:
-            counted = account(self._problem.step, self.blocks.gaps(choice), self.blocks.lives)
+            counted = self.counted(choice)
             over = counted.peak - self._problem.allowed
             if over <= 0:
                 return choice
@@ -181,15 +187,19 @@ class _Tried:
 
     def least(self) -> Account:
         """Of the step, under the action for every block with which it needs least."""
-        counts = (
-            account(self._problem.step, self.blocks.gaps(self.blocks.everywhere(action)), self.blocks.lives)
-            for action in MENU
-        )
-        return min(counts, key=lambda counted: counted.peak)
+        return min((self.counted(self.blocks.everywhere(action)) for action in MENU), key=lambda counted: counted.peak)
+
+    def counted(self, choice: Chosen) -> Account:
+        """Of the step, with no bytes on their way."""
+        return account(self._problem.step, self.blocks.gaps(choice), self.blocks.lives)
+
+    def fits(self, choice: Chosen) -> bool:
+        """Whether that is within the budget."""
+        return self.counted(choice).peak <= self._problem.allowed
 
     # ------------------------------------------------------------------ when copies run
 
-    def stretched(self, choice: Chosen) -> list[Gap]:
+    def gaps(self, choice: Chosen) -> list[Gap]:
         """Gaps that hold in the whole step, shortened by the time in which their copies run."""
         step, allowed = self._problem.step, self._problem.allowed
         gaps = self.blocks.gaps(choice)
@@ -237,12 +247,17 @@ class _Tried:
 
     # ------------------------------------------------------------------ what is faster
 
-    def _seconds(self, choice: Chosen) -> Seconds:
-        return self._clock.seconds(self.stretched(choice))
+    def seconds(self, choice: Chosen) -> Seconds:
+        """Of the step."""
+        return self.seconds_of(self.gaps(choice))
+
+    def seconds_of(self, gaps: Iterable[Gap]) -> Seconds:
+        """Of the step under these gaps, whose copies begin at their ops."""
+        return self._clock.seconds(gaps)
 
     def _improved(self, best: Chosen) -> Chosen:
         """By changes of one block and of two, the same for the same problem."""
-        drawn, seconds = Random(0), self._seconds(best)
+        drawn, seconds = Random(0), self.seconds(best)
         least = self._clock.begins[-1] * (1 + SAME)
         for _ in range(WORK // max(len(self._problem.step.ops), 1)):
             if seconds <= least:
@@ -250,8 +265,7 @@ class _Tried:
             tried = self._changed(best, drawn)
             if tried in self._known:
                 continue
-            fits = account(self._problem.step, self.blocks.gaps(tried), self.blocks.lives).peak <= self._problem.allowed
-            self._known[tried] = took = self._seconds(tried) if fits else inf
+            self._known[tried] = took = self.seconds(tried) if self.fits(tried) else inf
             if took < seconds * (1 - SAME):
                 best, seconds = tried, took
         return best

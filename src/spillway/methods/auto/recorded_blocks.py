@@ -107,7 +107,8 @@ class Blocks:
             yield Action.RECOMPUTE_OFFLOADED, self._way(call.gaps, around)
         results = _expensive(self.step, self.lives, call.kept)
         cheap = {value: kept for value, kept in call.kept.items() if value not in results}
-        again = as_one(together(cheap, elsewhere, step=self.step, lives=self.lives), self.step)
+        inside = frozenset(call.ops)
+        again = as_one(together(cheap, elsewhere, step=self.step, lives=self.lives, inside=inside), self.step)
         if again and len(again) < len(call.gaps):
             yield Action.SELECTIVE, self._way(again, ())
             back = {gap.value for gap in again}
