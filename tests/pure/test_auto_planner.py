@@ -80,7 +80,9 @@ def test_what_the_host_has_no_room_for_is_recomputed() -> None:
         short = replace(BERT, host=int(share * moved))
         planned = plan(short)
         assert planned.outcome.fits
-        assert sum(block.options[n].moved for block, n in zip(short.blocks, planned.choice, strict=True)) <= share * moved
+        assert (
+            sum(block.options[n].moved for block, n in zip(short.blocks, planned.choice, strict=True)) <= share * moved
+        )
 
 
 def test_more_effort_from_a_plan_is_never_slower() -> None:

@@ -418,7 +418,7 @@ class _Step(AbstractStep):
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
         self._paged = self._tries = False
-        """Whether every op is watched, and whether blocks are recomputed all the same, to see whether that is enough."""
+        """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
 
     @unheard_by_modes
     def begin(self) -> None:

@@ -53,6 +53,7 @@ from spillway.engines.blocks.saved import (
     compress_frozen,
     compress_saved,
     held_alone,
+    may_leave,
     send_frozen,
     send_saved,
     start_in,
@@ -413,8 +414,6 @@ class BlockCall:
         self.report.argument_bytes = sum(arguments.values())
         differentiable = {one.key for one in self.arguments() if one.needs_grad}
         self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
-        handed_on = alive.keys() & self._outputs - arguments.keys()
-        self.report.result_bytes = sum(alive[key] for key in handed_on)
         if self.selection is not None:
             self.report.beside_bytes = self.selection.nbytes(self._shared_with_others() | alive.keys())
         own = {key: nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()}

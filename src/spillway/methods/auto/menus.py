@@ -227,7 +227,7 @@ def _block(
     if leaving and moves:
         menu.append((Action.OFFLOAD, x + saved - leaving, leaving, 0.0, 0.0, 0))
     if saved and moves and leaves and x:
-menu.append((Action.RECOMPUTE_OFFLOADED, 0, x, 0.0, costs.again, 0))
+        menu.append((Action.RECOMPUTE_OFFLOADED, 0, x, 0.0, costs.again, 0))
     if costs.selected is not None:
         menu.append((Action.SELECTIVE, x + kept, 0, costs.slower, costs.selected, costs.extra))
         if moves:

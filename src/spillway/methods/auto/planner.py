@@ -162,9 +162,7 @@ def _within_host(clock: Clock, available: Bytes) -> list[int] | None:
             (moved + row[1], held + row[0], (*choice, option))
             for moved, held, choice in labels
             for option, row in enumerate(rows)
-            if moved + row[1] <= clock.host
-            and held + row[2] <= available
-            and held + gradients + row[3] <= available
+            if moved + row[1] <= clock.host and held + row[2] <= available and held + gradients + row[3] <= available
         )
         labels = []
         for label in found:
