@@ -23,7 +23,9 @@ def option(
     )
 
 
-def uniform(count: int, available: int, rate: float = 100.0, head: bool = True, host: int | None = None) -> BlockProblem:
+def uniform(
+    count: int, available: int, rate: float = 100.0, head: bool = True, host: int | None = None
+) -> BlockProblem:
     """Blocks of 100 bytes, 1 second forward and 2 backward, that are kept, recomputed on 10 bytes, or moved; and a head
     of no bytes that takes as long."""
     menu = (

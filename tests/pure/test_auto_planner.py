@@ -80,7 +80,9 @@ def test_what_the_host_has_no_room_for_is_recomputed() -> None:
         short = replace(BERT, host=int(share * moved))
         planned = plan(short)
         assert planned.outcome.fits
-        assert sum(block.options[n].moved for block, n in zip(short.blocks, planned.choice, strict=True)) <= share * moved
+        assert (
+            sum(block.options[n].moved for block, n in zip(short.blocks, planned.choice, strict=True)) <= share * moved
+        )
 
 
 def test_more_effort_from_a_plan_is_never_slower() -> None:
@@ -110,7 +112,7 @@ def test_work_is_counted() -> None:
     assert choice is not None
     before = clock.runs
     seconds = clock.seconds(clock.picked(choice))
-    better, reached = improve(clock, choice, seconds, 30)
+    reached, better = improve(clock, (seconds, choice), 30)
     assert reached <= seconds
     assert clock.runs <= before + 1 + 30
     assert simulate(BERT, better).seconds == reached
