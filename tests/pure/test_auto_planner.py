@@ -112,7 +112,7 @@ def test_work_is_counted() -> None:
     assert choice is not None
     before = clock.runs
     seconds = clock.seconds(clock.picked(choice))
-    better, reached = improve(clock, choice, seconds, 30)
+    reached, better = improve(clock, (seconds, choice), 30)
     assert reached <= seconds
     assert clock.runs <= before + 1 + 30
     assert simulate(BERT, better).seconds == reached
