@@ -215,12 +215,7 @@ class BlockEngine:
         self._fronts: dict[str, Hook | CompiledHook] = {}
         self._grouped: dict[nn.Module, Grouped] = {}
         try:
-            for sequential, own in by_sequential(groups):
-                self._group(sequential, own)
-            for name, module in self._modules.items():
-                if name not in groups:
-                    block = self._blocks[name] = Block(name, module, in_front_of(module))
-                    self._fronts[name] = self._install(module, partial(self._call, block))
+            self._take_over(groups)
             self._found = [self._blocks[name] for name in self.blocks]
             self._model_forward = model.forward
             self._install(model, self._forward)
@@ -411,14 +406,17 @@ class BlockEngine:
         hook.install()
         return hook
 
-    def _group(self, sequential: nn.Sequential, groups: Mapping[str, Group]) -> None:
-        """Have groups of its children run as blocks."""
-        for name, group in groups.items():
-            self._blocks[name] = Block(name, group.module, group.module.forward)
-        calls = {group: partial(self._call, self._blocks[name]) for name, group in groups.items()}
-        self._grouped[sequential] = Grouped(sequential, calls)
-        front = self._install(sequential, self._grouped[sequential])
-        self._fronts |= dict.fromkeys(groups, front)
+    def _take_over(self, groups: Mapping[str, Group]) -> None:
+        """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
+        for sequential, own in by_sequential(groups):
+            self._blocks |= {name: Block(name, group.module, group.module.forward) for name, group in own.items()}
+            calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
+            self._grouped[sequential] = Grouped(sequential, calls)
+            self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
+        for name, module in self._modules.items():
+            if name not in groups:
+                block = self._blocks[name] = Block(name, module, in_front_of(module))
+                self._fronts[name] = self._install(module, partial(self._call, block))
 
     def goes_on(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the model, for whoever calls what is behind all that stands in front of it: with groups of its
