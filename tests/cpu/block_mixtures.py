@@ -45,8 +45,8 @@ from tests.cpu.block_cases import (
     AnsweringModel,
     Averaging,
     Build,
-    CachingModel,
     Caching,
+    CachingModel,
     Case,
     Chain,
     Masked,
@@ -370,9 +370,7 @@ def in_a_session(seed: int) -> Verdict:
     except Exception as error:  # as above
         verdict.wrong = f"{type(error).__name__}: {error}"
         return verdict
-    for number, ((loss, state), (other, after), report) in enumerate(
-        zip(expected, found, memory.history, strict=True)
-    ):
+    for number, ((loss, state), (other, after), report) in enumerate(zip(expected, found, memory.history, strict=True)):
         unlike = "the loss differs" if loss != other else difference(state, after)
         if report.peak_bytes > budget:
             unlike = unlike or f"the peak of {report.peak_bytes} is over the budget of {budget}"
