@@ -88,8 +88,8 @@ COLUMNS: Final[Sequence[Column]] = (
 NOTES: Final = (
     "At a share of the way from the least that anything fits into to the peak of keeping everything: seconds over the "
     "plain step's, as a share of them. Mimose: Algorithm 1 on recompute alone, repaired by the clock; nothing where "
-    "all blocks recomputed do not fit. Gaps are points of the plain step over the dual bound of a mixed integer program "
-    "(HiGHS, within a time limit), which no plan of the clock can go under. Devices are figures on paper.",
+    "all blocks recomputed do not fit. Gaps are points of the plain step over the dual bound of a mixed integer "
+    "program (HiGHS, within a time limit), which no plan of the clock can go under. Devices are figures on paper.",
     "What `auto` is given: keep, recompute, offload, selective, and both of the recomputing ones with what they keep "
     "offloaded. The head can only be kept.",
 )
