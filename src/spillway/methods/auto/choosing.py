@@ -27,7 +27,7 @@ FILLED: Final = (
 WAITS: Final = 0.03
 """Of the plain step: where the best choice waits longer than that, more of them are tried at once."""
 
-MOVES: Final = 480
+MOVES: Final = 400
 """Moves that are simulated at first, over the number of blocks, so that few blocks take no less time than many."""
 
 ALONE: Final = 3
@@ -40,7 +40,7 @@ LABELS: Final = 64
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (5, 1, 20)
+    FIRST = (5, 1, 16)
     """Within the step that wants the plan."""
     POLISH = (10, 2, 150)
     """Between steps, when the size is met again."""

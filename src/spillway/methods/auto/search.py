@@ -9,7 +9,7 @@ from typing import Final, TypeAlias
 from spillway.methods.auto.simulate import Clock, Row
 from spillway.units import Bytes, Seconds
 
-DRAWN: Final = 12
+DRAWN: Final = 10
 """Moves that are drawn for each that is simulated; most are seen to gain nothing, or not to fit, without that."""
 
 

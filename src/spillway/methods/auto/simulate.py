@@ -132,6 +132,7 @@ class Clock:
                 if begin > now:
                     room_stall += begin - now
                     now = begin
+                # Rounded up, but for what the clock's own arithmetic leaves.
                 room -= int((out_free - now) * out_rate + 0.999)
             if room < least:
                 least = room
