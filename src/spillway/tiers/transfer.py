@@ -193,7 +193,7 @@ class Store:
         self.bytes_in: Bytes = 0
         """That came back so far, whoever asked."""
         self.room_seconds: Seconds = 0.0
-        """For which ops waited so far until something was out. On CUDA it is the device that waits, which nobody times."""
+        """For which ops waited so far until something was out. On CUDA the device waits, which nobody times."""
         self.data_seconds: Seconds = 0.0
         """And until something was in."""
         self._lanes = lanes
