@@ -101,6 +101,8 @@ class Pass:
     """Parameters that had no gradient then, by id."""
     ended: dict[int, HeldCall] = field(default_factory=dict)
     """Calls that have, by number."""
+    holds: dict[int, Bytes] = field(default_factory=dict)
+    """What each of them holds above what recomputing it would leave."""
     revocable: dict[int, HeldCall] = field(default_factory=dict)
     """Those of them that hold something (HOLDING), and that the backward has not come to."""
     revoked: set[int] = field(default_factory=set)
@@ -113,19 +115,13 @@ class Pass:
         """Whether it is forecast what a call needs."""
         return self.forecast is not None and number < len(self.forecast.saved)
 
-    def holds(self, number: int) -> Bytes:
-        """What a call that has ended holds above what recomputing it would leave."""
-        return 0 if number in self.revoked else max(self.ended[number].report.resident_bytes, 0)
-
     def held(self, before: int) -> Bytes:
-        """The same of all calls before one, less what they were called with and is nowhere in memory."""
-        calls = [call for call in self.ended if call < before]
+        """What all calls before one hold, less what they were called with and is nowhere in memory."""
         gone: dict[Any, Bytes] = {}
-        for call in calls:
-            report = self.ended[call].report
-            if report.moved_bytes and report.action not in RETURNING:
-                gone |= self.ended[call].inputs_gone()
-        return sum(map(self.holds, calls)) - sum(gone.values())
+        for number, call in self.ended.items():
+            if number < before and call.report.moved_bytes and call.report.action not in RETURNING:
+                gone |= call.inputs_gone()
+        return sum([held for number, held in self.holds.items() if number < before]) - sum(gone.values())
 
     @property
     def moves(self) -> bool:
@@ -337,6 +333,7 @@ class StepWatch:
         if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
         now.ended[number] = call = self._engine.call(number)
+        now.holds[number] = max(call.report.resident_bytes, 0)
         if now.decision.plan.action(number) in HOLDING:
             now.revocable[number] = call
         forecast = now.forecast
@@ -399,7 +396,7 @@ class StepWatch:
         own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
             own += report.moved_bytes
-        holds = one.holds(number)
+        holds = one.holds[number]
         created = sum(forecast.gradients[number:]) if one.missing else 0
         expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
         return expected, max(own - holds - there, 0)
@@ -510,7 +507,7 @@ class StepWatch:
         if over <= 0:
             return over
         found = [(one, number) for one in self.passes for number in one.revocable]
-        holds = [one.holds(number) for one, number in found]
+        holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
         for order in sorted(orders(holds, seconds)):
             if over <= 0:
@@ -519,6 +516,7 @@ class StepWatch:
             freed = one.revocable.pop(number).revoke()
             if freed:
                 one.revoked.add(number)
+                one.holds[number] = 0
             over -= freed
         return over
 
