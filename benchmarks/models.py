@@ -43,6 +43,16 @@ def built(name: str, **settings: Any) -> Any:
     return kind(kind.config_class(**settings))
 
 
+def built_as(dtype: torch.dtype, name: str, **settings: Any) -> Any:
+    """The same, with weights of that type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return built(name, **settings)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def encoder(layers: int, width: int) -> dict[str, Any]:
     """Settings of a BERT and the like, with heads of 64 and its attention scores in memory as the papers had them."""
     return {

@@ -16,6 +16,7 @@ from spillway.ir import Gap, Host, Kind, Phase, Plan, Recompute, Step, verify
 from spillway.ir.lives import lives_of
 from spillway.methods import AbstractPlanner, ImprovedWindow, Problem, Window, absent_bytes
 from spillway.methods.absent_bytes import Interval, fewest_bytes, waited_late
+from spillway.methods.plan_clock import PlanClock
 from spillway.methods.window import improved
 from spillway.simulation.simulated_engine import simulate
 from spillway.units import Bytes
@@ -229,7 +230,7 @@ def test_its_clock_agrees_with_the_simulated_engine() -> None:
         method = ImprovedWindow()
         for gaps in (method.window.plan(given_).gaps, *method._tried(given_, lives_of(step))):
             plan = Plan(step=step.digest(), allowed=given_.allowed, projected=given_.allowed, gaps=gaps)
-            reckoned = improved._seconds(step, lives_of(step), gaps, device)
+            reckoned = PlanClock(step, lives_of(step), device).seconds(gaps)
             assert reckoned == pytest.approx(seconds(plan, step, device), rel=0.02)
 
 

@@ -26,7 +26,7 @@ from spillway.ir.lives import kept_for_backward, lives_of
 from spillway.ir.step import Phase, Step
 from spillway.ir.timeline import Kind
 from spillway.memory.budget import UNLIMITED
-from spillway.methods.actions import Action
+from spillway.methods.actions import Action, is_expensive
 from spillway.methods.base import Problem
 from spillway.methods.graph_rewrite import GraphRewrite, compressed, run_twice
 from spillway.methods.planned import Planned
@@ -36,12 +36,6 @@ from spillway.units import Bytes, Seconds
 
 RECORDED: Final = (2, 3, 5)
 """Batch sizes whose steps are recorded: what is linear in the batch is found by two and checked by a third."""
-
-EXPENSIVE: Final = frozenset(
-    {"mm", "addmm", "convolution", "_scaled_mm", "_scaled_dot_product_flash_attention_for_cpu",
-     "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"}
-)  # fmt: skip
-"""Ops that selective methods do not run again, by the name before the overload: those of the block engine."""
 
 _KINDS: Final[Mapping[Kind, str]] = {
     Kind.PARAMETER: "parameters", Kind.GRADIENT: "gradients", Kind.OPTIMIZER_STATE: "optimizer state",
@@ -126,7 +120,7 @@ class SimulatedBench(AbstractBench):
             case Action.RECOMPUTE_COMPRESSED:
                 done = run_twice(step, bits=self._bits)
             case Action.SELECTIVE | Action.SELECTIVE_OFFLOADED:
-                done = run_twice(step, keeps=lambda op: op.name.removeprefix("aten.").partition(".")[0] in EXPENSIVE)
+                done = run_twice(step, keeps=lambda op: is_expensive(op.name))
             case _:
                 raise UsageError(f"Nobody can simulate {way.name}.")
         return replace(done, step=timed(done.step, self.device, keep_measured=True))

@@ -22,6 +22,7 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.campaign import Campaign
 from spillway.advisor.gains import Sweep, sweeps_of
 from spillway.advisor.measurements import Experiment, read_measurements, seen_on, write_measurements
+from spillway.advisor.offload_rule import BlockRule, offload_rules
 from spillway.advisor.real import AROUND, STEPS, RealBench, RememberedBench, cache_file
 from spillway.advisor.simulated import SimulatedBench, Steps
 from spillway.advisor.verdict import (
@@ -35,7 +36,7 @@ from spillway.advisor.verdict import (
     recommended,
     sentence,
 )
-from spillway.advisor.ways import DEFAULT, WAYS, accumulated, chosen, way_of
+from spillway.advisor.ways import DEFAULT, PLAIN, WAYS, accumulated, chosen, way_of
 from spillway.budgets import parse_bytes
 from spillway.calibration.named_device import device_of
 from spillway.cli import advice_tables as tables
@@ -130,6 +131,8 @@ class _Setting:
     gradient_bytes: Bytes
     longest: Seconds
     """A step that takes longer is not tried."""
+    rules: Callable[[int], Sequence[BlockRule]] = lambda size: ()
+    """Of the blocks at a batch size, where the device's link is known."""
 
 
 @final
@@ -343,7 +346,10 @@ def _simulated(
 
     bench = SimulatedBench(workload, Steps(recorded), device_of(simulated))
     memory = int(OF_GPU * bench.device.memory)
-    yield _Setting(bench=bench, memory=memory, gradient_bytes=bench.gradient_bytes(), longest=inf)
+    yield _Setting(
+        bench=bench, memory=memory, gradient_bytes=bench.gradient_bytes(), longest=inf,
+        rules=lambda size: offload_rules(bench.step_of(way_of(PLAIN), size).step, bench.device),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------- what comes of it
@@ -366,6 +372,8 @@ class Found:
     """Whether predictions are to be measured."""
     whole: bool = True
     """Whether nobody pressed Ctrl-C."""
+    rules: Sequence[BlockRule] = ()
+    """When offloading takes less than recomputing, kind of block by kind."""
 
     def sentences(self) -> Iterator[str]:
         """The answer: the first says which method, and those behind it what to know about that."""
@@ -395,6 +403,8 @@ class Found:
             )
         for one in self.verified:
             yield one.sentence(self.campaign.limit)
+        for rule in self.rules:
+            yield rule.sentence()
         if self.verifies and not self.verified:
             yield "Nothing was verified, because nothing was predicted."
 
@@ -416,6 +426,7 @@ class Found:
             "rows": [row.to_json() | {"lossy": row.method in self.lossy} for row in self.rows],
             "accumulation": self.accumulation and self.accumulation.to_json(),
             "verified": [one.to_json() for one in self.verified],
+            "offload_or_recompute": [rule.to_json() for rule in self.rules],
             f"not_{seen}": dict(self.campaign.faults), "trials": [trial.to_json() for trial in self.trials()],
         }  # fmt: skip
 
@@ -435,6 +446,9 @@ def find_out(setting: _Setting, wanted: _Wanted, console: Console, *, layers: st
     rows = advise(experiment, limit, small_batches=wanted.small_batches)
     offered = accumulation_of(rows, setting.gradient_bytes)
     found = Found(campaign, experiment, rows, setting.gradient_bytes, offered, verifies=wanted.verify, whole=whole)
+    sizes = [row.taken.size for row in (recommended(rows), plain_row(rows)) if row is not None and row.taken]
+    if whole and sizes:
+        found.rules = setting.rules(sizes[0])
     if whole:
         found.whole = _interruptible(lambda: _follow_up(found, console))
     return found

@@ -145,6 +145,9 @@ def _print(comparison: Comparison, written: Sequence[Path]) -> None:
         f"{format_seconds(problem.plain_seconds)} in {format_bytes(problem.plain_peak)}",
     )
     console.print(table)
+    for row in comparison.rows:
+        if row.remark:
+            say(console, f"{row.method} under {format_bytes(row.budget_bytes)}: {row.remark}")
     for line in (problem.costs, bound_sentence(comparison) if comparison.bounds else "", missing_sentence(comparison)):
         if line:
             say(console, line)

@@ -39,11 +39,12 @@ def plan(
     found = planner.plan(problem)
     verify(found, problem.step, problem.allowed)
     facts = {"method": method, "device": problem.device.name, **figures(found, problem.step)}
+    told = {"remark": found.remark}
     if output is not None:
         with naming(output):
             write_plan(output, found, facts)
     if json:
-        print_json({"plan": None if output is None else str(output), "step": found.step, **facts})
+        print_json({"plan": None if output is None else str(output), "step": found.step, **facts, **told})
         return
     sizes = [format_bytes(facts[f"{name}_bytes"]) for name in ("budget", "projected", "plain_peak")]
     print("{} on {}: {} allowed, {} projected, {} without a plan".format(facts["method"], facts["device"], *sizes))
@@ -52,6 +53,8 @@ def plan(
     print(f"{format_bytes(facts['bytes_out'])} out, {format_bytes(facts['bytes_in'])} in")
     gaps = ", ".join(f"{count} {home}" for home, count in sorted(facts["gaps"].items())) or "none"
     print(f"gaps: {gaps}" + (f"; {output}" if output else ""))
+    if found.remark:
+        print(found.remark)
 
 
 def figures(plan: Plan, step: Step) -> dict[str, Any]:

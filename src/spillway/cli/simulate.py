@@ -20,7 +20,7 @@ from spillway.units import format_bytes, format_seconds
 
 FIGURES: Final = (
     "status", "why", "overhead", "seconds", "plain_seconds", "peak_bytes", "reserved_bytes", "bytes_out", "bytes_in",
-    "recomputed_ops", "recomputed_seconds", "stall_seconds", "hidden_seconds", "drops", "moves", "refusals",
+    "recomputed_ops", "recomputed_seconds", "stall_seconds", "hidden_seconds", "drops", "moves", "refusals", "remark",
 )  # fmt: skip
 """What JSON has of a simulated step, beside its budget."""
 
@@ -86,3 +86,5 @@ def _print(ran: Simulation, title: str) -> None:
     print(f"  copies      {format_bytes(ran.bytes_out)} out, {format_bytes(ran.bytes_in)} in; ", end="")
     print(f"ops waited {format_seconds(ran.stall_seconds)}")
     print(f"  recomputed  {ran.recomputed_ops} ops in {format_seconds(ran.recomputed_seconds)}")
+    if ran.remark:
+        print(f"  {ran.remark}")

@@ -50,6 +50,9 @@ class BlockCall:
     """Bytes that recomputing it frees."""
     seconds: Seconds
     """Of its forward; ops without seconds count as 0."""
+    kept: Mapping[ValueId, Kept]
+    """What it leaves to the backward and nothing else of the forward reads: `gaps` are of these, as far as there is a
+    way back."""
 
     @property
     def returns(self) -> int:
@@ -81,17 +84,50 @@ def block_calls(step: Step, lives: Sequence[Life] | None = None) -> tuple[BlockC
     everything = {value for kept in dropped.values() for value in kept}
     found = []
     for key, ops in called.items():
-        gaps = as_one(together(dropped[key], everything - dropped[key].keys(), step=step, lives=lives), step)
+        elsewhere = everything - dropped[key].keys()
+        gaps = as_one(together(dropped[key], elsewhere, step=step, lives=lives, inside=frozenset(ops)), step)
         storages = {step.values[gap.value].storage for gap in gaps}
         nbytes = sum(step.storages[storage].nbytes for storage in storages)
         if nbytes:
             seconds = sum(step.ops[op].seconds or 0.0 for op in ops)
             found.append(
                 BlockCall(
-                    name=key[0], call=key[1], ops=tuple(ops), gaps=tuple(gaps), nbytes=nbytes, seconds=seconds
+                    name=key[0], call=key[1], ops=tuple(ops), gaps=tuple(gaps), nbytes=nbytes, seconds=seconds,
+                    kept=dropped[key],
                 )
             )  # fmt: skip
     return tuple(sorted(found, key=lambda one: one.ops))
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Blocks that run forward one after the other, and backward."""
+
+    calls: Sequence[BlockCall]
+    begin: int
+    """The first op of its forward."""
+    end: int
+    """One more than the last op of its backward."""
+
+
+def micro_batches(step: Step, calls: Sequence[BlockCall]) -> Iterator[MicroBatch]:
+    """The micro-batches of a step in their order. A call belongs to the next one if it begins when the backward has
+    been at a call before it."""
+    groups: list[list[BlockCall]] = []
+    for call in calls:
+        if groups and call.ops[0] < min(one.returns for one in groups[-1]):
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    begin = 0
+    for number, group in enumerate(groups):
+        back = max(call.returns for call in group)
+        until = groups[number + 1][0].ops[0] if number + 1 < len(groups) else len(step.ops)
+        after = (op.number for op in step.ops[back:until] if op.phase is not Phase.BACKWARD)
+        end = next(after, until)
+        yield MicroBatch(calls=group, begin=begin, end=end)
+        begin = next((op.number for op in step.ops[end:] if op.phase is Phase.FORWARD), len(step.ops))
 
 
 @final

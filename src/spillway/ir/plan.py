@@ -116,6 +116,8 @@ class Plan:
     """What is gone when; in no particular order."""
     window: tuple[WindowAt, ...] = field(default=(), compare=False, repr=False)
     """What a window that made it did, op by op, for whoever draws it. Files of plans do not have it."""
+    remark: str = field(default="", compare=False, repr=False)
+    """What its planner has to say of it, a sentence. Files of plans do not have it either."""
 
     def __post_init__(self) -> None:
         if self.allowed < 0 or self.projected < 0:

@@ -23,12 +23,14 @@ def recipe(
     step: Step,
     lives: Sequence[Life],
     present: Callable[[ValueId], bool],
+    inside: Collection[int] | None = None,
 ) -> Recompute | None:
     """The ops that create `value` again before op `end` in a gap that starts at `start`; None if there is no way.
 
     A recipe ends in values that can be read before op `end` and of which `present` says that no gap holds them then.
     What is dead by then is created again too. If that cannot be, because it is a source or its op is not replayable,
-    the gap holds it, where it begins in time for that.
+    the gap holds it, where it begins in time for that. With `inside`, ops that are not among these run again only where
+    what they made cannot be held either: a block is recomputed from what it was called with.
     """
     ops: set[int] = set()
     held: set[ValueId] = set()
@@ -40,7 +42,10 @@ def recipe(
             continue
         if number != value and life.readable(end) and present(number):
             continue
-        if life.created >= 0 and step.ops[life.created].replayable:
+        outside = inside is not None and life.created not in inside
+        if outside and number != value and _can_be_held(life, start, end):
+            held.add(number)
+        elif life.created >= 0 and step.ops[life.created].replayable:
             ops.add(life.created)
             wanted += step.ops[life.created].reads
         elif number != value and _can_be_held(life, start, end):
@@ -56,8 +61,9 @@ def recipe(
 
 
 def together(
-    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], *, step: Step, lives: Sequence[Life]
-) -> list[Gap]:
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], *, step: Step, lives: Sequence[Life],
+    inside: Collection[int] | None = None,
+) -> list[Gap]:  # fmt: skip
     """Gaps of what one part of the forward leaves to the backward, which end together: when the backward needs the
     first of it. What has no way back stays.
 
@@ -66,10 +72,12 @@ def together(
         elsewhere: Values that other gaps hold at that moment.
         step: The step.
         lives: Of its values.
+        inside: The ops of that part of the forward, where what went into it is rather held than made again. The gaps
+            are then to have one home (`as_one`): what one of them holds, all of them need.
     """
     # Without a value that stays, the others may come back in another way, or at another moment.
     while True:
-        gaps = _ending_together(dropped, elsewhere, step, lives)
+        gaps = _ending_together(dropped, elsewhere, step, lives, inside)
         if len(gaps) == len(dropped):
             return gaps
         back = {gap.value for gap in gaps}
@@ -77,15 +85,20 @@ def together(
 
 
 def _ending_together(
-    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], step: Step, lives: Sequence[Life]
-) -> list[Gap]:
+    dropped: Mapping[ValueId, Kept], elsewhere: Collection[ValueId], step: Step, lives: Sequence[Life],
+    inside: Collection[int] | None,
+) -> list[Gap]:  # fmt: skip
     moment = min((kept.needed for kept in dropped.values()), default=0)
+    first = min((kept.last + 1 for kept in dropped.values()), default=0)
     gaps = []
     for value, kept in dropped.items():
         start = kept.last + 1
         if start >= moment:
             continue
-        home = recipe(value, start, moment, step=step, lives=lives, present=lambda leaf: leaf not in elsewhere)
+        home = recipe(
+            value, start if inside is None else first, moment, step=step, lives=lives,
+            present=lambda leaf: leaf not in elsewhere, inside=inside,
+        )  # fmt: skip
         if home is not None:
             gaps.append(Gap(value=value, start=start, end=moment, home=home))
     return gaps

@@ -95,8 +95,7 @@ class StepReport:
     planning_seconds: Seconds = 0.0
     """Time that the method took to decide."""
     room_seconds: Seconds = 0.0
-    """The part of `stall_seconds` in which a step of the block engine waited for copies out; on CUDA the device waits,
-    and nobody knows."""
+    """The part of `stall_seconds` in which a step of the block engine waited for copies out, on the CPU."""
     peak_measured: bool = True
     """Whether `peak_bytes` was measured. Otherwise it is the higher of what was seen between blocks and what was
     expected."""

@@ -93,3 +93,17 @@ USUAL: Final[Mapping[Action, ActionOptions]] = MappingProxyType({action: ActionO
 
 LOSSLESS: Final = tuple(action for action in Action if not action.lossy)
 """The others change no bit of what training computes."""
+
+EXPENSIVE_NAMES: Final = (
+    "mm", "addmm", "convolution", "cudnn_convolution", "mkldnn_convolution", "_scaled_mm", "_grouped_mm",
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
+)  # fmt: skip
+"""What selective actions do not run again: products of matrices with weights, convolutions, fused attention; `bmm` not:
+its result is larger than it is dear."""
+
+
+def is_expensive(op: str) -> bool:
+    """Whether a recorded op is one of these, by its name, as `aten.mm.default`."""
+    return op.removeprefix("aten.").partition(".")[0] in EXPENSIVE_NAMES

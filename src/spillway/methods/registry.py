@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, final
 
 from spillway.errors import UnknownMethodError
+from spillway.methods.auto import Auto
+from spillway.methods.auto.on_paper import AutoPlanner
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.methods.checkmate import Checkmate
@@ -57,8 +59,13 @@ class Method:
         return "block engine" if self.by_block is not None else "tensor engine"
 
 
+def _auto() -> AutoPlanner:
+    return AutoPlanner((ImprovedWindow(), Window()))
+
+
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
+        AutoPlanner.name: Method(_auto, Auto),
         KeepAll.name: Method(KeepAll),
         LRU.name: Method(LRU),
         Delta.name: Method(Delta),

@@ -25,6 +25,8 @@ to the byte before an optimizer begins, or when the step ends. No promise rests 
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +47,7 @@ from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
 from spillway.methods.mimose.peaks import orders
 from spillway.session.needs import Call
-from spillway.units import Bytes, MiB
+from spillway.units import Bytes, MiB, Seconds
 
 COARSE: Final[Bytes] = 1 * MiB
 """What the meter may be wrong by. A step is not refused by it for less: before the optimizer begins the trace knows to
@@ -84,6 +86,8 @@ class Mark(NamedTuple):
     """Of the block; -1 without one."""
     of: int
     """The pass, by its number; -1 before the first."""
+    at: Seconds
+    """When, by `time.perf_counter`."""
 
 
 @dataclass(slots=True)
@@ -226,6 +230,7 @@ class StepWatch:
         self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
+        self._stopped: Seconds = 0.0
         self._gradients: list[tuple[Any, int, Bytes]] = []
         self._watch_gradients(gradients)
         self._base = base
@@ -234,7 +239,7 @@ class StepWatch:
         """The level at which the latest forward began, and how it was called."""
         self._died: Bytes = 0
         """Of the gradients that were there when the latest forward began, given up since."""
-        self._marks.append(Mark("step", -1, -1))
+        self._marks.append(Mark("step", -1, -1, time.perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- while it runs
 
@@ -258,7 +263,8 @@ class StepWatch:
         if called is not None and not bypassed:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
-            if self.unmeasured and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+            expects = planned and decision.plan.projected > 0
+            if self.unmeasured and not expects and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
@@ -605,7 +611,7 @@ class StepWatch:
 
     def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
         self._budget.claim(0)  # what was expected has come, or not
-        self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
+        self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of, time.perf_counter()))
         if self._trace is not None:
             for gone in [one for one in self._gradients if one[0].expired()]:
                 self._gradients.remove(gone)
@@ -635,7 +641,7 @@ class StepWatch:
             if self._trace.freed in self._engine.when_freed:
                 self._engine.when_freed.remove(self._trace.freed)
             self.windows = self._trace.stop()
-            self._trace = None
+            self._trace, self._stopped = None, time.perf_counter()
         self._end_pass()
 
     @property
@@ -671,7 +677,9 @@ class StepWatch:
         for one in self.passes:
             later = range(one.at + 1, len(self._marks))
             end = next((at for at in later if self._marks[at].kind in ("forward", "optimizer")), len(self._marks))
-            measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end])
+            over = self._marks[end].at if end < len(self._marks) else self._stopped
+            rates = self._engine.lane_rates() if one.moves else (0.0, 0.0)
+            measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end], over, rates)
             if measured.went_backward:
                 found.append((one, *measured.samples()))
         return found
@@ -679,10 +687,21 @@ class StepWatch:
 
 @final
 class _Measured:
-    """Reads the samples of one pass out of its marks."""
+    """Reads the samples of one pass out of its marks.
 
-    def __init__(self, one: Pass, marks: Sequence[Mark], windows: Sequence[Window]) -> None:
+    Args:
+        one: The pass.
+        marks: From the beginning of its forward on.
+        windows: Of the trace, from mark to mark.
+        over: When it was over.
+        rates: Bytes a second of its copies, out and in.
+    """
+
+    def __init__(
+        self, one: Pass, marks: Sequence[Mark], windows: Sequence[Window], over: Seconds, rates: tuple[float, float]
+    ) -> None:
         self._pass = one
+        self._over, self._rates = over, rates
         self._marks = marks
         self._windows = windows
         self._base = windows[0].level
@@ -707,10 +726,14 @@ class _Measured:
             peak=self._most(0, len(self._marks)),
             turn_peak=self._most(turn, back),
             backward_peak=max(self._most(0, turn), self._most(back, len(self._marks))),
+            out_rate=self._rates[0],
+            in_rate=self._rates[1],
         )
         saved = [0 if call.kept_because else call.own_bytes for call in one.calls]
-        totals = self._totals(saved, recomputed)
+        held = [self._left(number, recomputed, saved) for number in range(len(saved))]
+        totals, seconds = self._totals(saved, held), self._seconds_back()
         least = min(totals[number] for number in self._reached)
+        named = Counter(key for call in one.calls for key, _ in call.inputs)
         blocks = [
             BlockSample(
                 block=number,
@@ -719,10 +742,38 @@ class _Measured:
                 seconds=call.seconds,
                 working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
+                action=one.decision.plan.action(number),
+                leaving=0 if call.kept_because else call.leaving_bytes,
+                inputs=sum(nbytes for key, nbytes in call.inputs if named[key] == 1),
+                holds_result=call.result_bytes,
+                kept=call.kept_bytes if call.skipped_ops else 0,
+                beside=totals[number],
+                backward=seconds.get(number, 0.0),
+                again=call.recompute_seconds if call.recomputes == 1 else 0.0,
             )
             for number, call in enumerate(one.calls)
         ]
         return step, blocks
+
+    def _left(self, number: int, recomputed: frozenset[int], saved: Sequence[Bytes]) -> Bytes:
+        """What the block's forward left for its backward, of its own."""
+        one = self._pass
+        if number not in recomputed:
+            return saved[number]
+        selects = one.decision.plan.action(number) is Action.SELECTIVE and number not in one.revoked
+        return one.calls[number].kept_bytes if selects else 0
+
+    def _seconds_back(self) -> dict[int, Seconds]:
+        """Of each block's backward, without its second run; none where it may have waited for copies."""
+        if self._pass.moves:
+            return {}
+        order = sorted(self._reached, key=self._reached.__getitem__)
+        began = [self._marks[self._reached[number]].at for number in order]
+        calls = self._pass.calls
+        return {
+            number: max(end - begin - calls[number].recompute_seconds, 0.0)
+            for number, begin, end in zip(order, began, [*began[1:], self._over], strict=True)
+        }
 
     def _recomputes(self, number: int) -> bool:
         """Whether the backward found nothing of the block there."""
@@ -731,8 +782,8 @@ class _Measured:
             return False
         return number in one.revoked or not one.decision.plan.keeps(number)
 
-    def _totals(self, saved: Sequence[Bytes], recomputed: frozenset[int]) -> list[Bytes]:
-        """What each block needs beside its own saved bytes, those of kept blocks, and the gradients that are there.
+    def _totals(self, saved: Sequence[Bytes], held: Sequence[Bytes]) -> list[Bytes]:
+        """What each block needs beside its own saved bytes, what earlier ones hold, and the gradients that are there.
 
         The least of them is the rest of the step at every moment, and what a block needs above that is what it works
         with: so every moment of this step comes out as it was measured.
@@ -744,12 +795,12 @@ class _Measured:
         there = 0
         for number, end in zip(order, [*ends, len(self._marks)], strict=True):
             there += one.gradients[number]
-            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            before = sum(held[:number])
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
         for number in begun.keys() & ended.keys():
-            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            before = sum(held[:number])
             forward = self._most(begun[number], ended[number]) - before - saved[number]
             found[number] = max(found[number], forward)
         return found

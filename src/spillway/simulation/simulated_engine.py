@@ -100,6 +100,8 @@ class Simulation:
     """Storages moved."""
     refusals: dict[str, int]
     """Proposals that were refused, by reason."""
+    remark: str = ""
+    """What the planner had to say of the plan that was followed."""
 
     @property
     def overhead(self) -> float:
@@ -330,6 +332,7 @@ class _Run:
             dropped_bytes=counters.dropped_bytes, bytes_out_beside=counters.early_out,
             bytes_in_beside=counters.early_in, end_bytes=controller.budget.resident,
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
+            remark=controller.policy.plan.remark if isinstance(controller.policy, Planned) else "",
         )  # fmt: skip
 
     # ------------------------------------------------------------------ around an op

@@ -88,6 +88,8 @@ class Row:
     """Time that ops took which ran again."""
     why: str = ""
     """A sentence on why it is not `ok`; else empty."""
+    remark: str = ""
+    """What a planner had to say of its plan."""
 
     def to_json(self) -> dict[str, Any]:
         """The row as JSON can hold it."""
@@ -265,7 +267,7 @@ def work_out(problem: SweepProblem, plan_seconds: Seconds, bound_seconds: Second
     return Row(
         method=method, budget_bytes=budget, status="ok", overhead=done.overhead, seconds=done.seconds,
         peak_bytes=done.peak_bytes, bytes_out=done.bytes_out, bytes_in=done.bytes_in,
-        recomputed_seconds=done.recomputed_seconds,
+        recomputed_seconds=done.recomputed_seconds, remark=done.remark,
     )  # fmt: skip
 
 

@@ -46,6 +46,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spillway.errors import SpillError, SpillFullError
 from spillway.internals.locks import held_here, renew_in_children
 from spillway.internals.private import fresh_storage
+from spillway.ir.spans import Lane, merged, total
 from spillway.tiers.cuda_streams import Event, Streams
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.tiers.host import Block, HostPool
@@ -122,6 +123,9 @@ class Lanes(Protocol):
     def begin_step(self) -> None:
         """Forget what was written down about copies of earlier steps."""
 
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """For how long anything went out, and came in, since the step began. What is under way is waited for."""
+
     def close(self) -> None:
         """Give everything back once what is under way is done."""
 
@@ -193,9 +197,10 @@ class Store:
         self.bytes_in: Bytes = 0
         """That came back so far, whoever asked."""
         self.room_seconds: Seconds = 0.0
-        """For which ops waited so far until something was out. On CUDA the device waits, which nobody times."""
+        """For which ops waited so far until something was out. On CUDA it is the device that waits, untimed."""
         self.data_seconds: Seconds = 0.0
         """And until something was in."""
+        self._before = (0, 0)
         self._lanes = lanes
         self._lock = threading.RLock()
         renew_in_children(self, "_lock")
@@ -310,6 +315,13 @@ class Store:
         """A forward begins."""
         self._reap()
         self._lanes.begin_step()
+        self._before = self.bytes_out, self.bytes_in
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second of this step's copies out and in, while they ran; 0 where there were none."""
+        moved = self.bytes_out - self._before[0], self.bytes_in - self._before[1]
+        out, back = (nbytes / busy if busy > 0 else 0.0 for nbytes, busy in zip(moved, self._lanes.busy(), strict=True))
+        return out, back
 
     def settle(self) -> None:
         """Wait until everything has left that is leaving, and give back what nobody wants."""
@@ -477,6 +489,15 @@ class DiskLanes:
         """The log of copies begins anew."""
         self.tier.log.begin_step()
 
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """By what the workers wrote down."""
+        spans = tuple(self.tier.log.transfers)
+        out, back = (
+            total(merged((one.began, one.ended) for one in spans if one.lane is lane))
+            for lane in (Lane.COPY_OUT, Lane.COPY_IN)
+        )
+        return out, back
+
     def close(self) -> None:
         """The workers end what they are at."""
         self.tier.close()
@@ -619,6 +640,13 @@ class HostLanes:
         """Seconds of copies are not asked for here."""
         self._unwanted = [arrival for arrival in self._unwanted if not arrival.done.query()]
         self.streams.forget_times()
+
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """By the device's own clock; the host waits for it."""
+        self.streams.synchronize()
+        times = self.streams.lane_times()
+        out, back = (total(merged((one.began, one.ended) for one in lane)) for lane in (times.out, times.back))
+        return out, back
 
     def close(self) -> None:
         """The host waits for the device; pinned memory goes back."""

@@ -31,6 +31,7 @@ from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import undone, without_locals
+from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.environment import Environment, Generator
@@ -187,11 +188,13 @@ class BlockEngine:
         check_runs_once(model)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
-        self._modules = chosen = named(model, blocks)
+        chosen = named(model, blocks)
+        groups = {name: block for name, block in chosen.items() if isinstance(block, Group)}
+        self._modules = {name: block.module if isinstance(block, Group) else block for name, block in chosen.items()}
         self.model, self._lossy = model, lossy
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
-        check_compiled(model, chosen)
+        check_compiled(model, self._modules | dict(first_children(model, groups.values())))
         self.when_freed: list[Freed] = []
         """Told of every storage that a thread of the engine's frees, by that thread."""
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
@@ -214,9 +217,12 @@ class BlockEngine:
         self.called: tuple[Any, dict[str, Any]] | None = None
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
+        self._blocks: dict[str, Block] = {}
+        self._fronts: dict[str, Hook | CompiledHook] = {}
+        self._grouped: dict[nn.Module, Grouped] = {}
         try:
-            self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
-            self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
+            self._take_over(groups)
+            self._found = [self._blocks[name] for name in self.blocks]
             self._model_forward = model.forward
             self._install(model, self._forward)
         except BaseException:
@@ -319,6 +325,10 @@ class BlockEngine:
         if self._runtime.store is not None:
             self._runtime.store.finish_out(max(self.leaving_bytes - nbytes, 0))
 
+    def lane_rates(self) -> tuple[float, float]:
+        """Bytes a second at which this step's copies went out and came in, while they ran; 0 where there were none."""
+        return (0.0, 0.0) if self._runtime.store is None else self._runtime.store.rates()
+
     def settle(self) -> None:
         """Wait until what is offloaded has left.
 
@@ -402,15 +412,32 @@ class BlockEngine:
         hook.install()
         return hook
 
+    def _take_over(self, groups: Mapping[str, Group]) -> None:
+        """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
+        for sequential, own in by_sequential(groups):
+            self._blocks |= {name: Block(name, group.module, group.module.forward) for name, group in own.items()}
+            calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
+            self._grouped[sequential] = Grouped(sequential, calls)
+            self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
+        for name, module in self._modules.items():
+            if name not in groups:
+                block = self._blocks[name] = Block(name, module, in_front_of(module))
+                self._fronts[name] = self._install(module, partial(self._call, block))
+
+    def goes_on(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the model, for whoever calls what is behind all that stands in front of it: with groups of its
+        own children as blocks, where it has some."""
+        return self._grouped.get(self.model, forward)
+
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
         watched = torch.is_grad_enabled() and self._runtime.runs_nothing
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
                 self.observer.forward_is_over()
-            for block, front in zip(self._found, self._fronts, strict=True):
+            for block in self._found:
                 if not self.closed:
-                    check_still(front, block.name)
+                    check_still(self._fronts[block.name], block.name)
                 block.calls = 0
             self._reports, self._calls = [], {}
             self._runtime.begin_step()

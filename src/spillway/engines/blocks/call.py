@@ -53,6 +53,7 @@ from spillway.engines.blocks.saved import (
     compress_frozen,
     compress_saved,
     held_alone,
+    may_leave,
     send_frozen,
     send_saved,
     start_in,
@@ -411,11 +412,14 @@ class BlockCall:
         alive = storages(living)
         self.report.saved_bytes = sum(alive.values())
         self.report.argument_bytes = sum(arguments.values())
+        differentiable = {one.key for one in self.arguments() if one.needs_grad}
+        self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
         if self.selection is not None:
             self.report.beside_bytes = self.selection.nbytes(self._shared_with_others() | alive.keys())
-        self.report.own_bytes = sum(
-            nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
-        )
+        own = {key: nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()}
+        self.report.own_bytes = sum(own.values())
+        leave = {saved.address() for saved in living if may_leave(saved.value)}
+        self.report.leaving_bytes = sum(nbytes for key, nbytes in own.items() if key in leave)
         results = self._outputs - arguments.keys()
         self.report.result_bytes = sum(nbytes for key, nbytes in alive.items() if key in results)
         if self.selection is not None and self.report.own_bytes:

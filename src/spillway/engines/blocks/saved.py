@@ -413,7 +413,12 @@ def start_in(sources: Iterable[Spilled], most: Bytes | None) -> Bytes:
 
 
 def _movable(tensor: Tensor, store: Store) -> bool:
-    return _is_plain(tensor) and store.takes(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST
+    return store.takes(tensor) and may_leave(tensor)
+
+
+def may_leave(value: Any) -> bool:
+    """Whether it is a tensor whose storage could wait elsewhere, and is worth that."""
+    return isinstance(value, Tensor) and _is_plain(value) and value.untyped_storage().nbytes() >= SMALLEST
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -31,19 +31,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from spillway.engines.blocks.saved import FrozenTensor
 from spillway.internals.private import storage_address as address
 from spillway.internals.private import unheard_by_modes
+from spillway.methods.actions import EXPENSIVE_NAMES
 from spillway.units import Bytes
 
 Looks: TypeAlias = tuple[Any, ...]
-_NAMES: Final = (
-    "mm", "addmm", "convolution", "cudnn_convolution", "mkldnn_convolution", "_scaled_mm", "_grouped_mm",
-    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
-)  # fmt: skip
 
 
 def _expensive() -> Mapping[Any, int | None]:
-    packets = (getattr(torch.ops.aten, name, None) for name in _NAMES)
+    packets = (getattr(torch.ops.aten, name, None) for name in EXPENSIVE_NAMES)
     ops = (getattr(packet, "default", None) for packet in packets)
     return MappingProxyType({op: _dropout(op) for op in ops if op is not None})
 
@@ -55,7 +50,7 @@ def _dropout(op: Any) -> int | None:
 
 
 EXPENSIVE: Final = _expensive()
-"""Products of matrices with weights, convolutions, fused attention; `bmm` not: its result is larger than it is dear."""
+"""The ops of these names that this torch has."""
 
 
 _UNDECLARED: Final = frozenset(

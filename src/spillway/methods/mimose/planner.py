@@ -12,14 +12,14 @@ recomputed besides until it fits: the engine does that while the step runs, by g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self, final
 
 from spillway.errors import BudgetInfeasible
-from spillway.ir import Gap, Kind, Phase, Plan, Step
+from spillway.ir import Gap, Kind, Plan, Step
 from spillway.ir.account import Account, account
-from spillway.ir.block_calls import BlockCall, block_calls
+from spillway.ir.block_calls import BlockCall, MicroBatch, block_calls, micro_batches
 from spillway.ir.lives import Life, lives_of
 from spillway.methods.base import AbstractPlanner, Problem
 from spillway.methods.by_block import BlockSample, InputSize, StepSample
@@ -60,40 +60,10 @@ def measured(
     calls = block_calls(step, lives) if calls is None else calls
     counted = account(step, [gap for call in calls for gap in call.gaps], lives)
     levels = list(map(max, zip(counted.during, counted.before, strict=False)))
-    return [_measured(step, part, levels, size) for part in _parts(step, calls)]
+    return [_measured(step, part, levels, size) for part in micro_batches(step, calls)]
 
 
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A micro-batch: blocks run forward one after the other, and backward."""
-
-    calls: list[BlockCall]
-    begin: int
-    """The first op of its forward."""
-    end: int
-    """One more than the last op of its backward."""
-
-
-def _parts(step: Step, calls: Sequence[BlockCall]) -> Iterator[_Part]:
-    """A call belongs to the next micro-batch if it begins when the backward has been at one before it."""
-    groups: list[list[BlockCall]] = []
-    for call in calls:
-        if groups and call.ops[0] < min(one.returns for one in groups[-1]):
-            groups[-1].append(call)
-        else:
-            groups.append([call])
-    begin = 0
-    for number, group in enumerate(groups):
-        back = max(call.returns for call in group)
-        until = groups[number + 1][0].ops[0] if number + 1 < len(groups) else len(step.ops)
-        after = (op.number for op in step.ops[back:until] if op.phase is not Phase.BACKWARD)
-        end = next(after, until)
-        yield _Part(calls=group, begin=begin, end=end)
-        begin = next((op.number for op in step.ops[end:] if op.phase is Phase.FORWARD), len(step.ops))
-
-
-def _measured(step: Step, part: _Part, levels: Sequence[Bytes], size: InputSize) -> Measured:
+def _measured(step: Step, part: MicroBatch, levels: Sequence[Bytes], size: InputSize) -> Measured:
     """The blocks of one micro-batch, as `peaks.Forecast` has them.
 
     The backward of a block are the ops from the one before which it is recomputed to the one before which the next is.

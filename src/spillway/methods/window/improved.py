@@ -34,13 +34,12 @@ from typing import Final, Literal, TypeAlias, final, get_args
 
 import numpy as np
 
-from spillway.costs.device import Device
 from spillway.errors import UsageError
-from spillway.ir import Gap, Host, Kind, Plan, Recompute, Step, StorageInfo, Value
+from spillway.ir import Gap, Host, Kind, Plan, Step, StorageInfo, Value
 from spillway.ir.account import account
 from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
 from spillway.ir.recipes import recipe
-from spillway.ir.step import StorageId, ValueId
+from spillway.ir.step import ValueId
 from spillway.methods.absent_bytes import (
     Interval,
     Replay,
@@ -53,8 +52,9 @@ from spillway.methods.absent_bytes import (
     waited_late,
 )
 from spillway.methods.base import AbstractPlanner, Problem
+from spillway.methods.plan_clock import PlanClock
 from spillway.methods.window import SMALLEST, Gone, Window, earlier
-from spillway.units import Bytes, Seconds
+from spillway.units import Bytes
 
 Gaps: TypeAlias = Literal["window", "least"]
 """Who chooses what is gone between which accesses."""
@@ -105,9 +105,10 @@ class ImprovedWindow(AbstractPlanner):
         best = self.window.plan(problem)
         if best.gaps:  # else all fits
             load_solver("the improved window")
-            seconds = _seconds(step, lives, best.gaps, problem.device)
+            clock = PlanClock(step, lives, problem.device)
+            seconds = clock.seconds(best.gaps)
             for gaps in self._tried(problem, lives):
-                took = _seconds(step, lives, gaps, problem.device)
+                took = clock.seconds(gaps)
                 if took < seconds * (1 - SAME):
                     best, seconds = replace(best, gaps=gaps, window=()), took
         return replace(best, projected=account(step, best.gaps, lives).peak)
@@ -308,81 +309,3 @@ def _whole(
         else:
             left += gone
     return sorted(left, key=lambda one: (one.start, one.value)), there.tolist()
-
-
-# ---------------------------------------------------------------------- the clock
-
-
-def _seconds(step: Step, lives: Sequence[Life], gaps: Iterable[Gap], device: Device) -> Seconds:
-    """Of a step under gaps whose copies begin at their ops, as `Planned` has it: out right after the last use, waited
-    for where the gap begins; in where it ends, waited for by whoever reads.
-    """
-    around = _Around.of(step, lives, gaps)
-    now, free = 0.0, {True: 0.0, False: 0.0}  # the lanes out and in, by when they are
-    left: dict[StorageId, Seconds] = {}  # when each copy out is done
-    there: dict[StorageId, Seconds] = {}  # and each copy in
-
-    def copy(storage: StorageId, *, out: bool) -> Seconds:
-        nbytes = step.storages[storage].nbytes
-        took = device.out_seconds(nbytes) if out else device.in_seconds(nbytes)
-        lanes = (out,) if device.duplex else (True, False)
-        done = max(now, *(free[lane] for lane in lanes), 0.0 if out else left.get(storage, 0.0)) + took
-        free.update(dict.fromkeys(lanes, done))
-        return done
-
-    for op in step.ops:
-        for storage in around.copied[op.number]:
-            left[storage] = copy(storage, out=True)
-        now = max(now, *(left.get(storage, 0.0) for storage in around.waited[op.number]), 0.0)
-        for storage in around.fetched[op.number]:
-            there[storage] = copy(storage, out=False)
-        for leaves, seconds in around.replayed[op.number]:
-            now = max(now, *(there.get(storage, 0.0) for storage in leaves), 0.0) + seconds
-        used = (step.values[value].storage for value in (*op.reads, *op.creates))
-        now = max(now, *(there.pop(storage, 0.0) for storage in used), 0.0) + (op.seconds or 0.0)
-    return max(now, *(left.get(storage, 0.0) for storage in around.waited[len(step.ops)]), 0.0)
-
-
-@final
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Around:
-    """What is done in front of every op, and after the last: storages, in the order in which it is done."""
-
-    copied: list[list[StorageId]]
-    """Copies out begin."""
-    waited: list[list[StorageId]]
-    """Copies out have to be done."""
-    fetched: list[list[StorageId]]
-    """Copies in begin."""
-    replayed: list[list[tuple[tuple[StorageId, ...], Seconds]]]
-    """Leaves, and the seconds of a replay."""
-
-    @classmethod
-    def of(cls, step: Step, lives: Sequence[Life], gaps: Iterable[Gap]) -> _Around:
-        """By the gaps of a plan."""
-        ops = len(step.ops)
-        made = cls(
-            copied=[[] for _ in range(ops + 1)], waited=[[] for _ in range(ops + 1)],
-            fetched=[[] for _ in range(ops + 1)], replayed=[[] for _ in range(ops + 1)],
-        )  # fmt: skip
-        gaps = sorted(gaps, key=lambda gap: (gap.start, gap.value))
-        away = {step.values[gap.value].storage for gap in gaps if gap.end == ops < lives[gap.value].ends}
-        on_host = {one.id for one in step.values if not one.version and one.storage in away}
-        early = {gap.value for gap in gaps if not gap.start}
-        made.fetched[0].extend(step.values[value].storage for value in sorted(on_host - early))
-        for gap in gaps:
-            life, storage = lives[gap.value], step.values[gap.value].storage
-            back = comes_in(life, gap.end, ops)
-            if isinstance(gap.home, Recompute):
-                leaves = {step.values[value].storage for op in gap.home.ops for value in step.ops[op].reads}
-                seconds = sum(step.ops[op].seconds or 0.0 for op in gap.home.ops)
-                made.replayed[gap.end].append((tuple(leaves), seconds))
-                continue
-            if gap.value not in on_host:
-                used = max(use for use in life.uses if use < gap.start)
-                made.copied[used + 1].append(storage)
-                made.waited[gap.start].append(storage)
-            on_host.add(gap.value)
-            if back:
-                made.fetched[gap.end].append(storage)
-        return made

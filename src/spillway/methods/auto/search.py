@@ -1,0 +1,93 @@
+"""From a choice to a faster one: moves drawn from a seed, of which each that gains is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import Final, TypeAlias
+
+from spillway.methods.auto.simulate import Clock, Row
+from spillway.units import Bytes, Seconds
+
+DRAWN: Final = 12
+"""Moves that are drawn for each that is simulated; most are seen to gain nothing, or not to fit, without that."""
+
+
+Timed: TypeAlias = tuple[Seconds, list[int]]
+"""A choice that fits, after what it takes."""
+
+
+def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
+    """Try so many moves: another option for a block, or for two or three, or those of two exchanged.
+
+    Args:
+        clock: Of the problem.
+        begin: Where to begin.
+        simulated: How many moves are simulated.
+        seed: Of the moves.
+    """
+    rows, (seconds, choice) = clock.rows, begin
+    free = [number for number, options in enumerate(rows) if len(options) > 1]
+    if not free:
+        return begin
+    count = len(free)
+    current, taken = list(choice), clock.picked(choice)
+    after = _room_after(clock, taken)
+    busy = sum(row[4] + row[5] for row in taken)
+    drawn, until = 0, clock.runs + simulated
+    while clock.runs < until and drawn < simulated * DRAWN:
+        drawn += 1
+        seed = (seed * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+        bits = seed >> 16
+        one, other = free[(bits >> 3) % count], free[(bits >> 14) % count]
+        if one > other:
+            one, other = other, one
+        first, second, kind = rows[one], rows[other], bits & 7
+        if kind < 2 or one == other:
+            move = [(one, (bits >> 25) % len(first))]
+        elif kind < 5:
+            if current[one] >= len(second) or current[other] >= len(first):
+                continue
+            move = [(one, current[other]), (other, current[one])]
+        else:
+            move = [(one, (bits >> 25) % len(first)), (other, (bits >> 29) % len(second))]
+            if kind == 7:
+                third = free[(bits >> 33) % count]
+                if third not in (one, other):
+                    move.append((third, (bits >> 44) % len(rows[third])))
+                    move.sort()
+        more, freed = 0.0, 0
+        for number, option in move:
+            new, old = rows[number][option], taken[number]
+            more += new[4] + new[5] - old[4] - old[5]
+            freed += old[0] - new[0]
+        last, option = move[-1]
+        if busy + more >= seconds or -freed > after[last] or current[last] == option:
+            continue
+        before = [taken[number] for number, _ in move]
+        for number, option in move:
+            taken[number] = rows[number][option]
+        found = clock.seconds(taken, seconds)
+        if found < seconds:
+            seconds, busy = found, busy + more
+            after = _room_after(clock, taken)
+            for number, option in move:
+                current[number] = option
+        else:
+            for (number, _), row in zip(move, before, strict=True):
+                taken[number] = row
+    return seconds, current
+
+
+def _room_after(clock: Clock, taken: Sequence[Row]) -> list[float]:
+    """By block: how many more bytes it may hold, for all blocks after it."""
+    held = clock.available
+    slack: list[Bytes] = []
+    for row, gradients in zip(taken, clock.gradients, strict=True):
+        slack.append(held - max(row[2], gradients + row[3]))
+        held -= row[0]
+    after, least = [inf] * len(slack), inf
+    for number in range(len(slack) - 1, -1, -1):
+        after[number] = least
+        least = min(least, slack[number])
+    return after
