@@ -71,9 +71,7 @@ class AutoPlanner(AbstractPlanner):
         tried = Choices(problem, self.smallest)
         found = tried.fastest() if tried.blocks.calls else None
         if found is None:
-            why = (
-                "No choice of blocks fits" if tried.blocks.calls else "The step has no blocks, modules that it repeats"
-            )
+            why = "No choice of blocks fits" if tried.blocks.calls else "No modules repeat, so there are no blocks"
             return self._instead(problem, tried.least(), why)
         made = problem.plan_with(tried.gaps(found), tried.blocks.lives)
         counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
