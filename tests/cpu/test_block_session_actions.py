@@ -241,9 +241,9 @@ def test_copies_that_compute_waits_for_never_run_beside_it(action: Action, monke
         ) as memory:
             make_room = StepWatch._make_room
 
-            def looked(watch: StepWatch, needed: int, number: int) -> None:
+            def looked(watch: StepWatch, *args: Any, **kwargs: Any) -> None:
                 leaving.append(watch._engine.leaving_bytes)
-                make_room(watch, needed, number)
+                make_room(watch, *args, **kwargs)
 
             monkeypatch.setattr(StepWatch, "_make_room", looked)
             found = run(training, memory)

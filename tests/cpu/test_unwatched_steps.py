@@ -444,6 +444,18 @@ def test_nothing_that_a_tensor_is_known_for_stays_in_the_file_when_the_session_c
     assert set(os.listdir("/proc/self/fd")) == files
 
 
+def test_a_view_that_autograd_forbids_to_look_at_is_brought_out_of_the_file_as_well() -> None:
+    """Program 424 of the random ones, whose session could not be closed."""
+    _, memory, kept = filled(2 * MiB)
+    whole = torch.ones(4, requires_grad=True) * 2
+    halves = whole.split(2)
+    whole.add_(1)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = halves[0].is_leaf
+    memory.close()
+    assert not any(in_the_file([*kept, whole], memory))
+
+
 def test_what_lies_in_the_file_of_another_session_stays_there_when_one_closes() -> None:
     one, memory, kept = filled(2 * MiB)
     _, other, others = filled(2 * MiB)

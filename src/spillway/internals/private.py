@@ -228,3 +228,11 @@ def process_groups() -> list[Any]:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(cast(Any, torch.distributed.distributed_c10d)._world.pg_map)
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether autograd begins at a tensor. One of several views of a base that was written to since cannot tell."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False

@@ -38,7 +38,7 @@ class StepReport:
     seconds: Seconds
     """Wall-clock time of the step."""
     stall_seconds: Seconds
-    """Time that compute waited for copies."""
+    """Time that compute waited for copies, out for room and in for data."""
     recomputed_ops: int
     """Ops run again to restore what was dropped."""
     recomputed_seconds: Seconds
@@ -94,6 +94,8 @@ class StepReport:
     """What the plan expected the peak to be; 0 without a plan."""
     planning_seconds: Seconds = 0.0
     """Time that the method took to decide."""
+    room_seconds: Seconds = 0.0
+    """The part of `stall_seconds` in which a step of the block engine waited for copies out, on the CPU."""
     peak_measured: bool = True
     """Whether `peak_bytes` was measured. Otherwise it is the higher of what was seen between blocks and what was
     expected."""

@@ -34,6 +34,22 @@ class BlockSample:
     activations. What is left at 0 counts as part of the rest of the step, which is less exact and never too low."""
     gradients: Bytes = 0
     """Parameter gradients that its backward creates; 0 where the step begins with them."""
+    action: Action = Action.RECOMPUTE
+    """What became of it."""
+    leaving: Bytes = 0
+    """Of `nbytes`, what leaves where the block is offloaded."""
+    inputs: Bytes = 0
+    """Of what it was called with, what nobody else holds once its forward has ended: that could leave."""
+    holds_result: Bytes = 0
+    """Of what it saves, what it hands on: that stays with it where it is kept, whoever else lets go of it."""
+    kept: Bytes = 0
+    """What a selective action keeps; 0 where no op was spared by it."""
+    beside: Bytes = 0
+    """The most while it ran, beside what it saved, what other blocks left, and gradients of parameters."""
+    backward: Seconds = 0.0
+    """Of its backward, without the second run and without waiting; 0 where that was not seen."""
+    again: Seconds = 0.0
+    """Of its second run; 0 without one."""
 
 
 @final
@@ -52,6 +68,10 @@ class StepSample:
     at."""
     backward_peak: Bytes | None = None
     """Most bytes at all other moments, if that was looked at."""
+    out_rate: float = 0.0
+    """Bytes a second at which copies went out while blocks ran; 0 where nothing was copied."""
+    in_rate: float = 0.0
+    """The same of copies in."""
 
 
 @final
@@ -196,6 +216,8 @@ class AbstractBlockMethod(ABC):
     """What becomes of blocks that are not kept."""
     action_options: Mapping[Action, ActionOptions] = USUAL
     """How it has actions carried out."""
+    needs_blocks: bool = True
+    """Whether a model without blocks is refused; otherwise it is left to the tensor engine."""
     forwards: int = 1
     """How often a block's forward runs where it is measured."""
 
@@ -218,6 +240,15 @@ class AbstractBlockMethod(ABC):
     @abstractmethod
     def collecting(self) -> bool:
         """Whether the next step is for measuring: every block is recomputed, whatever the budget."""
+
+    def collects(self, size: InputSize) -> bool:
+        """Whether the next step, on an input of this size, is for measuring."""
+        return self.collecting
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may wait outside of the device's memory."""
+        return self.action.moves
 
     @abstractmethod
     def begin(self, size: InputSize, available: Bytes) -> Decision:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias, final
 
 from spillway.errors import UnknownMethodError
+from spillway.methods.auto import Auto
 from spillway.methods.auto.on_paper import AutoPlanner
 from spillway.methods.base import AbstractPlanner, AbstractPolicy
 from spillway.methods.by_block import AbstractBlockMethod
@@ -64,7 +65,7 @@ def _auto() -> AutoPlanner:
 
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
-        AutoPlanner.name: Method(_auto),
+        AutoPlanner.name: Method(_auto, Auto),
         KeepAll.name: Method(KeepAll),
         LRU.name: Method(LRU),
         Delta.name: Method(Delta),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
+from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, UsageError
 from spillway.ir import RunWriter
-from spillway.methods import METHODS, AbstractPlanner, AbstractPolicy, resolve
+from spillway.memory.budget import UNLIMITED
+from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session.abstract_session import Session, header
+from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
 from spillway.session.options import BlockOptions, ReportOptions, SpillOptions
@@ -64,28 +69,45 @@ def manage(
     check_models(models, optimizers)
     decides, device = resolve(method), device_of(models)
     if isinstance(decides, AbstractBlockMethod):
-        _check_action(decides, spill.host_budget, lossy=blocks.lossy)
+        if decides.needs_blocks:
+            _check_action(decides, spill.host_budget, lossy=blocks.lossy)
     elif blocks != _BLOCKS:
         names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
         raise UsageError(
             f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
         )
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
+    session: Session
+    falls_back = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and blocks.names is None
+    if falls_back and allowed >= UNLIMITED:
+        decides, falls_back = LRU(), False  # nothing is planned
+
+    def opened(decides: AbstractPolicy, told: Callable[[TensorEngine], RunWriter | None]) -> TensorSession:
+        engine = engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
+        undo.callback(engine.close)
+        return TensorSession(
+            models, optimizers, engine, told(engine), live, keep_timeline=report.timeline,
+            return_freed=spill.return_freed,
+        )  # fmt: skip
+
     with contextlib.ExitStack() as undo:
+        live = _live(allowed, report.live)
         if isinstance(decides, AbstractBlockMethod):
-            writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
-            session: Session = BlockSession(
-                models, optimizers, writer, _live(allowed, report.live), method=decides, allowed=allowed,
-                traces=report.timeline, pinned=pinned, spill=spill, blocks=blocks,
+            by_block = functools.partial(
+                BlockSession, models, optimizers,
+                _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo), live,
+                method=decides, allowed=allowed, traces=report.timeline, pinned=pinned, spill=spill,
+                blocks=dataclasses.replace(blocks, page=blocks.page or not decides.needs_blocks),
             )  # fmt: skip
+            if falls_back:
+                session = auto_session(models, by_block, lambda: opened(LRU(), lambda _: None))
+            else:
+                session = by_block()
         else:
-            engine = engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
-            undo.callback(engine.close)
-            writer = _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo)
-            session = TensorSession(
-                models, optimizers, engine, writer, _live(allowed, report.live), keep_timeline=report.timeline,
-                return_freed=spill.return_freed,
-            )  # fmt: skip
+            session = opened(
+                decides,
+                lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
+            )
         undo.pop_all()
     return session
 

@@ -268,6 +268,17 @@ class Session(ABC):
             raise
         self._deliver()
 
+    @property
+    def idle(self) -> bool:
+        """Whether a step could begin."""
+        return self._running is None and not self._closed
+
+    def leave_to(self, other: Session) -> None:
+        """Close, and have another session go on with what is reported."""
+        other.history, other._writer, other._live = self.history, self._writer, self._live
+        self._writer = self._live = None
+        self.close()
+
     @abstractmethod
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         """A step that has taken nothing yet."""

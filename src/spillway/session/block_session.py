@@ -169,7 +169,7 @@ class BlockSession(Session):
         self._spill = spill
         self._traces = traces
         self._device = device_of(models)
-        if method.action.moves and self._device.type == "cpu":
+        if method.moves and self._device.type == "cpu":
             DiskTier(spill.directory, spill.io).close()  # what is wrong with it is said now, and not within a step
         self._arena = Arena.for_session() if self._device.type == "cpu" else None
         self._meter = meter_for(self._device)
@@ -177,6 +177,8 @@ class BlockSession(Session):
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = False
+        self.blockless = False
+        """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
         """Made in the first step, under a budget."""
@@ -258,7 +260,8 @@ class BlockSession(Session):
 
     def _open(self, names: Sequence[str]) -> BlockEngine:
         there = dict(self._model.named_modules())
-        taken = [name for name in names if name in there and isinstance(vars(there[name]).get("forward"), HOOKS)]
+        above = [there.get(name, there.get(name.rpartition(".")[0], self._model)) for name in names]  # of a group
+        taken = [name for name, one in zip(names, above, strict=True) if isinstance(vars(one).get("forward"), HOOKS)]
         if taken:
             raise ModelError(
                 f"The block {taken[0]} is managed by another session, as a part of another model; close that first."
@@ -281,10 +284,21 @@ class BlockSession(Session):
             or not isinstance(running, _Step)
             or not torch.is_grad_enabled()
             or hooks_are_off()
+            or self.blockless
         ):
             return forward(*args, **kwargs)
-        check_runs_once(self._model)
-        names, failure = self._found(forward, args, kwargs)
+        if self._method.needs_blocks:
+            check_runs_once(self._model)
+        try:
+            names, failure = self._found(forward, args, kwargs)
+        except NoBlocksError as error:
+            names, failure = [], error
+        if isinstance(failure, NoBlocksError) and not self._method.needs_blocks and not self._given_up:
+            running.page_from_here()
+            output = forward(*args, **kwargs)  # which may have failed before, and then fails again
+            self._finder.remove()
+            self.blockless = True
+            return output
         if self._given_up:  # closed in the middle of it
             self._finder.remove()
             return forward(*args, **kwargs)
@@ -302,7 +316,7 @@ class BlockSession(Session):
             raise
         running.watch()
         engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
-        return forward(*args, **kwargs)
+        return engine.goes_on(forward)(*args, **kwargs)
 
     def _found(
         self, forward: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -375,7 +389,7 @@ class BlockSession(Session):
             self._before.remember(large=large)
 
     def _transfers(self) -> tuple[float, ...]:
-        return (0, 0, 0, 0.0) if self._engine is None else self._engine.transfers
+        return (0, 0, 0, 0.0, 0.0) if self._engine is None else self._engine.transfers
 
     def _family(self, batch: Any) -> _Family:
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
@@ -403,7 +417,8 @@ class _Step(AbstractStep):
         """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
-        self._paged = False
+        self._paged = self._tries = False
+        """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
 
     @unheard_by_modes
     def begin(self) -> None:
@@ -423,7 +438,7 @@ class _Step(AbstractStep):
         self._before = session._transfers()
         reset_peak()
         self._began = time.perf_counter()
-        collecting = self._family.method.collecting
+        collecting = self._family.method.collects(self._size)
         self._key = self._dimensions, collecting, self._start
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
@@ -452,13 +467,25 @@ class _Step(AbstractStep):
         named = partial(session._tensors, self._batch)
         session._paging.begin(self, named, self._signature, session._models, nameless, self.deferred.shut)
 
+    def page_from_here(self) -> None:
+        """Watch every op of the rest of the step."""
+        level = self._trace.level() if self._trace is not None else None
+        if level is None:
+            level = self._session._meter.read() - self._base
+        self._page(max(level, 0))
+
     def pages(self, level: Bytes, call: Call) -> bool:
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        rise = self.recomputing(call)
-        if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
-            return False  # or nobody can tell, and the next one like it is
+        if session._method.needs_blocks:
+            rise = self.recomputing(call)
+            if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
+                return False  # or nobody can tell, and the next one like it is
+        elif self._family.allows(self._dimensions, session._budget.allowed - level):
+            return False
+        else:
+            self._tries = True
         self._page(max(level - self._start, 0))
         return True
 
@@ -468,7 +495,8 @@ class _Step(AbstractStep):
         assert session._engine is not None
         if self._paged:
             session._engine.observer = None
-            session._engine.bypassed = session._engine.rehearses = False
+            session._engine.rehearses = False
+            session._engine.bypassed = not (session._method.needs_blocks or self._tries)
             session._engine.actions = lambda block, call: Action.RECOMPUTE
             return
         self._watch = StepWatch(
@@ -483,7 +511,7 @@ class _Step(AbstractStep):
             foresight=self,
             measured=partial(self._family.measured, self._key),
             decide=self._decide,
-            new=self._new or session._traces or session._method.action.moves,
+            new=self._new or session._traces or session._method.moves,
             largest=session._largest,
             reclaimer=session._reclaimer,
         )
@@ -650,7 +678,7 @@ class _Step(AbstractStep):
         if watch is None:
             return
         more = any(0 < one.expected < watch.peak for one in watch.passes)
-        moves = self._session._method.action.moves  # how long copies take is not the same in every step
+        moves = self._session._method.moves  # how long copies take is not the same in every step
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
         if not watch.traced:
@@ -671,13 +699,16 @@ class _Step(AbstractStep):
         calls = [call for one in passes for call in one.calls]
         again = [call for call in calls if call.recomputes]
         peak = watch.peak if watch is not None else self._start
-        sent, bytes_out, bytes_in, stall = (
+        sent, bytes_out, bytes_in, room, data = (
             now - then for now, then in zip(session._transfers(), self._before, strict=True)
         )
         if self._paged and session._paging is not None:
             ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
+            if self._tries and not told.drops and not told.moves:  # recomputing every block is enough
+                session._paging.forget((self._signature, self._dimensions))
+                self._family.rises[self._dimensions] = told.peak_bytes - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return
@@ -685,14 +716,14 @@ class _Step(AbstractStep):
             step=len(session.history), signature=self._signature, managed=bool(calls), allowed=session.allowed,
             start_bytes=self._start, peak_bytes=peak,
             end_bytes=session._named_bytes(self._batch),
-            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=stall, recomputed_ops=0,
+            peak_rss_bytes=peak_rss(), working_bytes=0, seconds=seconds, stall_seconds=room + data, recomputed_ops=0,
             recomputed_seconds=sum(call.recompute_seconds for call in calls), ops=0,
             bytes_out=int(bytes_out), bytes_in=int(bytes_in),
             dropped_bytes=sum(call.own_bytes for call in again), drops=len(again), moves=int(sent), refusals={},
             escaped=0, unmanaged=0, logged=self.logged, input_size=list(self._size), blocks=len(calls),
             recomputed_blocks=len(again), revoked_blocks=sum(len(one.revoked) for one in passes),
             projected_bytes=max((one.expected for one in passes), default=0),
-            planning_seconds=self._planning, peak_measured=watch is not None and watch.traced,
+            planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
         if report.peak_measured and peak > session.allowed and not session._told_above:

@@ -56,7 +56,8 @@ class BlockOptions:
     """For methods of the block engine: what it cannot see for itself."""
 
     names: Sequence[str] | None = None
-    """Names of the modules that are the blocks. Found in the first step if left out."""
+    """Names of the modules that are the blocks; consecutive children of a `Sequential` are one block, by the names of
+    the first and the last, such as "features.0-4". Found in the first step if left out."""
     size: Callable[[Any], int | Sequence[int]] | None = None
     """Gives the size of a batch, a whole number or several. By default it is read from the shapes: the dimensions that
     differ between batches."""

@@ -57,6 +57,10 @@ class Paging:
         """Steps like this one are paged from here on."""
         self._sizes.add(size)
 
+    def forget(self, size: Like) -> None:
+        """They need not be."""
+        self._sizes.discard(size)
+
     def knows(self, size: Like) -> bool:
         """Whether a step like this one is paged from its begin, whatever is away."""
         return size in self._sizes

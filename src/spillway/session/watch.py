@@ -1,9 +1,21 @@
 """One step of the block engine: what it is told to do, who gives way when room gets short, and what was measured.
 
 NOTE: how the budget is kept between two measurements. A plan goes by estimates. At every seam between blocks the meter
-is read, and what the next block is expected to need is added. If that is too much, kept blocks are revoked, the
-earliest first: they come back last, when least is held beside them. Only when nothing is left to revoke, and more is
-taken than is allowed, is the step refused.
+is read, and what the next block is expected to need is added. If that is too much, in this order, as far as it takes:
+
+ 1. Copies in that nobody has used yet are forgotten, those first that are wanted last, unless waiting is enough.
+ 2. Compute waits for copies out.
+ 3. Blocks that hold something are revoked, fewest seconds per byte first, among alike ones the earliest: they come back
+    last, when least is held beside them.
+ 4. What blocks will be recomputed on leaves as well, where anything does.
+ 5. A block that was to keep results of its ops, which it holds on top while it runs, keeps none.
+
+Only when more is taken than is allowed all the same is the step refused; with `BlockOptions(page=True)` the next one
+like it runs inside the tensor engine.
+
+A plan may say when each copy in is to begin (`BlockPlan.comes_in`). At that seam it begins if there is room for it that
+is free now: beside what is taken, copies out included, and what the running block and all blocks need until its own.
+What found no room is tried again at the next seam, in order; what never found any is read when it is wanted.
 
 A forward that was not measured at this place of a step like this one is told on tensors without content first, and
 refused before its first op if even the least that it needs is too much, and if what is enough can be told, which
@@ -13,6 +25,8 @@ to the byte before an optimizer begins, or when the step ends. No promise rests 
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +36,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.block import CallReport
-from spillway.engines.blocks.block_engine import BlockEngine, without_bytes
+from spillway.engines.blocks.block_engine import BlockEngine, HeldCall, without_bytes
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
@@ -31,8 +45,9 @@ from spillway.internals.process_memory import Reclaimer
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockSample, Decision, Forecast, InputSize, StepSample
+from spillway.methods.mimose.peaks import orders
 from spillway.session.needs import Call
-from spillway.units import Bytes, MiB
+from spillway.units import Bytes, MiB, Seconds
 
 COARSE: Final[Bytes] = 1 * MiB
 """What the meter may be wrong by. A step is not refused by it for less: before the optimizer begins the trace knows to
@@ -52,6 +67,16 @@ SAMPLES: Final = 400
 """And too little by one part in so many: the engine keeps samples of what blocks are called with, which no op makes."""
 
 
+HOLDING: Final = (Action.KEEP, Action.SELECTIVE)
+"""What can be revoked to make room."""
+RETURNING: Final = (Action.OFFLOAD, Action.SELECTIVE_OFFLOADED, Action.COMPRESS_OFFLOADED)
+"""What they move are bytes that the backward reads, or what these are made of."""
+UNBOUNDED: Final[Bytes] = 1 << 62
+UNSEEN: Final = 0.25
+"""Per byte that autograd saves, what the first call under a selective action may keep beside that: in a layer of a
+transformer it is an eighth."""
+
+
 class Mark(NamedTuple):
     """A seam that was passed."""
 
@@ -61,6 +86,8 @@ class Mark(NamedTuple):
     """Of the block; -1 without one."""
     of: int
     """The pass, by its number; -1 before the first."""
+    at: Seconds
+    """When, by `time.perf_counter`."""
 
 
 @dataclass(slots=True)
@@ -76,13 +103,24 @@ class Pass:
     """When it began."""
     missing: set[int]
     """Parameters that had no gradient then, by id."""
-    kept: dict[int, Callable[[], Bytes]] = field(default_factory=dict)
-    """Calls that are kept and could be revoked, in order, and what revokes each."""
+    ended: dict[int, HeldCall] = field(default_factory=dict)
+    """Calls that have, by number."""
+    revocable: dict[int, HeldCall] = field(default_factory=dict)
+    """Those of them that hold something (HOLDING), and that the backward has not come to."""
     revoked: set[int] = field(default_factory=set)
     calls: Sequence[CallReport] = ()
     """What each took, known when the next pass has begun or the step ended."""
     gradients: Sequence[Bytes] = ()
     """That the backward of each call has created."""
+
+    def knows(self, number: int) -> bool:
+        """Whether it is forecast what a call needs."""
+        return self.forecast is not None and number < len(self.forecast.saved)
+
+    def holds(self, number: int) -> Bytes:
+        """What a call that has ended holds above what recomputing it would leave; below 0 where its input is away."""
+        report = self.ended[number].report
+        return -report.moved_bytes if number in self.revoked else report.resident_bytes
 
     @property
     def moves(self) -> bool:
@@ -187,6 +225,7 @@ class StepWatch:
         self.largest = largest
         """What the largest block saved so far: while nothing is forecast, the next may need as much."""
         self._marks: list[Mark] = []
+        self._stopped: Seconds = 0.0
         self._gradients: list[tuple[Any, int, Bytes]] = []
         self._watch_gradients(gradients)
         self._base = base
@@ -195,7 +234,7 @@ class StepWatch:
         """The level at which the latest forward began, and how it was called."""
         self._died: Bytes = 0
         """Of the gradients that were there when the latest forward began, given up since."""
-        self._marks.append(Mark("step", -1, -1))
+        self._marks.append(Mark("step", -1, -1, time.perf_counter()))
 
     # ------------------------------------------------------------------------------------------------- while it runs
 
@@ -211,13 +250,16 @@ class StepWatch:
         self.passes.append(Pass(decision, forecast, size, at, resident, missing))
         self._engine.bypassed = bypassed
         self._engine.actions, self._engine.options = self._action_of, decision.plan.options
+        # A plan for copies goes by room alone, and makes that at every seam.
+        self._engine.write_behind = UNBOUNDED if decision.plan.comes_in else None
         planned = forecast is not None and decision.plan.holds
         called = self._engine.called
         self._begins_with = None
         if called is not None and not bypassed:
             self._begins_with = self._level_here(resident), self._foresight.call(called)
             self._died = 0
-            if self.unmeasured and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
+            expects = planned and decision.plan.projected > 0
+            if self.unmeasured and not expects and len(self.passes) == 1 and self._foresight.pages(*self._begins_with):
                 return
             if self.unmeasured and not planned and decision.plan.only_recomputes:
                 self._foresee(*self._begins_with)
@@ -274,7 +316,12 @@ class StepWatch:
         self._mark("begins", number)
         if not self.passes:
             return lambda: None
-        self._make_room(self._needs(self.passes[-1], number), number)
+        now = self.passes[-1]
+        needs, beside = self._going_forward(now, number)
+        fits = self._make_room(needs + beside, number, known=now.knows(number))
+        if beside and not fits:
+            self._engine.keep_nothing()
+            now.revoked.add(number)
         return partial(self._backward_reaches, len(self.passes) - 1, number)
 
     def block_ended(self, number: int) -> None:
@@ -284,25 +331,85 @@ class StepWatch:
         if not self.passes:
             return
         now = self.passes[-1]
-        if now.moves:  # it may be the last: nobody looks again before the backward
+        if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        if now.decision.plan.keeps(number):
-            now.kept[number] = self._engine.giver(number)
+        now.ended[number] = call = self._engine.call(number)
+        if now.decision.plan.action(number) in HOLDING:
+            now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
-            held = sum(forecast.saved[kept] for kept in now.kept)
+            held = sum(map(now.holds, now.ended)) + self._engine.leaving_bytes
+            if not call.report.action.recomputes and number not in now.revoked:
+                held += call.report.result_bytes  # which nobody holds through the turn where the block is recomputed
             beside = self._taken() - now.resident - held
-            self._make_room(max(forecast.turn - beside, 0), number)
+            self._make_room(max(forecast.turn - beside, 0), number, known=True)
 
     def _backward_reaches(self, of: int, number: int) -> None:
         """What was recomputed comes back."""
         self._mark("reached", number, of=of)
         one = self.passes[of]
-        if one.decision.plan.prefetches:  # what comes back before it is wanted must not take the room of what is
+        plan = one.decision.plan
+        if plan.comes_in:
+            self._engine.read_ahead = 0
+        elif plan.prefetches:  # what comes back before it is wanted must not take the room of what is
             self._taken()
             self._engine.read_ahead = max(min(self._free() - 2 * self.largest, self.largest), 0)
-        returns = one.kept.pop(number, None) is None
-        self._make_room(self._needs(one, number, returns=returns), number)
+        one.revocable.pop(number, None)
+        call = one.ended[number]
+        self._taken()
+        expected, returning = self._going_back(one, number)
+        self._make_room(self._needs(expected, returning), number, known=one.knows(number), running=call)
+        if plan.comes_in:
+            call.start_in()  # what compute is about to wait for is the first of all copies
+            self._read_ahead(one, number)
+
+    def _read_ahead(self, one: Pass, number: int) -> None:
+        """Begin the copies in that are due at the beginning of a call's backward."""
+        due = {call for call, at in enumerate(one.decision.plan.comes_in[:number]) if at >= number}
+        if not due:
+            return
+        taken = self._taken()
+        allowed = self._budget.allowed - coarse(self._budget.allowed)
+        passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
+        for call in range(number, min(due) - 1, -1):
+            if call not in one.ended:
+                continue  # a plan for more calls than there were
+            if call in due:
+                begun = one.ended[call].start_in(max(room, 0))
+                room -= begun
+                if not one.ended[call].there[1]:
+                    return
+            expected, returning = self._going_back(one, call)
+            most = max(expected - passed, taken + returning if call == number else 0)
+            room = min(room, allowed - most)
+            passed += one.ended[call].there[0]
+
+    def _going_back(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """What is expected to be taken at most while a call goes backward, and what will return of it that is not there
+        yet; 0 where that is not forecast."""
+        forecast = one.forecast
+        if forecast is None or not one.knows(number):
+            return 0, 0
+        call, report = one.ended[number], one.ended[number].report
+        there = call.there[0]
+        own = 0 if report.kept_because else report.own_bytes
+        own += 0 if number in one.revoked else report.beside_bytes
+        if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
+            own += report.moved_bytes
+        holds = 0 if number in one.revoked else max(report.resident_bytes, 0)
+        created = sum(forecast.gradients[number:]) if one.missing else 0
+        expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
+        return expected, max(own - holds - there, 0)
+
+    def _beside(self, one: Pass, forecast: Forecast, number: int) -> Bytes:
+        """What is expected to be taken beside what a call saves, works with and creates: what earlier ones hold, and
+        what is on its way out, or came in ahead."""
+        held = sum(one.holds(call) for call in one.ended if call < number)
+        return one.resident + forecast.rest + held + self._engine.leaving_bytes + self._engine.arrived_bytes
+
+    def _needs(self, expected: Bytes, surely: Bytes) -> Bytes:
+        """Above what is taken now; so much surely, if more is taken than was expected."""
+        return max(expected - self._budget.resident, surely)
 
     def optimizer_begins(self, needs: Update) -> None:
         """An optimizer is about to change something: whatever is wrong is said now.
@@ -333,32 +440,38 @@ class StepWatch:
         """What an optimizer needed for itself ends here."""
         self._mark("updated")
 
-    def _needs(self, one: Pass, number: int, *, returns: bool = True) -> Bytes:
+    def _going_forward(self, one: Pass, number: int) -> tuple[Bytes, Bytes]:
+        """What a call needs above what is there, and what it keeps besides under a selective action."""
         forecast = one.forecast
-        if forecast is None or number >= len(forecast.saved):
-            return 0
-        return forecast.working[number] + (forecast.saved[number] if returns else 0)
+        if forecast is None or not one.knows(number):
+            return 0, 0
+        saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
+        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        self._taken()
+        return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
-    def _make_room(self, needed: Bytes, number: int) -> None:
+    def _make_room(self, needed: Bytes, number: int, *, known: bool = False, running: HeldCall | None = None) -> bool:
+        """Have so many bytes free, as far as anything can give way; whether they are.
+
+        Args:
+            needed: Above what is there.
+            number: Of the block that needs them.
+            known: Whether that is all that it needs.
+            running: The call that goes backward, and keeps what it has.
+        """
         if self._reclaimer is not None:
             self._reclaimer.settle(max(needed, self.largest))
         highest = self._budget.peak
         self._budget.claim(needed)
         self._taken()
         over = self._budget.short(0)
-        if over + 2 * self.largest > 0 and self._engine.leaving_bytes:
+        if not known and over + 2 * self.largest > 0 and self._engine.leaving_bytes:
             self._engine.settle()  # the next block needs as much as the largest, and its gradients that again
             self._taken()
             over = self._budget.short(0)
         if over <= 0:
-            return
-        for one in self.passes:
-            while over > 0 and one.kept:
-                first = next(iter(one.kept))
-                freed = one.kept.pop(first)()
-                if freed:
-                    one.revoked.add(first)
-                over -= freed
+            return True
+        self._give_way(over, running)
         self._budget.claim(0)
         taken = self._taken()
         if taken - COARSE > self._budget.allowed and self._told() is None:
@@ -368,6 +481,44 @@ class StepWatch:
                 self._budget.observe(most, peak=highest)
                 taken = most
         self._refuse_above(self._least_taken(taken), number)
+        return self._budget.short(needed) <= 0
+
+    def _give_way(self, over: Bytes, running: HeldCall | None) -> None:
+        """So many bytes are too many (see the note at the top)."""
+        ended = [call for one in self.passes for call in one.ended.values() if call is not running]
+        engine = self._engine
+        leaving = engine.leaving_bytes
+        for call in ended if over > leaving else ():
+            if over > leaving:
+                over -= call.forget_arrivals()
+        if leaving and over > 0:
+            engine.wait_out(over)
+            self._taken()
+            over = self._budget.short(0)
+        over = self._revoke(over)
+        sent = 0
+        for call in ended:
+            if over > sent:
+                sent += call.send_input()
+        if sent:
+            engine.settle()
+
+    def _revoke(self, over: Bytes) -> Bytes:
+        """Have calls recomputed that hold something; what is still too much."""
+        if over <= 0:
+            return over
+        found = [(one, number) for one in self.passes for number in one.revocable]
+        holds = [max(one.holds(number), 0) for one, number in found]
+        seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
+        for order in sorted(orders(holds, seconds)):
+            if over <= 0:
+                break
+            one, number = found[order % len(found)]
+            freed = one.revocable.pop(number).revoke()
+            if freed:
+                one.revoked.add(number)
+            over -= freed
+        return over
 
     def _refuse_above(self, taken: Bytes, number: int) -> None:
         if taken > self._budget.allowed:
@@ -454,7 +605,7 @@ class StepWatch:
 
     def _mark(self, kind: str, number: int = -1, *, of: int | None = None) -> None:
         self._budget.claim(0)  # what was expected has come, or not
-        self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of))
+        self._marks.append(Mark(kind, number, len(self.passes) - 1 if of is None else of, time.perf_counter()))
         if self._trace is not None:
             for gone in [one for one in self._gradients if one[0].expired()]:
                 self._gradients.remove(gone)
@@ -484,7 +635,7 @@ class StepWatch:
             if self._trace.freed in self._engine.when_freed:
                 self._engine.when_freed.remove(self._trace.freed)
             self.windows = self._trace.stop()
-            self._trace = None
+            self._trace, self._stopped = None, time.perf_counter()
         self._end_pass()
 
     @property
@@ -520,7 +671,9 @@ class StepWatch:
         for one in self.passes:
             later = range(one.at + 1, len(self._marks))
             end = next((at for at in later if self._marks[at].kind in ("forward", "optimizer")), len(self._marks))
-            measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end])
+            over = self._marks[end].at if end < len(self._marks) else self._stopped
+            rates = self._engine.lane_rates() if one.moves else (0.0, 0.0)
+            measured = _Measured(one, self._marks[one.at : end], self.windows[one.at : end], over, rates)
             if measured.went_backward:
                 found.append((one, *measured.samples()))
         return found
@@ -528,10 +681,21 @@ class StepWatch:
 
 @final
 class _Measured:
-    """Reads the samples of one pass out of its marks."""
+    """Reads the samples of one pass out of its marks.
 
-    def __init__(self, one: Pass, marks: Sequence[Mark], windows: Sequence[Window]) -> None:
+    Args:
+        one: The pass.
+        marks: From the beginning of its forward on.
+        windows: Of the trace, from mark to mark.
+        over: When it was over.
+        rates: Bytes a second of its copies, out and in.
+    """
+
+    def __init__(
+        self, one: Pass, marks: Sequence[Mark], windows: Sequence[Window], over: Seconds, rates: tuple[float, float]
+    ) -> None:
         self._pass = one
+        self._over, self._rates = over, rates
         self._marks = marks
         self._windows = windows
         self._base = windows[0].level
@@ -556,10 +720,14 @@ class _Measured:
             peak=self._most(0, len(self._marks)),
             turn_peak=self._most(turn, back),
             backward_peak=max(self._most(0, turn), self._most(back, len(self._marks))),
+            out_rate=self._rates[0],
+            in_rate=self._rates[1],
         )
         saved = [0 if call.kept_because else call.own_bytes for call in one.calls]
-        totals = self._totals(saved, recomputed)
+        held = [self._left(number, recomputed, saved) for number in range(len(saved))]
+        totals, seconds = self._totals(saved, held), self._seconds_back()
         least = min(totals[number] for number in self._reached)
+        named = Counter(key for call in one.calls for key, _ in call.inputs)
         blocks = [
             BlockSample(
                 block=number,
@@ -568,10 +736,38 @@ class _Measured:
                 seconds=call.seconds,
                 working=max(totals[number] - least, 0),
                 gradients=one.gradients[number],
+                action=one.decision.plan.action(number),
+                leaving=0 if call.kept_because else call.leaving_bytes,
+                inputs=sum(nbytes for key, nbytes in call.inputs if named[key] == 1),
+                holds_result=call.result_bytes,
+                kept=call.kept_bytes if call.skipped_ops else 0,
+                beside=totals[number],
+                backward=seconds.get(number, 0.0),
+                again=call.recompute_seconds if call.recomputes == 1 else 0.0,
             )
             for number, call in enumerate(one.calls)
         ]
         return step, blocks
+
+    def _left(self, number: int, recomputed: frozenset[int], saved: Sequence[Bytes]) -> Bytes:
+        """What the block's forward left for its backward, of its own."""
+        one = self._pass
+        if number not in recomputed:
+            return saved[number]
+        selects = one.decision.plan.action(number) is Action.SELECTIVE and number not in one.revoked
+        return one.calls[number].kept_bytes if selects else 0
+
+    def _seconds_back(self) -> dict[int, Seconds]:
+        """Of each block's backward, without its second run; none where it may have waited for copies."""
+        if self._pass.moves:
+            return {}
+        order = sorted(self._reached, key=self._reached.__getitem__)
+        began = [self._marks[self._reached[number]].at for number in order]
+        calls = self._pass.calls
+        return {
+            number: max(end - begin - calls[number].recompute_seconds, 0.0)
+            for number, begin, end in zip(order, began, [*began[1:], self._over], strict=True)
+        }
 
     def _recomputes(self, number: int) -> bool:
         """Whether the backward found nothing of the block there."""
@@ -580,8 +776,8 @@ class _Measured:
             return False
         return number in one.revoked or not one.decision.plan.keeps(number)
 
-    def _totals(self, saved: Sequence[Bytes], recomputed: frozenset[int]) -> list[Bytes]:
-        """What each block needs beside its own saved bytes, those of kept blocks, and the gradients that are there.
+    def _totals(self, saved: Sequence[Bytes], held: Sequence[Bytes]) -> list[Bytes]:
+        """What each block needs beside its own saved bytes, what earlier ones hold, and the gradients that are there.
 
         The least of them is the rest of the step at every moment, and what a block needs above that is what it works
         with: so every moment of this step comes out as it was measured.
@@ -593,12 +789,12 @@ class _Measured:
         there = 0
         for number, end in zip(order, [*ends, len(self._marks)], strict=True):
             there += one.gradients[number]
-            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            before = sum(held[:number])
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
         for number in begun.keys() & ended.keys():
-            before = sum(saved[other] for other in range(number) if other not in recomputed)
+            before = sum(held[:number])
             forward = self._most(begun[number], ended[number]) - before - saved[number]
             found[number] = max(found[number], forward)
         return found

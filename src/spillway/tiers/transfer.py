@@ -46,6 +46,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from spillway.errors import SpillError, SpillFullError
 from spillway.internals.locks import held_here, renew_in_children
 from spillway.internals.private import fresh_storage
+from spillway.ir.spans import Lane, merged, total
 from spillway.tiers.cuda_streams import Event, Streams
 from spillway.tiers.disk import DiskTier, Slot
 from spillway.tiers.host import Block, HostPool
@@ -116,8 +117,14 @@ class Lanes(Protocol):
     def abandon(self, arrival: Any) -> None:
         """A copy in is not wanted any more; called by any thread."""
 
+    def take_back(self, arrival: Any) -> None:
+        """The same, by the thread that computes: whoever lets go of it afterwards has its memory back at once."""
+
     def begin_step(self) -> None:
         """Forget what was written down about copies of earlier steps."""
+
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """For how long anything went out, and came in, since the step began. What is under way is waited for."""
 
     def close(self) -> None:
         """Give everything back once what is under way is done."""
@@ -137,6 +144,11 @@ class SpilledStorage:
     def nbytes(self) -> Bytes:
         """Bytes of the storage."""
         return self._transfer.nbytes
+
+    @property
+    def sent(self) -> bool:
+        """Whether it was sent away, wherever its bytes are now."""
+        return True
 
     @property
     def absent(self) -> bool:
@@ -160,6 +172,10 @@ class SpilledStorage:
         """What came before anybody asked for it is not wanted any more."""
         self._store.drop_arrival(self._transfer)
 
+    def forget_arrival(self) -> None:
+        """The same, for its memory, which is free afterwards. The bytes wait where they did and can come again."""
+        self._store.forget_arrival(self._transfer)
+
 
 @final
 class Store:
@@ -180,18 +196,27 @@ class Store:
         """That were sent so far."""
         self.bytes_in: Bytes = 0
         """That came back so far, whoever asked."""
-        self.stall_seconds: Seconds = 0.0
-        """For which ops waited so far."""
+        self.room_seconds: Seconds = 0.0
+        """For which ops waited so far until something was out. On CUDA it is the device that waits, untimed."""
+        self.data_seconds: Seconds = 0.0
+        """And until something was in."""
+        self._before = (0, 0)
         self._lanes = lanes
         self._lock = threading.RLock()
         renew_in_children(self, "_lock")
         self._leaving: deque[Transfer] = deque()
         self._dead: deque[Transfer] = deque()
+        self._arrivals: set[Transfer] = set()
 
     @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of the storages whose copies out are not done: they are resident."""
         return sum(transfer.nbytes for transfer in tuple(self._leaving) if transfer.source is not None)
+
+    @property
+    def arrived_bytes(self) -> Bytes:
+        """Bytes that are here, or coming, before anybody asked for them: they are resident."""
+        return sum(transfer.nbytes for transfer in tuple(self._arrivals) if transfer.arrival is not None)
 
     def begin_block(self) -> None:
         """A block is about to send what it holds.
@@ -213,13 +238,13 @@ class Store:
         """Wait until no more than so many bytes are leaving."""
         while self._leaving and self.leaving_bytes > but_for:
             transfer = self._leaving.popleft()
-            with self._waiting():
+            with self._waiting_for_room():
                 self._lanes.finish_out(transfer)
 
     def send(self, storage: Storage) -> SpilledStorage:
         """Begin to send a storage away, which nobody may write to until it is out."""
         transfer = Transfer(storage)
-        with self._waiting():  # what no worker takes is written here
+        with self._waiting_for_room():  # what no worker takes is written here
             try:
                 self._start_out(transfer)
             except SpillFullError:
@@ -238,9 +263,12 @@ class Store:
         source = transfer.source  # once: a worker may let go of it at any moment
         if source is not None:
             return source
-        arrival, transfer.arrival = transfer.arrival, None
-        with self._waiting():
+        arrival = self._taken(transfer)
+        began = time.perf_counter()
+        try:
             storage = self._lanes.finish_in(transfer, arrival)
+        finally:
+            self.data_seconds += time.perf_counter() - began
         self.bytes_in += transfer.nbytes
         self._reap()
         return storage
@@ -252,12 +280,26 @@ class Store:
                 transfer.arrival = self._lanes.start_in(transfer)
             except (SpillError, RuntimeError):  # no room in the queue, or no memory: later then
                 return
+            self._arrivals.add(transfer)
+
+    def _taken(self, transfer: Transfer) -> Any:
+        """What was read ahead, which is nobody else's from here on; None without."""
+        arrival, transfer.arrival = transfer.arrival, None
+        self._arrivals.discard(transfer)
+        return arrival
 
     def drop_arrival(self, transfer: Transfer) -> None:
         """Nobody wants what was read ahead."""
-        arrival, transfer.arrival = transfer.arrival, None
+        arrival = self._taken(transfer)
         if arrival is not None:
             self._lanes.abandon(arrival)
+
+    def forget_arrival(self, transfer: Transfer) -> None:
+        """Its memory is wanted more than what was read ahead, which can be read again."""
+        arrival = self._taken(transfer)
+        if arrival is not None:
+            with self._waiting_for_room():
+                self._lanes.take_back(arrival)
 
     def forget(self, transfer: Transfer) -> None:
         """Nobody wants the bytes any more (rule 3)."""
@@ -269,6 +311,13 @@ class Store:
         """A forward begins."""
         self._reap()
         self._lanes.begin_step()
+        self._before = self.bytes_out, self.bytes_in
+
+    def rates(self) -> tuple[float, float]:
+        """Bytes a second of this step's copies out and in, while they ran; 0 where there were none."""
+        moved = self.bytes_out - self._before[0], self.bytes_in - self._before[1]
+        out, back = (nbytes / busy if busy > 0 else 0.0 for nbytes, busy in zip(moved, self._lanes.busy(), strict=True))
+        return out, back
 
     def settle(self) -> None:
         """Wait until everything has left that is leaving, and give back what nobody wants."""
@@ -283,12 +332,12 @@ class Store:
             self._lanes.close()
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def _waiting_for_room(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.stall_seconds += time.perf_counter() - began
+            self.room_seconds += time.perf_counter() - began
 
     def _start_out(self, transfer: Transfer) -> None:
         with self._lock:
@@ -389,10 +438,10 @@ class DiskLanes:
             writing.result()
             self._written(transfer, writing)  # the worker may not come to it for as long as this thread runs
 
-    def start_in(self, transfer: Transfer) -> tuple[Storage, Future[bool]]:
+    def start_in(self, transfer: Transfer) -> tuple[list[Storage], Future[bool]]:
         """By a worker."""
-        target = fresh_storage(transfer.nbytes)
-        reading = self.tier.start_read(transfer.slot, target.data_ptr())
+        target = [fresh_storage(transfer.nbytes)]
+        reading = self.tier.start_read(transfer.slot, target[0].data_ptr())
         reading.add_done_callback(partial(_kept_until_now, target))  # rule 2
         transfer.under_way = reading
         return target, reading
@@ -403,10 +452,10 @@ class DiskLanes:
             target = fresh_storage(transfer.nbytes)
             self.tier.read(transfer.slot, target.data_ptr())
             return target
-        target, reading = arrival
+        kept, reading = arrival
         self.tier.log.wait([reading])
         reading.result()
-        return cast(Storage, target)
+        return cast(Storage, kept.pop())  # its future lives as long as the transfer, and is to hold it no longer
 
     def reap(self, transfer: Transfer) -> None:
         """The worker does that, when it is done."""
@@ -425,9 +474,25 @@ class DiskLanes:
     def abandon(self, arrival: Any) -> None:
         """The worker keeps what it fills as long as it fills it (rule 2)."""
 
+    def take_back(self, arrival: Any) -> None:
+        """Unless no worker has begun, the host waits for the one that has."""
+        target, reading = arrival
+        if not reading.cancel():
+            self.tier.log.wait([reading])
+        target.clear()
+
     def begin_step(self) -> None:
         """The log of copies begins anew."""
         self.tier.log.begin_step()
+
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """By what the workers wrote down."""
+        spans = tuple(self.tier.log.transfers)
+        out, back = (
+            total(merged((one.began, one.ended) for one in spans if one.lane is lane))
+            for lane in (Lane.COPY_OUT, Lane.COPY_IN)
+        )
+        return out, back
 
     def close(self) -> None:
         """The workers end what they are at."""
@@ -439,7 +504,7 @@ def _copies(transfer: Transfer) -> list[Future[Any]]:
     return [copy for copy in (slot.writing, transfer.under_way) if copy is not None]
 
 
-def _kept_until_now(target: Storage, reading: Future[bool]) -> None:
+def _kept_until_now(target: list[Storage], reading: Future[bool]) -> None:
     """What this is called with is alive until it is called."""
 
 
@@ -541,6 +606,11 @@ class HostLanes:
         """Kept until the copy is done (rule 4)."""
         self._unwanted.append(arrival)
 
+    def take_back(self, arrival: _Arrival) -> None:
+        """The device waits, not the host: who gets the memory next writes behind the copy (rule 4)."""
+        if not arrival.done.query():
+            self.streams.compute_waits(arrival.done)
+
     def sender_let_go(self) -> None:
         """The allocator knows what is free."""
 
@@ -566,6 +636,13 @@ class HostLanes:
         """Seconds of copies are not asked for here."""
         self._unwanted = [arrival for arrival in self._unwanted if not arrival.done.query()]
         self.streams.forget_times()
+
+    def busy(self) -> tuple[Seconds, Seconds]:
+        """By the device's own clock; the host waits for it."""
+        self.streams.synchronize()
+        times = self.streams.lane_times()
+        out, back = (total(merged((one.began, one.ended) for one in lane)) for lane in (times.out, times.back))
+        return out, back
 
     def close(self) -> None:
         """The host waits for the device; pinned memory goes back."""

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from spillway.engines.blocks.containers import freeze, thaw
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import FrozenTensor
+from spillway.internals.private import is_leaf
 
 _OWN: Final = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
 """Attributes of every module that are torch's own business, and ours."""
@@ -246,7 +247,7 @@ def _is_written(frozen: Any) -> bool:
 
 
 def _hangs(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+    return isinstance(value, Tensor) and value.requires_grad and not is_leaf(value)
 
 
 def _same_items(before: Any, now: Any) -> bool:

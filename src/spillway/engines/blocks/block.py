@@ -90,10 +90,20 @@ class CallReport:
     """Storages that autograd saved inside, each once, without parameters, buffers, and what blocks inside saved."""
     own_bytes: Bytes = 0
     """Those of them that are neither arguments nor results of the block."""
+    result_bytes: Bytes = 0
+    """Those of them that are results and no arguments: held by the next block as well, where there is one."""
+    leaving_bytes: Bytes = 0
+    """Of `own_bytes`, those that leave where the block is offloaded."""
     argument_bytes: Bytes = 0
     """Storages of the tensors that the block was called with."""
+    inputs: tuple[tuple[int, Bytes], ...] = ()
+    """Of these, storages that may leave where the block is recomputed: by what tells one from another, with bytes."""
     kept_bytes: Bytes = 0
     """Storages that a selective action keeps, or sends away, for the second run; without arguments and results."""
+    beside_bytes: Bytes = 0
+    """Of these, storages that autograd did not save: the block needs them on top while it runs, both times."""
+    moved_bytes: Bytes = 0
+    """Storages that were sent away, each once."""
     packed_bytes: Bytes = 0
     """What became of storages that were compressed; of one that several calls share, with the first of them."""
     recomputes: int = 0
@@ -102,3 +112,10 @@ class CallReport:
     recompute_seconds: Seconds = 0.0
     kept_because: str = ""
     """Why the block cannot run again, a clause; empty if it can."""
+
+    @property
+    def resident_bytes(self) -> Bytes:
+        """What it holds from its end until its backward, above what recomputing it would leave: below 0 where its input
+        is away. What cannot run again counts as nobody's, like the rest of the step."""
+        stays = not (self.action.recomputes or self.action.compresses or self.kept_because)
+        return self.kept_bytes + self.packed_bytes + stays * self.own_bytes - self.moved_bytes

@@ -31,6 +31,7 @@ from spillway.engines.blocks.compress import Compressor
 from spillway.engines.blocks.containers import rebuilt
 from spillway.engines.blocks.discovery import named
 from spillway.engines.blocks.extra_forward import undone, without_locals
+from spillway.engines.blocks.groups import Group, Grouped, by_sequential, first_children
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.environment import Environment, Generator
@@ -75,6 +76,60 @@ class Observer(Protocol):
 
 
 @final
+class HeldCall:
+    """A call that has ended, for whoever decides what becomes of its bytes, also after another forward has begun. Of a
+    call that is over and done with nothing is there."""
+
+    __slots__ = ("_call", "_lock", "report")
+
+    def __init__(self, runtime: BlockRuntime, call: weakref.ref[BlockCall], report: CallReport) -> None:
+        self._lock, self._call = runtime.lock, call
+        self.report = report
+        """Goes on to change."""
+
+    def revoke(self) -> Bytes:
+        """As `BlockEngine.revoke`."""
+        with self._lock:
+            call = self._call()
+            return call.revoke() if call is not None else 0
+
+    def send_input(self) -> Bytes:
+        """Let what it would be recomputed on wait elsewhere, if it holds nothing else, nobody else holds that, and
+        other calls have sent something there; how many bytes begin to leave.
+
+        Raises:
+            SpillFullError: There was no room for an earlier block's bytes; they are where they were.
+        """
+        with self._lock:
+            call = self._call()
+            return call.send_input() if call is not None else 0
+
+    def forget_arrivals(self) -> Bytes:
+        """Give up what came back before anybody asked for it, and can come again; how many bytes that frees."""
+        with self._lock:
+            call = self._call()
+            return call.forget_arrivals() if call is not None else 0
+
+    def start_in(self, most: Bytes | None = None) -> Bytes:
+        """Let up to so many bytes of what is away begin to come, in a backward; how many begin."""
+        with self._lock:
+            call = self._call()
+            if call is None or call.options.waits or torch._C._current_graph_task_id() == -1:
+                return 0
+            before = sum(source.nbytes for source in call.waiting() if source.ahead)
+            return call.start_in(None if most is None else before + most) - before
+
+    @property
+    def there(self) -> tuple[Bytes, bool]:
+        """Of what was sent away, the bytes that are in memory or on their way there, and whether that is all."""
+        with self._lock:
+            call = self._call()
+            sources = call.waiting() if call is not None else []
+            here = sum(one.nbytes for one in sources if one.sent and not one.absent)
+            return here, not any(one.absent for one in sources)
+
+
+@final
 class BlockEngine:
     """Carries out an action for each call of each block of a model, under gradients; without them blocks run plainly.
 
@@ -96,7 +151,7 @@ class BlockEngine:
         read_ahead: Bytes that a backward may have read before it wants them. By default those of the block that it
             will want next; 0 for none. `BlockEngine.read_ahead` may be set at any time.
         write_behind: Bytes that may still be on their way out, and so are resident, when a block has ended. By
-            default those of one block; 0 for none.
+            default those of one block; 0 for none. `BlockEngine.write_behind` may be set at any time.
         lossy: Allows the actions that quantize: gradients are then other than plain PyTorch's.
         options: How actions are carried out, by action. May be set at any time, and counts from the next call on.
         rounding_seed: Of the chance by which elements are rounded, a stream of its own.
@@ -127,21 +182,24 @@ class BlockEngine:
         check_runs_once(model)
         if check not in ("shapes", "values"):
             raise UsageError(f'check is "shapes" or "values", not {check!r}.')
-        self._modules = chosen = named(model, blocks)
+        chosen = named(model, blocks)
+        groups = {name: block for name, block in chosen.items() if isinstance(block, Group)}
+        self._modules = {name: block.module if isinstance(block, Group) else block for name, block in chosen.items()}
         self.model, self._lossy = model, lossy
         self.blocks = tuple(chosen)
         self.actions = actions if actions is not None else {}
-        check_compiled(model, chosen)
+        check_compiled(model, self._modules | dict(first_children(model, groups.values())))
         self.when_freed: list[Freed] = []
         """Told of every storage that a thread of the engine's frees, by that thread."""
         where = partial(_open_store, _device_of(model), spill_directory, spill_io)
-        open_store = partial(where, parse_budget(host_budget, usable_memory()), write_behind, self.when_freed)
+        open_store = partial(where, parse_budget(host_budget, usable_memory()), self.when_freed)
         self._runtime = BlockRuntime(
-            environment_of(model, generators), open_store, read_ahead, compressor=Compressor(rounding_seed),
-            checks_values=check == "values",
+            environment_of(model, generators), open_store, read_ahead, write_behind,
+            compressor=Compressor(rounding_seed), checks_values=check == "values",
         )  # fmt: skip
         self.options = options
         self._reports: list[CallReport] = []
+        self._beginning: tuple[Block, CallReport]
         self._calls: dict[Unit, weakref.ref[BlockCall]] = {}
         self.closed = False
         self.bypassed = False
@@ -153,9 +211,12 @@ class BlockEngine:
         self.called: tuple[Any, dict[str, Any]] | None = None
         """What the model's forward was called with last, tensors without their bytes, where somebody observes."""
         self._hooks: list[Hook | CompiledHook] = []
+        self._blocks: dict[str, Block] = {}
+        self._fronts: dict[str, Hook | CompiledHook] = {}
+        self._grouped: dict[nn.Module, Grouped] = {}
         try:
-            self._found = [Block(name, module, in_front_of(module)) for name, module in chosen.items()]
-            self._fronts = [self._install(block.module, partial(self._call, block)) for block in self._found]
+            self._take_over(groups)
+            self._found = [self._blocks[name] for name in self.blocks]
             self._model_forward = model.forward
             self._install(model, self._forward)
         except BaseException:
@@ -222,15 +283,45 @@ class BlockEngine:
         self._runtime.ahead = nbytes
 
     @property
+    def write_behind(self) -> Bytes | None:
+        """Bytes that may still be on their way out when a block has ended; None for those of one block."""
+        return self._runtime.behind
+
+    @write_behind.setter
+    def write_behind(self, nbytes: Bytes | None) -> None:
+        self._runtime.behind = nbytes
+
+    @property
     def leaving_bytes(self) -> Bytes:
         """Bytes of offloaded storages that are still resident, since their copies out are not done."""
         return self._runtime.store.leaving_bytes if self._runtime.store is not None else 0
 
     @property
-    def transfers(self) -> tuple[int, Bytes, Bytes, Seconds]:
-        """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited."""
+    def arrived_bytes(self) -> Bytes:
+        """Bytes that are here, or coming, before the backward has asked for them."""
+        return self._runtime.store.arrived_bytes if self._runtime.store is not None else 0
+
+    @property
+    def transfers(self) -> tuple[int, Bytes, Bytes, Seconds, Seconds]:
+        """So far: storages sent away, their bytes, bytes that came back, and seconds for which ops waited: for room,
+        until something was out, and for data, until something was in."""
         store = self._runtime.store
-        return (0, 0, 0, 0.0) if store is None else (store.sent, store.bytes_out, store.bytes_in, store.stall_seconds)
+        if store is None:
+            return 0, 0, 0, 0.0, 0.0
+        return store.sent, store.bytes_out, store.bytes_in, store.room_seconds, store.data_seconds
+
+    def wait_out(self, nbytes: Bytes) -> None:
+        """Wait until so many of the bytes that are leaving have left, or all.
+
+        Raises:
+            SpillFullError: There was no room for them.
+        """
+        if self._runtime.store is not None:
+            self._runtime.store.finish_out(max(self.leaving_bytes - nbytes, 0))
+
+    def lane_rates(self) -> tuple[float, float]:
+        """Bytes a second at which this step's copies went out and came in, while they ran; 0 where there were none."""
+        return (0.0, 0.0) if self._runtime.store is None else self._runtime.store.rates()
 
     def settle(self) -> None:
         """Wait until what is offloaded has left.
@@ -251,6 +342,15 @@ class BlockEngine:
         """How many calls have begun since the model's forward last began."""
         return len(self._reports)
 
+    def beside_share(self, unknown: float) -> float:
+        """Of the call that begins, per byte that autograd saves in it: what a selective action keeps beside that. By
+        what calls of such blocks kept; until there was one it is unknown."""
+        return self._runtime.beside.get(type(self._beginning[0].module), unknown)
+
+    def keep_nothing(self) -> None:
+        """Of the call that begins: it is recomputed, whatever its action was to be."""
+        self._beginning[1].action = Action.RECOMPUTE
+
     def module(self, number: int) -> nn.Module:
         """Whose call it was, by its number."""
         return self._modules[self._reports[number].block]
@@ -264,9 +364,9 @@ class BlockEngine:
         report = self._reports[number]
         return report.block, report.call
 
-    def giver(self, number: int) -> Callable[[], Bytes]:
-        """What revokes a call, by its number; it can be called after another forward has begun."""
-        return partial(self._revoke, self._calls[self.unit(number)])
+    def call(self, number: int) -> HeldCall:
+        """A call, by its number."""
+        return HeldCall(self._runtime, self._calls[self.unit(number)], self._reports[number])
 
     def revoke(self, block: str, call: int = 0) -> Bytes:
         """Give up what autograd saved in a call, to have it recomputed; how many bytes that freed.
@@ -274,14 +374,11 @@ class BlockEngine:
         At any moment after the call has ended, in the forward or the backward. 0 if the call is over and done with, has
         nothing left, or cannot run again; `CallReport.kept_because` then says why.
         """
-        return self._revoke(self._calls.get((block, call), lambda: None))
-
-    def _revoke(self, of: Callable[[], BlockCall | None]) -> Bytes:
-        call = of()
-        if call is None:
+        held = self._calls.get((block, call), lambda: None)()
+        if held is None:
             return 0
         with self._runtime.lock:
-            return call.revoke()
+            return held.revoke()
 
     def hear_streams(self, heard: Callable[[list[Any]], None]) -> None:
         """Have it told of the states of random streams that blocks keep for their second run."""
@@ -309,15 +406,32 @@ class BlockEngine:
         hook.install()
         return hook
 
+    def _take_over(self, groups: Mapping[str, Group]) -> None:
+        """Stand in front of every block; of a `Sequential` whose children run as blocks, behind what makes it one."""
+        for sequential, own in by_sequential(groups):
+            self._blocks |= {name: Block(name, group.module, group.module.forward) for name, group in own.items()}
+            calls = {group: partial(self._call, self._blocks[name]) for name, group in own.items()}
+            self._grouped[sequential] = Grouped(sequential, calls)
+            self._fronts |= dict.fromkeys(own, self._install(sequential, self._grouped[sequential]))
+        for name, module in self._modules.items():
+            if name not in groups:
+                block = self._blocks[name] = Block(name, module, in_front_of(module))
+                self._fronts[name] = self._install(module, partial(self._call, block))
+
+    def goes_on(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the model, for whoever calls what is behind all that stands in front of it: with groups of its
+        own children as blocks, where it has some."""
+        return self._grouped.get(self.model, forward)
+
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the model begins, for whoever stands in front of the model and calls what is behind."""
         watched = torch.is_grad_enabled() and self._runtime.runs_nothing
         if watched:  # else calls of blocks run plainly, and a graph that is there goes on to be told of
             if self.observer is not None:
                 self.observer.forward_is_over()
-            for block, front in zip(self._found, self._fronts, strict=True):
+            for block in self._found:
                 if not self.closed:
-                    check_still(front, block.name)
+                    check_still(self._fronts[block.name], block.name)
                 block.calls = 0
             self._reports, self._calls = [], {}
             self._runtime.begin_step()
@@ -354,6 +468,7 @@ class BlockEngine:
         rehearses = self.rehearses and not block.may_communicate()
         interruption = self._rehearse(block, args, kwargs) if rehearses else None
         observer, number = self.observer, len(self._reports)
+        self._beginning = block, report
         reached = observer.block_begins(number) if observer is not None else None
         call = BlockCall(self._runtime, block, report, self._runtime.call, self._options[report.action])
         self._reports.append(report)
@@ -416,13 +531,12 @@ def _open_store(
     directory: str | PathLike[str] | None,
     io: SpillIO,
     pinned: Bytes,
-    write_behind: Bytes | None,
     when_freed: Sequence[Freed],
 ) -> Store:
     if device.type == "cuda":
         streams = CudaStreams(device)
-        return Store(HostLanes(streams, HostPool(streams.pin, pinned)), write_behind)
-    return Store(DiskLanes(DiskTier(directory, io), when_freed), write_behind)
+        return Store(HostLanes(streams, HostPool(streams.pin, pinned)))
+    return Store(DiskLanes(DiskTier(directory, io), when_freed))
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -52,6 +52,8 @@ from spillway.engines.blocks.saved import (
     come_back,
     compress_frozen,
     compress_saved,
+    held_alone,
+    may_leave,
     send_frozen,
     send_saved,
     start_in,
@@ -80,6 +82,7 @@ class BlockRuntime:
         open_store: Opens the spill file, when something is to wait there for the first time.
         checks_values: Whether values that a second run brings back are compared with those of the first.
         ahead: Bytes that may be read before the backward asks for them; None for those of one block.
+        behind: Bytes that may still be leaving when a block has ended; None for those of one block.
         compressor: Quantizes what blocks saved.
     """
 
@@ -88,6 +91,7 @@ class BlockRuntime:
         environment: Environment,
         open_store: Callable[[], Store],
         ahead: Bytes | None,
+        behind: Bytes | None,
         *,
         compressor: Compressor,
         checks_values: bool,
@@ -100,10 +104,12 @@ class BlockRuntime:
         renew_in_children(self, "lock")
         self.removed: tuple[Hook | CompiledHook, ...] = ()
         """Hooks of an engine that was closed."""
-        self.ahead = ahead
+        self.ahead, self.behind = ahead, behind
         self.store: Store | None = None
         self.sent = 0
         """How many calls have sent something away."""
+        self.beside: dict[type, float] = {}
+        """By the class of a block, the most that a selective action kept and autograd did not save, per byte saved."""
         self._open_store = open_store
         self._away: weakref.WeakValueDictionary[int, BlockCall] = weakref.WeakValueDictionary()
         self._local = _Local()
@@ -173,8 +179,11 @@ class BlockRuntime:
             self.store = self._open_store()
         self._away[self.sent] = call
         self.sent += 1
+        self.store.write_behind = self.behind
         self.store.begin_block()
+        before = self.store.bytes_out
         yield self.store
+        call.report.moved_bytes += self.store.bytes_out - before
         self.store.end_block()
         if call.options.waits:
             self.store.finish_out()
@@ -403,9 +412,19 @@ class BlockCall:
         alive = storages(living)
         self.report.saved_bytes = sum(alive.values())
         self.report.argument_bytes = sum(arguments.values())
-        self.report.own_bytes = sum(
-            nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()
-        )
+        differentiable = {one.key for one in self.arguments() if one.needs_grad}
+        self.report.inputs = tuple((key, nbytes) for key, nbytes in arguments.items() if key in differentiable)
+        if self.selection is not None:
+            self.report.beside_bytes = self.selection.nbytes(self._shared_with_others() | alive.keys())
+        own = {key: nbytes for key, nbytes in alive.items() if key not in self._outputs | arguments.keys()}
+        self.report.own_bytes = sum(own.values())
+        leave = {saved.address() for saved in living if may_leave(saved.value)}
+        self.report.leaving_bytes = sum(nbytes for key, nbytes in own.items() if key in leave)
+        results = self._outputs - arguments.keys()
+        self.report.result_bytes = sum(nbytes for key, nbytes in alive.items() if key in results)
+        if self.selection is not None and self.report.own_bytes:
+            shares, kind = self.runtime.beside, type(self.block.module)
+            shares[kind] = max(shares.get(kind, 0.0), self.report.beside_bytes / self.report.own_bytes)
 
     # --------------------------------------------------------------------------------------------------- giving up
 
@@ -424,6 +443,35 @@ class BlockCall:
             freed += self.selection.nbytes(shared)
         self._let_go()
         return freed
+
+    def send_input(self) -> Bytes:
+        """Let what the second run is called with wait elsewhere after all, where nobody else holds it and other calls
+        have something there; how many bytes begin to leave.
+
+        Of a call that holds nothing but that.
+        """
+        store = self.runtime.store
+        if store is None or not self.ended or self.options.waits or self.report.kept_because:
+            return 0
+        if self._is_wanted() or self._holds():
+            return 0
+        fixed = self.block.state.fixed()
+        going = [one for one in self.arguments() if one.needs_grad and (one.copied or not one.moved_on)]
+        going = [one for one in held_alone(going) if address(cast(Tensor, one.alias)) not in fixed]
+        before = self.report.moved_bytes
+        if going:
+            with self.runtime.sending(self) as store:
+                send_frozen(going, fixed, store)
+        return self.report.moved_bytes - before
+
+    def forget_arrivals(self) -> Bytes:
+        """Give up what came before anybody asked for it, and can come again; how many bytes that frees."""
+        if self._is_wanted():
+            return 0
+        ahead = [source for source in self.waiting() if source.ahead]
+        for source in ahead:
+            source.forget_arrival()
+        return sum(source.nbytes for source in ahead)
 
     def _give_up(self) -> None:
         """What `revoke` does, when the block has just ended."""

@@ -55,6 +55,11 @@ class CompressedStorage:
         return self._packing.exact
 
     @property
+    def sent(self) -> bool:
+        """Whether the compressed form was sent away, wherever it is now."""
+        return self._away is not None
+
+    @property
     def absent(self) -> bool:
         """Whether not even the compressed form is in memory, or on its way there."""
         return self._away is not None and self._away.absent
@@ -86,6 +91,11 @@ class CompressedStorage:
         """What came before anybody asked for it is not wanted any more."""
         if self._away is not None:
             self._away.drop_arrival()
+
+    def forget_arrival(self) -> None:
+        """The same, for its memory, which is free afterwards."""
+        if self._away is not None:
+            self._away.forget_arrival()
 
     def _compressed(self) -> Tensor:
         if self._away is None:

@@ -10,12 +10,17 @@ from typing import Any, Final, cast, final
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from spillway.engines.blocks.compiled_blocks import uncompiled
+from spillway.engines.blocks.cuts import WORTH, Called, Cuts, names_of
 from spillway.engines.blocks.extra_forward import undone
 from spillway.engines.blocks.functorch_hooks import Packing
+from spillway.engines.blocks.groups import Group, group_named
 from spillway.engines.blocks.iterators import CannotCopyError
+from spillway.engines.blocks.saved import PLAIN, empty_witness
 from spillway.engines.environment import Environment
 from spillway.errors import ModelError, NoBlocksError
 from spillway.internals.private import heard, unheard_by_modes
@@ -25,6 +30,10 @@ from spillway.units import Bytes
 _CONTAINERS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 DESCEND_SHARE: Final = 0.8
 """A module of whose bytes one family of siblings inside holds so much is not a block: they are."""
+COVERED: Final = 0.5
+"""What repeats is enough if recomputing it frees so much of what autograd saves."""
+LOWER: Final = 0.75
+"""How low the floor of other blocks has to be, of that of those that repeat, to be taken instead."""
 
 
 @final
@@ -41,53 +50,92 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, *, keeps: bool = True) -> None:
+        self._model = model
         self._mine = set(model.modules())
         self._keeps = keeps
         self._storages: dict[int, StorageWeakRef] = {}
         """Weak references: as long as they stand, no other storage gets the same address."""
         self.calls: Counter[nn.Module] = Counter()
-        self._saved: dict[nn.Module, dict[int, Bytes]] = defaultdict(dict)
-        self._inside: list[nn.Module] = []
+        self._nbytes: dict[int, Bytes] = {}
+        self._saved: dict[nn.Module, set[int]] = defaultdict(set)
+        self._forward: list[Called] = []
+        self._outside: set[int] = set()
+        self._inside: list[Called] = []
+        self._witnesses: list[tuple[Called, Tensor, int]] = []
         self._fixed = {address(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def nbytes(self, module: nn.Module) -> Bytes:
         """Bytes of the storages that autograd saved in the calls of a module, parameters left out, each once."""
-        return sum(self._saved[module].values())
+        return sum(map(self._nbytes.__getitem__, self._saved[module]))
+
+    @property
+    def cuts(self) -> Cuts:
+        """To find blocks by what was saved."""
+        return Cuts(self._model, self._forward, outside=self._outside, nbytes=self._nbytes)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around one forward."""
         before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
+        after = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
         try:
             with Packing(self._pack, _unpack), uncompiled(self._mine):
                 yield
         finally:
             before.remove()
             after.remove()
+            cast(Any, torch_module)._global_forward_hooks_with_kwargs.pop(after.id, None)  # torch leaves it there
             self._inside.clear()
+            for call, witness, version in self._witnesses:
+                call.written = call.written or witness._version != version
+            self._witnesses.clear()
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    @unheard_by_modes
+    def _enter(self, module: nn.Module, args: Any) -> None:
         if module in self._mine:
             self.calls[module] += 1
-            self._inside.append(module)
+            call = Called(module)
+            (self._inside[-1].inside if self._inside else self._forward).append(call)
+            self._inside.append(call)
+            for tensor in () if _transformed() else args:
+                if type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_inference():
+                    self._witnesses.append((call, empty_witness(tensor), tensor._version))
 
-    def _leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
-        if module in self._mine and module in self._inside:
-            while self._inside.pop() is not module:
+    @unheard_by_modes
+    def _leave(self, module: nn.Module, args: Any, *rest: Any) -> None:  # no named arguments after an exception
+        if module in self._mine and any(call.module is module for call in self._inside):
+            while (call := self._inside.pop()).module is not module:
                 pass
+            for tensor in () if _transformed() else tree_leaves((args, rest[:-1])):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and torch._C._has_storage(tensor):
+                    call.taken.update(self._noted(tensor))
+
+    def _noted(self, tensor: Tensor) -> list[int]:
+        key = address(tensor)
+        if key in self._fixed:
+            return []
+        storage = tensor.untyped_storage()
+        if key not in self._storages:
+            self._storages[key] = cast(Any, StorageWeakRef)(storage)
+        self._nbytes[key] = storage.nbytes()
+        return [key]
 
     @unheard_by_modes
     def _pack(self, tensor: Tensor) -> Tensor | None:
-        if tensor.layout is torch.strided and address(tensor) not in self._fixed:
-            storage = tensor.untyped_storage()
-            if address(tensor) not in self._storages:
-                self._storages[address(tensor)] = cast(Any, StorageWeakRef)(storage)
-            for module in self._inside:
-                self._saved[module][address(tensor)] = storage.nbytes()
+        if tensor.layout is torch.strided:
+            found = self._noted(tensor)
+            (self._inside[-1].own if self._inside else self._outside).update(found)
+            for call in self._inside:
+                call.saved.update(found)
+                self._saved[call.module].update(found)
         if not self._keeps:
             return None
         return tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
+
+
+def _transformed() -> bool:
+    """Whether a transform of `torch.func` runs, in which tensors are none of the forward's."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 class BackwardInside(Exception):
@@ -108,6 +156,12 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
     class inside it hold `DESCEND_SHARE` of the bytes that autograd saved in it. Modules beside one of their class that
     was called count as called: layers may be left out by chance.
 
+    Where recomputing these would free less than `COVERED` of what autograd saved, as where nothing repeats, the forward
+    is cut by what it has saved (NOTE [Cuts] in `cuts.py`): blocks are then modules of any class and groups of
+    consecutive children of a `Sequential`, called by the first and the last, as "features.0-4". Cuts replace what
+    repeats only if they lower the floor to `LOWER` of its own: a loss or an embedding that holds most of the step is
+    covered by neither.
+
     Args:
         model: In the mode, training or not, in which it will run.
         forward: Runs the model once, with gradients.
@@ -119,10 +173,16 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
     watch = Watch(model, keeps=keeps)
     with watch.watching():
         forward()
-    found = _blocks(model, watch)
+    found, cuts = _blocks(model, watch), watch.cuts
+    modules = dict(model.named_modules())
+    there = cuts.judge(cuts.whole(modules[name] for name in found))
+    best = cuts.best() if there.covered < COVERED else None
+    if best is not None and (not found or best.floor <= LOWER * there.floor):
+        return names_of(model, best.units)
     if not found:
         reason = (
-            f"among the {len(watch.calls)} modules that its forward called no class with modules inside occurs twice"
+            f"among the {len(watch.calls)} modules that its forward called no class with modules inside occurs twice, "
+            f"and no choice of others would lower by {WORTH:.1%} what a step holds, if one at a time was recomputed"
         )
         raise NoBlocksError(
             f"{type(model).__name__} has no blocks: {reason}; name the blocks with "
@@ -184,23 +244,25 @@ def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
-    """The blocks that a user names.
+def named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module | Group]:
+    """The blocks that a user names: modules by their names, consecutive children of a `Sequential` by those of the
+    first and the last, such as "features.0-4".
 
     Raises:
-        ModelError: The model has no module of that name, or one stands there twice.
+        ModelError: The model has no module of that name, one stands there twice, or no group can be made there.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    unknown = [name for name in names if name not in modules or not name]
+    modules: dict[str, nn.Module | Group] = dict(model.named_modules(remove_duplicate=False))
+    chosen = {name: modules[name] if name in modules else group_named(model, name) for name in names if name}
+    unknown = [name for name in names if chosen.get(name) is None]
     if unknown:
         raise ModelError(
             f"{type(model).__name__} has no module named {unknown[0]!r} to be a block; `model.named_modules()` lists "
             f"the {len(modules)} names that there are."
         )
-    chosen = {name: modules[name] for name in names}
-    if len(set(chosen.values())) < len(names):
+    found = {name: block for name, block in chosen.items() if block is not None}
+    if len(set(found.values())) < len(names):
         raise ModelError("Two names in blocks= are of one module; name it once, its calls are told apart by number.")
-    return chosen
+    return found
 
 
 @unheard_by_modes

@@ -30,8 +30,8 @@ class Hook:
 
     def __init__(self, module: nn.Module, instead: Callable[..., Any]) -> None:
         self.module = module
-        self._patched = vars(module).get(_NAME)
-        """A forward that somebody else had put there."""
+        self.patched = vars(module).get(_NAME)
+        """A forward that somebody else had put there; None if there was none."""
         self.original: Callable[..., Any] = module.forward
         self._instead = instead
         self.__name__ = getattr(self.original, "__name__", _NAME)
@@ -52,10 +52,10 @@ class Hook:
         """Leave everything as it was found."""
         if vars(self.module).get(_NAME) is not self:
             return  # somebody stands in front of this one, and calls it; see `BlockEngine.close`
-        if self._patched is None:
+        if self.patched is None:
             del vars(self.module)[_NAME]
         else:
-            vars(self.module)[_NAME] = self._patched
+            vars(self.module)[_NAME] = self.patched
 
     @contextlib.contextmanager
     def back(self) -> Iterator[None]:
@@ -72,11 +72,11 @@ class Hook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         # While a module is unpickled its `__dict__` is still empty: what `getattr` finds is the class's forward.
-        return (_itself, (self._patched,)) if self._patched is not None else (getattr, (self.module, _NAME))
+        return (_itself, (self.patched,)) if self.patched is not None else (getattr, (self.module, _NAME))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._patched is not None:
-            return copy.deepcopy(self._patched, memo)
+        if self.patched is not None:
+            return copy.deepcopy(self.patched, memo)
         twin = memo.get(id(self.module))
         if twin is None:  # the hook alone is copied, and the module with it
             return copy.deepcopy(self.module, memo).forward

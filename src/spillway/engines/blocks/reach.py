@@ -30,7 +30,7 @@ from spillway.engines.blocks.fingerprints import Fingerprint, fingerprint
 from spillway.engines.blocks.marks import ATOMS, Mark, Marks
 from spillway.engines.blocks.saved import PLAIN
 from spillway.engines.environment import Generator, stream
-from spillway.internals.private import bytes_over, grad_mode
+from spillway.internals.private import bytes_over, grad_mode, is_leaf
 from spillway.units import Bytes, MiB
 
 MOST_THINGS: Final = 100_000
@@ -238,7 +238,7 @@ class Reach:
     def _held(self, value: Any) -> Any:
         """What stands for a value: an iterator is moved on by whoever uses it, and a graph is not to be held."""
         if isinstance(value, Tensor):
-            hangs = self._lasting and value.requires_grad and not value.is_leaf
+            hangs = self._lasting and value.requires_grad and not is_leaf(value)
             return value.detach().requires_grad_() if hangs else value
         mark = self._marks.of(value)
         if isinstance(mark, Mark) and mark.lost:
@@ -337,7 +337,7 @@ class Reach:
             self._prints.append((raw, fingerprint(raw, {})))
 
     def _visit_tensor(self, tensor: Tensor) -> None:
-        if tensor.is_leaf and not (self._lasting and id(tensor) in self._fixed):
+        if is_leaf(tensor) and not (self._lasting and id(tensor) in self._fixed):
             self._note(functools.partial(_of_leaf, tensor), functools.partial(_put_leaf, tensor))
         if (
             not self._with_bytes
@@ -462,12 +462,13 @@ def _put_named(held: dict[str, Any], values: dict[str, Any]) -> None:
 
 def _of_leaf(tensor: Tensor) -> _Values:
     hooks = tensor._backward_hooks
-    grad = tensor.grad if tensor.is_leaf else None
-    return _Values(leaf=tensor.is_leaf, requires_grad=tensor.requires_grad, grad=grad, hooks=len(hooks or ()))
+    leaf = is_leaf(tensor)
+    grad = tensor.grad if leaf else None
+    return _Values(leaf=leaf, requires_grad=tensor.requires_grad, grad=grad, hooks=len(hooks or ()))
 
 
 def _put_leaf(tensor: Tensor, values: dict[str, Any]) -> None:
-    if not tensor.is_leaf:
+    if not is_leaf(tensor):
         tensor.detach_()
     if tensor.requires_grad != values["requires_grad"]:
         tensor.requires_grad_(values["requires_grad"])

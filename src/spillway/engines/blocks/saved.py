@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
-from spillway.internals.private import bytes_over, grad_mode
+from spillway.internals.private import bytes_over, grad_mode, owners
 from spillway.internals.private import storage_address as address
 from spillway.methods.actions import ActionOptions
 from spillway.tiers.transfer import SpilledStorage, Storage, Store
@@ -357,6 +357,20 @@ def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -
         frozen.send_away(SpilledTensor.of(sources[address(tensor)], tensor))
 
 
+def held_alone(every: Iterable[FrozenTensor]) -> list[FrozenTensor]:
+    """Those of frozen tensors whose bytes nobody else holds, so that they are free when these are sent away."""
+    groups: dict[int, list[FrozenTensor]] = {}
+    for frozen in every:
+        if frozen.alias is not None and _is_plain(frozen.alias):
+            groups.setdefault(address(frozen.alias), []).append(frozen)
+    found = []
+    for group in groups.values():
+        storage = cast(Tensor, group[0].alias).untyped_storage()
+        if owners(storage) == 1 + len(group):
+            found += group
+    return found
+
+
 def come_back(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> None:
     """Let nothing wait in a store any more: it is held as it was, or compressed in memory."""
     every = list(every)
@@ -384,16 +398,22 @@ def waiting(every: Iterable[SavedTensor], arguments: Iterable[FrozenTensor]) -> 
 
 def start_in(sources: Iterable[Spilled], most: Bytes | None) -> Bytes:
     """Let what waits elsewhere come, up to so many bytes; how many are here or on their way."""
-    coming = 0
+    sources = list(sources)
+    coming = sum(source.nbytes for source in sources if source.ahead)
     for source in sources:
         if source.absent and (most is None or coming + source.nbytes <= most):
             source.start_in()
-        coming += source.nbytes * source.ahead
+            coming += source.nbytes * source.ahead
     return coming
 
 
 def _movable(tensor: Tensor, store: Store) -> bool:
-    return _is_plain(tensor) and store.takes(tensor) and tensor.untyped_storage().nbytes() >= SMALLEST
+    return store.takes(tensor) and may_leave(tensor)
+
+
+def may_leave(value: Any) -> bool:
+    """Whether it is a tensor whose storage could wait elsewhere, and is worth that."""
+    return isinstance(value, Tensor) and _is_plain(value) and value.untyped_storage().nbytes() >= SMALLEST
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -33,7 +33,7 @@ from spillway.engines.tensors.turns import end_turn
 from spillway.errors import BudgetInfeasible, EngineError, SpillFullError
 from spillway.internals.dispatch_key import unwatched
 from spillway.internals.interrupts import deliver
-from spillway.internals.private import bytes_over, is_wrapper, unheard
+from spillway.internals.private import bytes_over, is_leaf, is_wrapper, unheard
 from spillway.internals.private import storage_address as _address
 from spillway.internals.private import storage_of as _storage_of
 from spillway.internals.process_memory import Reclaimer, ResidentSet
@@ -777,7 +777,7 @@ class TensorEngine(AbstractTensorEngine):
         if self.backend.unwatched is not None and self.backend.unwatched.lends():
             with unwatched(), torch._C.DisableTorchFunction():
                 found = [one for one in tensors_of_python() if _address_or_none(one) != NO_ADDRESS]
-                found += [one.grad for one in found if one.is_leaf and one.grad is not None]
+                found += [one.grad for one in found if is_leaf(one) and one.grad is not None]
                 self._on_cpu.bring_into_memory(self._free_to_move(found), UNLIMITED)
 
     def raise_interrupt(self) -> None:

@@ -1,1 +1,209 @@
-"""`auto`: one action for every block, all of them together, for the size of the input and the budget at hand."""
+"""`auto`: the best of all actions for every block, all of them together, for the size of the input and the budget.
+
+No paper's: what five of them do each alone, planned jointly. `problem.py` says what is decided, `planner.py` decides,
+`menus.py` has what training teaches. A step of a new training measures, by what its blocks run anyway:
+
+ 1. the first recomputes every block, which needs least: bytes, and seconds of both runs;
+ 2. the second runs, selectively, the blocks that could be kept, one of each kind at least: what that keeps and spares;
+ 3. the third recomputes every block with its input away: how fast copies are while blocks run;
+ 4. later ones as the first, at most `COLLECTED` in all, while a size is new and no law covers it.
+
+After these every size has its plan: sizes within `BUCKET` of each other share that of the largest that was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, floor, log
+from types import MappingProxyType
+from typing import Final, Self, final
+
+from spillway.methods.actions import Action
+from spillway.methods.auto.menus import Menus
+from spillway.methods.auto.planner import Effort, plan
+from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.by_block import (
+    AbstractBlockMethod,
+    BlockPlan,
+    BlockSample,
+    Decision,
+    Forecast,
+    InputSize,
+    Phase,
+    StepSample,
+)
+from spillway.methods.mimose.choices import Options
+from spillway.methods.mimose.planning import SimulatedPlanning
+from spillway.units import Bytes
+
+COLLECTED: Final = 10
+"""Steps that measure at most, as Mimose's evaluation has them."""
+PROBES: Final = (Action.RECOMPUTE, Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
+"""What the first of them do with blocks."""
+BUCKET: Final = 0.02
+"""How far apart sizes may be that share a plan: each of their numbers, as a share of it."""
+MARGIN: Final = 0.01
+"""Of what is available, left free at sizes whose bytes are estimated; what is kept can be given up besides."""
+SPARE: Final = 0.005
+"""A plan is made again when so much more of the budget is available than it was made for."""
+EFFORTS: Final = MappingProxyType({1: Effort.POLISH, 16: Effort.IDLE})
+"""How much is tried when a plan is used again, after so many uses."""
+PLANS: Final = 4096
+"""That are remembered; beyond, all are forgotten."""
+
+
+@final
+class Auto(AbstractBlockMethod):
+    """Decides before each step, learns after it. One object belongs to one training.
+
+    Arguments:
+        moves: Whether anything may wait on disk, or in host memory on CUDA.
+        batched: Whether the first number of a size counts samples, by which all bytes are multiplied.
+    """
+
+    name = "auto"
+    needs_blocks = False
+
+    def __init__(self, *, moves: bool = True, batched: bool = False) -> None:
+        self._moves = moves
+        self._options = Options(batched=batched)
+        self._bytes = SimulatedPlanning(self._options)
+        self._menus = Menus(batched=batched)
+        self._steps = 0
+        """That measured, and ended."""
+        self._measured: set[InputSize] = set()
+        """Sizes at which every block was measured."""
+        self._plans: dict[InputSize, tuple[BlockPlan, int]] = {}
+        """By bucket, with how often they were used."""
+        self._largest: dict[InputSize, InputSize] = {}
+        """Of each bucket, the largest numbers that were seen in it."""
+        self._over = 0.0
+        """By which share of it steps took more than their plans said, at most."""
+        self.made = 0
+        """Plans so far."""
+
+    def in_header(self) -> dict[str, object]:
+        """Nothing: what becomes of blocks is another thing in every step."""
+        return {}
+
+    def fresh(self, *, batched: bool) -> Self:
+        """Another one, which has learned nothing."""
+        return type(self)(moves=self._moves, batched=batched)
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may wait outside of the device's memory."""
+        return self._moves
+
+    @property
+    def collecting(self) -> bool:
+        """Whether there are no plans yet."""
+        return self._steps < len(PROBES) or not self._bytes.ready
+
+    def collects(self, size: InputSize) -> bool:
+        """Whether it is new, and not covered by what is known of others."""
+        if self.collecting:
+            return True
+        return size not in self._measured and self._steps < COLLECTED and not self._bytes.settled
+
+    def begin(self, size: InputSize, available: Bytes) -> Decision:
+        """Measure, or follow the size's plan."""
+        if not self.collects(size):
+            return Decision(Phase.PLANNED, self.plan(size, available), False)
+        probe = PROBES[self._steps] if self._steps < len(PROBES) else Action.RECOMPUTE
+        nothing = BlockPlan.nothing_kept(size, available)
+        if probe is Action.SELECTIVE and self._bytes.ready:
+            nothing = self._selecting(size, available)
+        elif probe is Action.RECOMPUTE_OFFLOADED and self._moves:
+            nothing = BlockPlan.nothing_kept(size, available, probe)
+        return Decision(Phase.COLLECTING, nothing, True)
+
+    def _selecting(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """Selective are those that would fit if they were kept, and the first of each kind."""
+        forecast = self._bytes.forecast(size)
+        fitting = self._bytes.plan(size, available)
+        firsts = {forecast.saved.index(saved) for saved in forecast.saved}
+        selects = [fitting.keeps(call) or call in firsts for call in range(len(forecast.saved))]
+        actions = tuple(Action.SELECTIVE if one else Action.RECOMPUTE for one in selects)
+        return BlockPlan(
+            size=size, actions=actions, otherwise=Action.RECOMPUTE, projected=0, available=available, seconds=0.0,
+            smallest=0, resident=[saved if one else 0 for saved, one in zip(forecast.saved, selects, strict=True)],
+        )  # fmt: skip
+
+    def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
+        """The plan of the size's bucket: one that is remembered and still suits, or a new one.
+
+        Raises ValueError before every block was measured.
+        """
+        bucket = self._bucket(size)
+        largest = self._largest.get(bucket, size)
+        if any(mine > known for mine, known in zip(size, largest, strict=True)):
+            largest = tuple(map(max, size, largest))
+            self._plans.pop(bucket, None)
+        self._largest[bucket] = largest
+        known, uses = self._plans.get(bucket, (None, 0))
+        if known is not None and abs(available - known.available) <= SPARE * known.available:
+            effort = EFFORTS.get(uses)
+            if effort is not None and known.given_up and known.holds:
+                known = self._planned(largest, available, effort)
+            self._plans[bucket] = known, uses + 1
+            return known
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        found = self._planned(largest, available, Effort.FIRST)
+        self._plans[bucket] = found, 1
+        return found
+
+    def _bucket(self, size: InputSize) -> InputSize:
+        if self._options.batched:
+            return size[0], *(floor(log(number) / log(1 + BUCKET)) for number in size[1:])
+        return tuple(floor(log(number) / log(1 + BUCKET)) for number in size)
+
+    def problem(self, size: InputSize, available: Bytes) -> BlockProblem:
+        """What is to be planned at this size."""
+        return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
+
+    def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
+        margin = self._over if size in self._measured else max(self._over, MARGIN)
+        problem = self.problem(size, int(available / (1 + margin)))
+        found = plan(problem, effort=effort)
+        self.made += 1
+        blocks = problem.blocks[:-1]
+        chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
+        plain = [block.options[1].resident if len(block.options) > 1 else 0 for block in blocks]
+        forecast = self._bytes.forecast(size)
+        gone = [saved for saved, option in zip(forecast.saved, chosen, strict=True) if option.action is not Action.KEEP]
+        return BlockPlan(
+            size=size,
+            actions=tuple(option.action for option in chosen),
+            otherwise=Action.RECOMPUTE,
+            projected=ceil(found.outcome.peak * (1 + self._over)),
+            available=available,
+            seconds=found.outcome.seconds - problem.plain,
+            smallest=min(gone, default=0),
+            resident=[option.resident - base for option, base in zip(chosen, plain, strict=True)],
+            comes_in=found.outcome.comes_in[: len(blocks)],
+        )
+
+    def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
+        """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
+        collecting = self.collects(step.size)
+        whole = {sample.action for sample in blocks} <= {Action.KEEP, Action.RECOMPUTE}
+        changed = whole and self._bytes.observe(step, blocks, whole=True)
+        if whole and blocks:
+            self._measured.add(step.size)
+        forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
+        changed |= self._menus.take(step, blocks, forecast)
+        planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
+        if planned is not None and not collecting and step.peak > planned.projected > 0:
+            self._over, changed = (1 + self._over) * step.peak / planned.projected - 1, True
+        if changed:
+            self._plans.clear()
+        self._steps += collecting
+
+    def forecast(self, size: InputSize) -> Forecast | None:
+        """What a step of this size is expected to need; None before every block was measured."""
+        return self._bytes.forecast(size) if self._bytes.ready else None
+
+
+__all__ = ["Auto", "BlockProblem"]

@@ -24,8 +24,9 @@ class Filler:
         self.kinds = [block.kind for block in blocks]
         self.forward = [rows[0][4] for rows in clock.rows]
         self.mean = sum(self.forward) / max(len(blocks), 1)
-        self.lane = sum(self.forward) * clock.problem.out_rate
-        """What the lane out carries while the blocks run forward: moving more than that would be waited for."""
+        self.lane = min(sum(self.forward) * clock.problem.out_rate, clock.host)
+        """What the lane out carries while the blocks run forward, if the host has room for it: more than that would be
+        waited for."""
 
     def fill(self, price: float, pace: float, share: float = 1.0) -> list[int] | None:
         """The option of each block; None if they do not fit so.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -11,7 +11,7 @@ from typing import Final, final
 from spillway.methods.actions import Action
 from spillway.methods.auto.fill import Filler
 from spillway.methods.auto.problem import BlockProblem
-from spillway.methods.auto.search import improve
+from spillway.methods.auto.search import Timed, improve
 from spillway.methods.auto.simulate import Choice, Clock, Outcome
 from spillway.units import Bytes, Seconds
 
@@ -24,10 +24,23 @@ FILLED: Final = (
 """Prices, paces and shares of what is available with which choices are filled, the most useful first."""
 
 
+WAITS: Final = 0.03
+"""Of the plain step: where the best choice waits longer than that, more of them are tried at once."""
+
+MOVES: Final = 400
+"""Moves that are simulated at first, over the number of blocks, so that few blocks take no less time than many."""
+
+ALONE: Final = 3
+"""Choices with one block that is not kept of which the seconds are looked at."""
+
+LABELS: Final = 64
+"""Ways to move fewer or more bytes that are followed where the host's memory is short."""
+
+
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (5, 1, 20)
+    FIRST = (5, 1, 16)
     """Within the step that wants the plan."""
     POLISH = (10, 2, 150)
     """Between steps, when the size is met again."""
@@ -40,7 +53,7 @@ class Effort(Enum):
         self.starts = starts
         """Of all candidates, the best ones, from which moves are tried."""
         self.moves = moves
-        """That are simulated from each start."""
+        """That are simulated from each start, at least."""
 
 
 @final
@@ -63,46 +76,82 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
         start: A choice to begin from, such as an earlier plan's.
     """
     clock = Clock(problem)
-    found = _candidates(clock, start, effort)
-    if not found:
-        least = least_held(clock, floor(problem)) or [0] * len(clock.rows)
-        return Planned(choice=tuple(least), outcome=clock.outcome(least))
-    seconds, choice = found[0]
     enough = clock.plain * (1 + 1e-4)
-    for number, (taken, begin) in enumerate(found):
-        if seconds > enough:
-            better, reached = improve(clock, begin, taken, effort.moves, seed=number + 1)
-            if reached < seconds:
-                seconds, choice = reached, better
+    found = _best(clock, _simple(clock, start), [], effort.starts)
+    if not found or found[0][0] > enough:
+        filler = Filler(clock)
+        found = _best(clock, _alone(clock), found, effort.starts)
+        found = _best(clock, _filled(filler, FILLED[: effort.fills]), found, effort.starts)
+        moves = max(effort.moves, MOVES // len(clock.rows))
+        if not found or _waits(clock, *found[0]) > WAITS * clock.plain:
+            found = _best(clock, _filled(filler, FILLED[effort.fills :]), found, effort.starts)
+            moves = max(moves, Effort.POLISH.moves)
+        found = _best(clock, _tight(clock, filler), found, effort.starts)
+        for number, begin in enumerate(found[:]):
+            if found[0][0] > enough:
+                found.insert(0, min(found[0], improve(clock, begin, moves, seed=number + 1)))
+    choice = found[0][1] if found else least_held(clock, floor(problem)) or [0] * len(clock.rows)
     return Planned(choice=tuple(choice), outcome=clock.outcome(choice))
 
 
-def _candidates(clock: Clock, start: Sequence[int] | None, effort: Effort) -> list[tuple[Seconds, list[int]]]:
-    """The fastest choices that fit, so many at most, the fastest first."""
-    found: list[tuple[Seconds, list[int]]] = []
-    enough = clock.plain * (1 + 1e-4)
-    for choice in _proposed(clock, start, effort.fills):
-        below = found[-1][0] if len(found) == effort.starts else inf
+def _best(clock: Clock, choices: Iterable[list[int]], found: list[Timed], count: int) -> list[Timed]:
+    """The fastest that fit of these choices and of those found, so many at most, the fastest first."""
+    for choice in choices:
+        below = found[-1][0] if len(found) == count else inf
         rows = clock.picked(choice)
-        if sum([row[4] + row[5] for row in rows]) >= below:
-            continue
-        seconds = clock.seconds(rows, below)
-        if seconds < below and all(choice != other for _, other in found):
-            found = sorted([*found, (seconds, choice)])[: effort.starts]
-            if found[0][0] <= enough:
-                break
+        if sum([row[4] + row[5] for row in rows]) < below:
+            seconds = clock.seconds(rows, below)
+            if seconds < below and all(choice != other for _, other in found):
+                found = sorted([*found, (seconds, choice)])[:count]
     return found
 
 
-def _proposed(clock: Clock, start: Sequence[int] | None, fills: int) -> Iterator[list[int]]:
+def _waits(clock: Clock, seconds: Seconds, choice: Sequence[int]) -> Seconds:
+    return seconds - sum([row[4] + row[5] for row in clock.picked(choice)])
+
+
+def _simple(clock: Clock, start: Sequence[int] | None) -> Iterator[list[int]]:
+    """All kept; an earlier plan."""
     yield [0] * len(clock.rows)
     if start is not None:
         yield list(start)
-    filler = Filler(clock)
-    for price, pace, share in FILLED[:fills]:
+
+
+def _alone(clock: Clock) -> list[list[int]]:
+    """All kept but for one block, where that is enough: the cheapest of such choices."""
+    room, missing, first = clock.available, 0, len(clock.rows)
+    rooms: list[Bytes] = []
+    for number, (rows, gradients) in enumerate(zip(clock.rows, clock.gradients, strict=True)):
+        rooms.append(room)
+        short = max(rows[0][2], gradients + rows[0][3]) - room
+        if short > 0:
+            first = min(first, number)
+            missing = max(missing, short)
+        room -= rows[0][0]
+    enough: list[tuple[Seconds, Bytes, int, int]] = []
+    for number in range(first):
+        rows, room, gradients = clock.rows[number], rooms[number], clock.gradients[number]
+        if rows[0][0] >= missing:
+            enough += [
+                (row[4] + row[5] - rows[0][4] - rows[0][5], row[1], number, option)
+                for option, row in enumerate(rows)
+                if rows[0][0] - row[0] >= missing and row[2] <= room and gradients + row[3] <= room
+            ]
+    enough.sort()
+    # What is moved may be waited for; what is not takes what it says.
+    tried = [*enough[:ALONE], *[one for one in enough if not one[1]][:1]]
+    return [[option if at == number else 0 for at in range(len(clock.rows))] for *_, number, option in tried]
+
+
+def _filled(filler: Filler, ways: Sequence[tuple[float, float, float]]) -> Iterator[list[int]]:
+    for price, pace, share in ways:
         filled = filler.fill(price, pace, share)
         if filled is not None:
             yield filled
+
+
+def _tight(clock: Clock, filler: Filler) -> Iterator[list[int]]:
+    """The same for every block; what holds least."""
     menus = {block.kind: block.options for block in clock.problem.blocks}
     offered = {option.action for options in menus.values() for option in options}
     for action in Action:
@@ -147,4 +196,23 @@ def least_held(clock: Clock, available: Bytes) -> list[int] | None:
         choice.append(option)
         held += resident
         moved += away
-    return choice if moved <= clock.host else None
+    return choice if moved <= clock.host else _within_host(clock, available)
+
+
+def _within_host(clock: Clock, available: Bytes) -> list[int] | None:
+    """The same where not everything that would be moved may be: by bytes moved, what holds least so far."""
+    labels: list[tuple[Bytes, Bytes, tuple[int, ...]]] = [(0, 0, ())]
+    for rows, gradients in zip(clock.rows, clock.gradients, strict=True):
+        found = sorted(
+            (moved + row[1], held + row[0], (*choice, option))
+            for moved, held, choice in labels
+            for option, row in enumerate(rows)
+            if moved + row[1] <= clock.host and held + row[2] <= available and held + gradients + row[3] <= available
+        )
+        labels = []
+        for label in found:
+            if not labels or label[1] < labels[-1][1]:
+                labels.append(label)
+        if len(labels) > LABELS:
+            labels = [labels[at * (len(labels) - 1) // (LABELS - 1)] for at in range(LABELS)]
+    return list(labels[-1][2]) if labels else None

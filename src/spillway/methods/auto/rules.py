@@ -2,7 +2,7 @@
 
 phi is what the lane carries while the block runs forward, over what an action moves: link x seconds / bytes. At 1 or
 above the copy hides behind compute, for any number of such blocks. Below 1/2, recomputing them all takes less than
-moving them all; in between, moving them all still takes less. At any phi a mixture beats both: it costs 1 - phi forwards
+moving them all; in between, moving them all takes less. At any phi a mixture beats both: it costs 1 - phi forwards
 a block.
 """
 

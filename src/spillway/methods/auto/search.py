@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from typing import Final
+from typing import Final, TypeAlias
 
 from spillway.methods.auto.simulate import Clock, Row
 from spillway.units import Bytes, Seconds
 
-DRAWN: Final = 12
+DRAWN: Final = 10
 """Moves that are drawn for each that is simulated; most are seen to gain nothing, or not to fit, without that."""
 
 
-def improve(
-    clock: Clock, choice: Sequence[int], seconds: Seconds, simulated: int, seed: int = 1
-) -> tuple[list[int], Seconds]:
+Timed: TypeAlias = tuple[Seconds, list[int]]
+"""A choice that fits, after what it takes."""
+
+
+def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
     """Try so many moves: another option for a block, or for two or three, or those of two exchanged.
 
     Args:
         clock: Of the problem.
-        choice: Where to begin. It fits.
-        seconds: What it takes.
+        begin: Where to begin.
         simulated: How many moves are simulated.
         seed: Of the moves.
     """
-    rows = clock.rows
+    rows, (seconds, choice) = clock.rows, begin
     free = [number for number, options in enumerate(rows) if len(options) > 1]
     if not free:
-        return list(choice), seconds
+        return begin
     count = len(free)
     current, taken = list(choice), clock.picked(choice)
     after = _room_after(clock, taken)
@@ -75,7 +76,7 @@ def improve(
         else:
             for (number, _), row in zip(move, before, strict=True):
                 taken[number] = row
-    return current, seconds
+    return seconds, current
 
 
 def _room_after(clock: Clock, taken: Sequence[Row]) -> list[float]:

@@ -132,7 +132,8 @@ class Clock:
                 if begin > now:
                     room_stall += begin - now
                     now = begin
-                room -= int((out_free - now) * out_rate)
+                # Rounded up, but for what the clock's own arithmetic leaves.
+                room -= int((out_free - now) * out_rate + 0.999)
             if room < least:
                 least = room
             now += forward
@@ -176,7 +177,7 @@ class Clock:
                 if begin > now:
                     room_stall += begin - now
                     now = begin
-                room -= int((out_free - now) * out_rate)
+                room -= int((out_free - now) * out_rate + 0.999)
             before = ends[number] - backward
             while pending >= 0 and (latest > before or early == number):
                 if early == number:

@@ -125,7 +125,7 @@ def holding(forecast: Forecast, available: Bytes, limit: Sequence[Bytes]) -> fro
     kept: list[int] = []
     recomputed: set[int] = set()
     held = 0
-    for order, nbytes, most in zip(_orders(saved, forecast.seconds), saved, room, strict=True):
+    for order, nbytes, most in zip(orders(saved, forecast.seconds), saved, room, strict=True):
         heappush(kept, order)
         held += nbytes
         while held > most:
@@ -190,7 +190,7 @@ def _cheapest_that_does(
     return best
 
 
-def _orders(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> Sequence[int]:
+def orders(saved: Sequence[Bytes], seconds: Sequence[Seconds]) -> Sequence[int]:
     """Of each block a number to go by: fewest seconds per byte first, and by the block's own number among alike ones.
 
     Alike are those within ALIKE of the cheapest of them. The block is the remainder by the number of blocks.

@@ -1,0 +1,83 @@
+"""Sessions of `auto`: blocks planned together where the model has them, every storage where it has none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self, cast, final
+
+import torch
+
+from spillway.engines.blocks.hook import Hook
+from spillway.errors import ModelError
+from spillway.session.abstract_session import Session
+from spillway.session.block_session import BlockSession
+from spillway.session.inputs import leaves
+
+
+@final
+class AutoSession:
+    """A session that is one of the block engine as long as there are blocks to plan, and then one of the tensor engine.
+
+    The tensor engine takes over before the first step if a block engine cannot have the model, or if that is entered
+    with no tensor that would tell the size of its input; and before the second if the first found no blocks.
+
+    Args:
+        models: That are trained.
+        blocks: Opens a session of the block engine.
+        storages: Opens one of the tensor engine.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], blocks: Callable[[], BlockSession], storages: Callable[[], Session]
+    ) -> None:
+        self._storages = storages
+        try:
+            self._now: Session = blocks()
+        except ModelError:
+            if any(isinstance(vars(model).get("forward"), Hook) for model in models):
+                raise  # somebody else has it
+            self._now = storages()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_now":
+            raise AttributeError(name)
+        return getattr(self._now, name)
+
+    def step(self, batch: Any = None) -> AbstractContextManager[Session]:
+        """See `Session.step`."""
+        return self._for(batch).step(batch)
+
+    def begin(self, batch: Any = None) -> None:
+        """See `Session.begin`."""
+        self._for(batch).begin(batch)
+
+    def __enter__(self) -> Self:
+        self._now.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._now.__exit__(*raised)
+
+    def _for(self, batch: Any) -> Session:
+        """The session that is to run a step on this batch."""
+        now = self._now
+        if isinstance(now, BlockSession) and now.idle and (now.blockless or not (now.history or _tells_size(batch))):
+            other = self._storages()
+            now.leave_to(other)
+            self._now = other
+        return self._now
+
+
+Session.register(AutoSession)
+
+
+def _tells_size(batch: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
+
+
+def auto_session(
+    models: Sequence[torch.nn.Module], blocks: Callable[[], BlockSession], storages: Callable[[], Session]
+) -> Session:
+    """See `AutoSession`."""
+    return cast(Session, AutoSession(models, blocks, storages))

@@ -1,0 +1,151 @@
+"""Sessions of `auto`: mixtures, the budget, the bits; and models that have no blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spillway
+from spillway.errors import ModelError
+from spillway.methods import Action
+from spillway.methods.auto import PROBES, Auto
+from spillway.session.auto_session import AutoSession
+from spillway.session.block_session import BlockSession
+from spillway.session.tensor_session import TensorSession
+from tests.cpu.test_block_session import Training, run
+
+EACH = spillway.ReportOptions(timeline=True)
+
+
+def managed(training: Any, budget: Any, method: Any = "auto", **options: Any) -> Any:
+    return spillway.manage(training.model, training.optimizer, budget=budget, method=method, **options)
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[bytes], int, int]:
+    """Bits, the bytes with which steps begin, and the peak with everything kept."""
+    training = Training()
+    with managed(training, None, "mimose", report=EACH) as memory:
+        bits = run(training, memory)
+    return bits, memory.history[-1].start_bytes, max(one.peak_bytes for one in memory.history)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.7, 1.0])
+def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(share: float, plain: tuple[list[bytes], int, int]) -> None:
+    bits, start, peak = plain
+    budget = int(start + share * (peak - start))
+    training = Training()
+    with managed(training, budget, report=EACH) as memory:
+        assert run(training, memory) == bits
+    assert isinstance(memory._now, BlockSession)
+    assert max(one.peak_bytes for one in memory.history) <= budget
+    assert len(memory.history) == len(training.batches)
+
+
+def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], int, int]) -> None:
+    _, start, peak = plain
+    method = Auto()
+    training = Training((64,) * 8)
+    chosen: list[frozenset[Action]] = []
+    begin = Auto.begin
+
+    def told(self: Auto, size: Any, available: int) -> Any:
+        decision = begin(self, size, available)
+        chosen.append(
+            frozenset({*decision.plan.actions, *([] if decision.plan.actions else [decision.plan.otherwise])})
+        )
+        return decision
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Auto, "begin", told)
+        with managed(training, int(start + 0.5 * (peak - start)), method, report=EACH) as memory:
+            run(training, memory)
+    assert [probe in did for probe, did in zip(PROBES, chosen[1:], strict=False)] == [True] * 3, "one is tried first"
+    assert all(one.projected_bytes >= one.peak_bytes > 0 for one in memory.history[4:])
+    assert memory.history[-1].bytes_out > 0, "on a processor with a disk bytes wait outside"
+    assert not any(one.recomputed_blocks for one in memory.history[5:]), "and nothing is recomputed for their sake"
+
+
+def test_where_everything_fits_nothing_is_done_after_the_first_steps() -> None:
+    training = Training((64,) * 8)
+    with managed(training, "1GiB") as memory:
+        run(training, memory)
+    assert [one.managed for one in memory.history[-2:]] == [False, False]
+    assert not any(one.recomputed_blocks or one.bytes_out for one in memory.history[1 + len(PROBES) :])
+
+
+class Flat:
+    """A network whose parts hold nothing that could be a block."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Bilinear(64, 64, 512)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), foreach=False)
+        self.batches = [torch.randn(128, 64) for _ in range(4)]
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(x, x).relu().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    state = Training.state
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["batch", "no batch"])
+def test_a_model_without_blocks_is_left_to_the_tensor_engine(told: bool, tmp_path: Any) -> None:
+    training = Flat()
+    with managed(training, None, "lru") as memory:
+        bits = run(training, memory)  # type: ignore[arg-type]
+    needed = max(one.peak_bytes for one in memory.history)
+    training, losses = Flat(), []
+    files = tmp_path / "run.jsonl"
+    report = spillway.ReportOptions(run_file=files)
+    torch.manual_seed(1)
+    with managed(training, int(0.9 * needed), report=report) as memory:
+        assert isinstance(memory._now, BlockSession)
+        for x in training.batches:
+            with memory.step(x if told else None):
+                losses.append(training.step(x))
+        assert isinstance(memory._now, TensorSession)
+        assert len(memory.history) == len(training.batches)
+    assert [*(loss.numpy().tobytes() for loss in losses), *training.state()] == bits  # type: ignore[arg-type]
+    assert max(one.peak_bytes for one in memory.history) <= int(0.9 * needed)
+    assert len(files.read_text().splitlines()) == 1 + len(training.batches), "both sessions write into one file"
+
+
+def test_several_models_and_one_that_is_compiled_are_left_to_it_from_the_beginning() -> None:
+    several = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with spillway.manage(several, budget="1GiB", method="auto") as memory:
+        assert isinstance(memory, spillway.Session)
+        assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
+
+
+def test_a_model_that_another_session_manages_is_refused() -> None:
+    training = Training()
+    with managed(training, "1GiB", "mimose"), pytest.raises(ModelError, match="managed by another session"):
+        managed(training, "1GiB")
+
+
+def test_blocks_that_are_named_are_the_blocks_and_mistakes_are_told() -> None:
+    training = Training()
+    with pytest.raises(ModelError, match="no module named 'nowhere'"):
+        managed(training, "1GiB", blocks=spillway.BlockOptions(names=["nowhere"]))
+    with managed(training, "1GiB", blocks=spillway.BlockOptions(names=["blocks.1"])) as memory:
+        assert not isinstance(memory, AutoSession)
+        assert memory.blocks == ("blocks.1",)
+
+
+def test_a_forward_that_fails_before_blocks_are_found_is_the_users_error() -> None:
+    training = Training()
+    with managed(training, "1GiB") as memory:
+        with pytest.raises(IndexError), memory.step(training.batches[0]):
+            training.step(torch.full((4, 24), 1 << 20))
+        with memory.step(training.batches[0]):
+            training.step(training.batches[0])
+        assert isinstance(memory._now, BlockSession)
+        assert memory.blocks

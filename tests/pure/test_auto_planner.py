@@ -1,0 +1,178 @@
+"""Plans of `auto`: they fit, no simpler choice is faster, and nothing beats the bound that they are measured by."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+
+from benchmarks.auto_instances import MACHINES, model
+from benchmarks.auto_instances import problem as instance
+from benchmarks.auto_planner import alike, exhausted, mimose
+from spillway.methods.actions import Action
+from spillway.methods.auto.fill import Filler
+from spillway.methods.auto.planner import Effort, floor, plan
+from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.rules import by_kind, rules, sentences
+from spillway.methods.auto.search import improve
+from spillway.methods.auto.simulate import Clock, simulate
+from tests.pure.auto_machine import OFFLOAD, problems, uniform
+
+BERT = instance(*model("bert"), MACHINES["H200"], 0.2)
+
+
+def every(problem: BlockProblem) -> list[tuple[int, ...]]:
+    return list(itertools.product(*(range(len(block.options)) for block in problem.blocks)))
+
+
+def test_everything_is_kept_where_that_fits() -> None:
+    assert plan(uniform(3, available=300)).choice == (0, 0, 0, 0)
+
+
+def test_the_first_block_leaves_where_one_has_to_and_its_copies_have_time() -> None:
+    planned = plan(uniform(6, available=520))
+    assert planned.choice == (OFFLOAD, 0, 0, 0, 0, 0, 0)
+    assert planned.outcome.seconds == uniform(6, available=520).plain
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem=problems(most_blocks=4))
+def test_a_plan_fits_where_anything_does_and_is_faster_than_what_is_simple(problem: BlockProblem) -> None:
+    planned = plan(problem)
+    fitting = [choice for choice in every(problem) if simulate(problem, choice).fits]
+    assert planned.outcome == simulate(problem, planned.choice)
+    assert planned.outcome.fits == bool(fitting)
+    if fitting:
+        simple = [simulate(problem, alike(problem, action)).seconds for action in Action]
+        assert planned.outcome.seconds <= min(simple)
+        assert plan(problem, start=fitting[0]).outcome.seconds <= simulate(problem, fitting[0]).seconds
+
+
+@settings(max_examples=120, deadline=None)
+@given(problem=problems(most_blocks=4))
+def test_the_floor_is_the_least_that_anything_fits_into(problem: BlockProblem) -> None:
+    roomy = replace(problem, available=10**6)
+    clock = Clock(roomy)
+    needed = [clock.needed(clock.picked(choice)) for choice in every(roomy) if simulate(roomy, choice).fits]
+    assert floor(problem) == min(needed)
+    assert plan(replace(problem, available=min(needed))).outcome.fits
+    assert not plan(replace(problem, available=min(needed) - 1)).outcome.fits
+
+
+def test_a_refusal_names_the_floor() -> None:
+    refused = replace(BERT, available=10**9)
+    planned = plan(refused)
+    assert not planned.outcome.fits
+    assert planned.outcome.peak == floor(refused)
+    (sentence,) = sentences(refused, planned)
+    assert sentence.startswith("No choice of what becomes of the 25 blocks fits into 953.67 MiB: ")
+
+
+def test_what_the_host_has_no_room_for_is_recomputed() -> None:
+    moved = sum(block.options[number].moved for block, number in zip(BERT.blocks, plan(BERT).choice, strict=True))
+    assert moved > 0
+    for share in (0.5, 0.0):
+        short = replace(BERT, host=int(share * moved))
+        planned = plan(short)
+        assert planned.outcome.fits
+        assert (
+            sum(block.options[n].moved for block, n in zip(short.blocks, planned.choice, strict=True)) <= share * moved
+        )
+
+
+def test_more_effort_from_a_plan_is_never_slower() -> None:
+    first = plan(BERT)
+    polished = plan(BERT, effort=Effort.POLISH, start=first.choice)
+    assert polished.outcome.seconds <= first.outcome.seconds
+    assert plan(BERT, effort=Effort.POLISH, start=first.choice) == polished
+
+
+def test_the_same_problem_has_the_same_plan_in_every_process() -> None:
+    program = (
+        "from benchmarks.auto_instances import *\n"
+        "from spillway.methods.auto.planner import plan\n"
+        "print(plan(problem(*model('bert'), MACHINES['H200'], 0.2)).choice)"
+    )
+    said = {
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                       env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONHASHSEED": seed}).stdout.strip()
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert said == {str(plan(BERT).choice)}
+
+
+def test_work_is_counted() -> None:
+    clock = Clock(BERT)
+    choice = Filler(clock).fill(0.15, inf)
+    assert choice is not None
+    before = clock.runs
+    seconds = clock.seconds(clock.picked(choice))
+    reached, better = improve(clock, (seconds, choice), 30)
+    assert reached <= seconds
+    assert clock.runs <= before + 1 + 30
+    assert simulate(BERT, better).seconds == reached
+
+
+def test_mimose_and_single_actions_are_slower_on_a_model() -> None:
+    taken = plan(BERT).outcome.seconds
+    assert taken < 0.9 * mimose(BERT)
+    assert all(taken < simulate(BERT, alike(BERT, action)).seconds for action in Action)
+
+
+# ---------------------------------------------------------------------- the bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems(most_blocks=4))
+def test_no_choice_beats_the_bound(problem: BlockProblem) -> None:
+    pytest.importorskip("scipy", reason="The bound is found by SciPy.")
+    from benchmarks.auto_bound import Program
+
+    best = exhausted(problem)
+    for whole in (False, True):
+        bound = Program(problem, whole=whole).bound(10.0)
+        assert bound <= best + 1e-3 * problem.plain
+    if best == inf:
+        assert not plan(problem).outcome.fits
+
+
+def test_a_bound_of_a_slower_link_is_beaten() -> None:
+    pytest.importorskip("scipy", reason="The bound is found by SciPy.")
+    from benchmarks.auto_bound import Program
+
+    problem = instance(*model("encoder-decoder", blocks=4), MACHINES["V100"], 0.2)
+    slower = replace(problem, out_rate=problem.out_rate / 4, in_rate=problem.in_rate / 4)
+    assert Program(problem, whole=True).bound(10.0) <= exhausted(problem) * (1 + 1e-4)
+    assert Program(slower, whole=True).bound(10.0) > exhausted(problem)
+
+
+# ---------------------------------------------------------------------- the rule
+
+
+def test_phi_is_what_the_link_carries_in_a_forward_over_what_is_moved() -> None:
+    block = uniform(1, available=1).blocks[0]
+    (rule,) = rules(block, 50.0)
+    assert (rule.action, rule.moved, rule.phi) == (Action.OFFLOAD, 100, 0.5)
+    assert rule.sentence == "Offload has phi 0.50 at 100 B a block: copies hide for 50% of the blocks."
+
+
+def test_sentences_say_what_became_of_each_kind_and_why() -> None:
+    problem = uniform(6, available=520)
+    planned = plan(problem)
+    (layers, head) = by_kind(problem, planned)
+    assert (layers.blocks, layers.chosen, layers.freed, layers.moved) == (
+        6, {Action.OFFLOAD: 1, Action.KEEP: 5}, 100, 100
+    )  # fmt: skip
+    assert head.sentence() == "1 x kind 1: kept."
+    assert sentences(problem, planned, {0: "Layer"}) == (
+        "6 x Layer: 1 offload, 5 keep; 100 B fewer in memory, 100 B moved, 0.0 us of compute more. Offload has phi "
+        "1.00 at 100 B a block: every block's copies hide behind compute.",
+        "1 x kind 1: kept.",
+        "The step is expected to take 21.00 s, 0.0% more than with everything kept, 0.0 us of it waiting for copies, "
+        "and 500 B of 520 B at its peak.",
+    )
