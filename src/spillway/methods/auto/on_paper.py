@@ -31,7 +31,7 @@ from spillway.ir import Gap, Host, Plan, Recompute
 from spillway.ir.account import Account, account
 from spillway.methods.absent_bytes import Interval, waited_late
 from spillway.methods.actions import Action
-from spillway.methods.auto.planner import Effort, plan
+from spillway.methods.auto.choosing import Effort, plan
 from spillway.methods.auto.recorded_blocks import MENU, SMALLEST, Blocks, Chosen, problems
 from spillway.methods.auto.simulate import EARLIER
 from spillway.methods.base import AbstractPlanner, Problem
