@@ -76,7 +76,7 @@ class AutoPlanner(AbstractPlanner):
         made = problem.plan_with(tried.gaps(found), tried.blocks.lives)
         counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
         made = replace(made, remark=f"Of {len(found)} blocks, {counts}.")
-        if any(map(tried.fits, map(tried.blocks.everywhere, (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED)))):
+        if tried.fits(tried.blocks.everywhere(Action.RECOMPUTE)):
             return made
         # What recomputing every block does not fit in is where an engine has to look inside blocks.
         try:
