@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.simulate import Clock
 from spillway.units import Seconds
 

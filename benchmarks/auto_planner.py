@@ -17,8 +17,8 @@ from benchmarks.auto_bound import Program
 from benchmarks.auto_instances import MACHINES, MODELS, SHARES, model, problem, scaled, shaken
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from spillway.methods.actions import Action
-from spillway.methods.auto.planner import Effort, floor, plan
-from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.block_problem import BlockProblem
+from spillway.methods.auto.choosing import Effort, floor, plan
 from spillway.methods.auto.simulate import Clock, simulate
 from spillway.methods.mimose.scheduler import select
 from spillway.units import Seconds

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, TypeAlias, final
 
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
 from spillway.units import Bytes, Seconds
 
 EARLIER: Final = 1.25

@@ -9,8 +9,8 @@ from math import inf
 from typing import Final, final
 
 from spillway.methods.actions import Action
+from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.fill import Filler
-from spillway.methods.auto.problem import BlockProblem
 from spillway.methods.auto.search import Timed, improve
 from spillway.methods.auto.simulate import Choice, Clock, Outcome
 from spillway.units import Bytes, Seconds
