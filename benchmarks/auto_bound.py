@@ -1,8 +1,8 @@
 """What no plan of `auto` can beat: its problem as a mixed integer program, relaxed where copies are concerned.
 
 Against the clock of `methods/auto/simulate.py`: options are chosen as there; compute may wait anywhere, for any time;
-the backlog of the lane out is the clock's, which is fluid; copies in are fluid, go in any order and need not be planned,
-but take the lane's time and room like the clock's. So every run of the clock is a solution that takes as long.
+the backlog of the lane out is the clock's, which is fluid; copies in are fluid, go in any order and need not be
+planned, but take the lane's time and room like the clock's. So every run of the clock is a solution that takes as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.simulate import Clock
 from spillway.units import Seconds
 

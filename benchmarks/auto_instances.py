@@ -8,8 +8,8 @@ from typing import Final
 
 from benchmarks.record import frozen
 from spillway.methods.actions import Action
-from spillway.methods.auto.planner import floor
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
+from spillway.methods.auto.choosing import floor
 from spillway.methods.auto.simulate import Clock
 
 

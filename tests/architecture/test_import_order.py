@@ -37,9 +37,9 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-COMMON = ("absent_bytes", "actions", "base", "by_block", "registry")
-"""What methods of the two engines have in common, what may become of a block, what planners reckon of absent bytes, and
-the list of them."""
+COMMON = ("absent_bytes", "actions", "base", "by_block", "plan_clock", "registry")
+"""What methods of the two engines have in common, what may become of a block, what planners reckon of absent bytes and
+of seconds, and the list of them."""
 NEED_TORCH = (
     "internals.private",
     "internals.host_reads",
@@ -111,8 +111,10 @@ def _brings_torch(found: Import) -> bool:
 
 
 def methods_that_lean_on_each_other(sources: Mapping[str, str]) -> list[str]:
-    """Imports of one method by another; they have the modules of `COMMON` in common, and no more."""
-    return [str(found) for found in imports(sources) if _method(found.importer) and _is_neighbour(found)]
+    """Imports of one method by another; they have the modules of `COMMON` in common, and no more. `auto` is made of
+    others."""
+    methods = [found for found in imports(sources) if _method(found.importer) not in ("", "auto")]
+    return [str(found) for found in methods if _is_neighbour(found)]
 
 
 def _is_neighbour(found: Import) -> bool:

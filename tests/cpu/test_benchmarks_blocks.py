@@ -28,6 +28,13 @@ def test_block_exactness_compares_models_under_every_action_mixed_and_revoked() 
     assert [check.measured for check in result.checks] == [0, 0, 18]
 
 
+def test_block_mixtures_draws_them_on_the_engine_and_in_sessions() -> None:
+    result = quick("block_mixtures")
+    assert {row["where"] for row in result.rows} == {"engine", "session"}
+    assert sum(row["runs"] for row in result.rows) == sum(row["identical"] for row in result.rows) == 17
+    assert [check.measured for check in result.checks][:2] == [0, 0]
+
+
 def test_compression_measures_bytes_bias_and_training() -> None:
     result = quick("compression")
     assert [row["what"] for row in result.rows] == ["held"] * 3 + ["gradient"] * 2 + ["training"] * 2

@@ -157,15 +157,6 @@ class FakeCall:
     holds: int = 0
     ahead: int = 0
     input: int = 0
-    moved_bytes: int = 0
-
-    @property
-    def report(self) -> Any:
-        return self
-
-    @property
-    def resident_bytes(self) -> int:
-        return self.holds
 
     def _gives(self, what: str, nbytes: int) -> int:
         if nbytes:
@@ -218,6 +209,7 @@ class Pressed:
         plan: Any = None
         one = Pass(Decision(Phase.PLANNED, plan, False), forecast, (1,), 0, 0, set())
         one.ended.update(enumerate(calls))  # type: ignore[arg-type]
+        one.holds.update({number: call.holds for number, call in enumerate(calls)})
         one.revocable.update(list(enumerate(calls))[:2])  # type: ignore[arg-type]
         watch: Any = StepWatch.__new__(StepWatch)
         watch.passes, watch._engine, watch._taken = [one], engine, lambda: 0

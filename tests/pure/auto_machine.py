@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from spillway.methods.actions import Action
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
 
 KEEP, RECOMPUTE, OFFLOAD = 0, 1, 2
 """Options of `uniform`."""

@@ -15,9 +15,9 @@ from benchmarks.auto_instances import MACHINES, model
 from benchmarks.auto_instances import problem as instance
 from benchmarks.auto_planner import alike, exhausted, mimose
 from spillway.methods.actions import Action
+from spillway.methods.auto.block_problem import BlockProblem
+from spillway.methods.auto.choosing import Effort, floor, plan
 from spillway.methods.auto.fill import Filler
-from spillway.methods.auto.planner import Effort, floor, plan
-from spillway.methods.auto.problem import BlockProblem
 from spillway.methods.auto.rules import by_kind, rules, sentences
 from spillway.methods.auto.search import improve
 from spillway.methods.auto.simulate import Clock, simulate
@@ -95,7 +95,7 @@ def test_more_effort_from_a_plan_is_never_slower() -> None:
 def test_the_same_problem_has_the_same_plan_in_every_process() -> None:
     program = (
         "from benchmarks.auto_instances import *\n"
-        "from spillway.methods.auto.planner import plan\n"
+        "from spillway.methods.auto.choosing import plan\n"
         "print(plan(problem(*model('bert'), MACHINES['H200'], 0.2)).choice)"
     )
     said = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.methods.auto.problem import BlockProblem
+from spillway.methods.auto.block_problem import BlockProblem
 from spillway.methods.auto.simulate import Clock, simulate
 from tests.pure.auto_machine import KEEP, OFFLOAD, RECOMPUTE, Machine, problems, uniform
 

@@ -66,6 +66,7 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
     assert {name: method_named(name).name for name in METHODS} == {name: name for name in METHODS}
     assert sorted(METHODS) == [
+        "auto",
         "checkmate", "checkpoint", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "dynn-offload",
         "dynn-offload-published", "keep-all", "largest", "lms", "lru", "mimose", "mimose-published", "msps", "sqrt-n",
         "swap", "swap-prefetch", "uvm", "window", "window-improved", "window-published",
@@ -87,7 +88,7 @@ def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
     with pytest.raises(UnknownMethodError) as caught:
         resolve(method)
     names = (
-        "checkmate, checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, dynn-offload, "
+        "auto, checkmate, checkpoint, delta, delta-published, dtr, dtr-eqclass, dtr-local, dynn-offload, "
         "dynn-offload-published, keep-all, largest, lms, lru, mimose, mimose-published, msps, sqrt-n, swap, "
         "swap-prefetch, uvm, window, window-improved, window-published, zero-offload"
     )
@@ -96,5 +97,5 @@ def test_an_unknown_method_is_refused_with_those_there_are(method: str) -> None:
 
 @pytest.mark.parametrize("method", [None, 4, LRU])
 def test_what_is_neither_a_name_nor_a_policy_is_an_unknown_method(method: object) -> None:
-    with pytest.raises(UnknownMethodError, match="choose one of checkmate, checkpoint, "):
+    with pytest.raises(UnknownMethodError, match="choose one of auto, checkmate, checkpoint, "):
         resolve(method)  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 from spillway.costs.device import Device
 from spillway.ir import Step
@@ -12,6 +12,11 @@ from spillway.methods.actions import Action
 from spillway.methods.auto.recorded_blocks import Blocks, problems
 from spillway.methods.auto.rules import rules
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
+
+WHAT: Final = {
+    Action.OFFLOAD: "all that it saves", Action.RECOMPUTE_OFFLOADED: "its input",
+    Action.SELECTIVE_OFFLOADED: "results of expensive ops",
+}  # fmt: skip
 
 
 @final
@@ -32,9 +37,11 @@ class BlockRule:
     def sentence(self) -> str:
         """The rule for these blocks."""
         others = f" and {self.blocks - 1} like it" if self.blocks > 1 else ""
-        each = (f"{action.value} {phi:.2f} ({format_bytes(self.moved[action])})" for action, phi in self.phi.items())
+        each = (
+            f"{phi:.2f} for {WHAT[action]} ({format_bytes(self.moved[action])})" for action, phi in self.phi.items()
+        )
         advice = "; ".join(self._advice())
-        return f"{self.first}{others}, {format_seconds(self.seconds)} forward: phi of {', '.join(each)}: {advice}."
+        return f"{self.first}{others}, {format_seconds(self.seconds)} forward: phi is {', '.join(each)}: {advice}."
 
     def _advice(self) -> Iterable[str]:
         whole, results = self.phi.get(Action.OFFLOAD), self.phi.get(Action.SELECTIVE_OFFLOADED, 0.0)

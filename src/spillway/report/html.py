@@ -64,7 +64,15 @@ def render(
 
 def _figures(steps: Sequence[StepReport]) -> dict[str, Any]:
     measured = [step for step in steps if step.peak_measured]
-    names = ("stall_seconds", "recomputed_ops", "recomputed_blocks", "bytes_out", "bytes_in", "transfer_seconds")
+    names = (
+        "stall_seconds",
+        "room_seconds",
+        "recomputed_ops",
+        "recomputed_blocks",
+        "bytes_out",
+        "bytes_in",
+        "transfer_seconds",
+    )
     return {
         **{name: sum(getattr(step, name) for step in steps) for name in (*names, "dropped_bytes")},
         "peak": highest_peak(measured or steps), "peak_measured": bool(measured),

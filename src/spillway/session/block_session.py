@@ -139,6 +139,8 @@ class BlockSession(Session):
         ModelError: More than one model, or one that a block engine cannot have.
     """
 
+    blockless = False
+    """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
         "spillway.session.abstract_session",
     )  # the model's own code runs inside of all others
@@ -177,8 +179,6 @@ class BlockSession(Session):
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = False
-        self.blockless = False
-        """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
         """Made in the first step, under a budget."""

@@ -105,6 +105,8 @@ class Pass:
     """Parameters that had no gradient then, by id."""
     ended: dict[int, HeldCall] = field(default_factory=dict)
     """Calls that have, by number."""
+    holds: dict[int, Bytes] = field(default_factory=dict)
+    """What each of them holds above what recomputing it would leave."""
     revocable: dict[int, HeldCall] = field(default_factory=dict)
     """Those of them that hold something (HOLDING), and that the backward has not come to."""
     revoked: set[int] = field(default_factory=set)
@@ -117,10 +119,13 @@ class Pass:
         """Whether it is forecast what a call needs."""
         return self.forecast is not None and number < len(self.forecast.saved)
 
-    def holds(self, number: int) -> Bytes:
-        """What a call that has ended holds above what recomputing it would leave; below 0 where its input is away."""
-        report = self.ended[number].report
-        return -report.moved_bytes if number in self.revoked else report.resident_bytes
+    def held(self, before: int) -> Bytes:
+        """What all calls before one hold, less what they were called with and is nowhere in memory."""
+        gone: dict[Any, Bytes] = {}
+        for number, call in self.ended.items():
+            if number < before and call.report.moved_bytes and call.report.action not in RETURNING:
+                gone |= call.inputs_gone()
+        return sum([held for number, held in self.holds.items() if number < before]) - sum(gone.values())
 
     @property
     def moves(self) -> bool:
@@ -331,14 +336,15 @@ class StepWatch:
         if not self.passes:
             return
         now = self.passes[-1]
+        now.ended[number] = call = self._engine.call(number)
+        now.holds[number] = max(call.report.resident_bytes, 0)
         if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        now.ended[number] = call = self._engine.call(number)
         if now.decision.plan.action(number) in HOLDING:
             now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
-            held = sum(map(now.holds, now.ended)) + self._engine.leaving_bytes
+            held = now.held(number + 1) + self._engine.leaving_bytes
             if not call.report.action.recomputes and number not in now.revoked:
                 held += call.report.result_bytes  # which nobody holds through the turn where the block is recomputed
             beside = self._taken() - now.resident - held
@@ -396,7 +402,7 @@ class StepWatch:
         own += 0 if number in one.revoked else report.beside_bytes
         if report.action not in RETURNING:  # then it is what the call runs on that is away, beside
             own += report.moved_bytes
-        holds = 0 if number in one.revoked else max(report.resident_bytes, 0)
+        holds = one.holds[number]
         created = sum(forecast.gradients[number:]) if one.missing else 0
         expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
         return expected, max(own - holds - there, 0)
@@ -404,8 +410,7 @@ class StepWatch:
     def _beside(self, one: Pass, forecast: Forecast, number: int) -> Bytes:
         """What is expected to be taken beside what a call saves, works with and creates: what earlier ones hold, and
         what is on its way out, or came in ahead."""
-        held = sum(one.holds(call) for call in one.ended if call < number)
-        return one.resident + forecast.rest + held + self._engine.leaving_bytes + self._engine.arrived_bytes
+        return one.resident + forecast.rest + one.held(number) + self._engine.leaving_bytes + self._engine.arrived_bytes
 
     def _needs(self, expected: Bytes, surely: Bytes) -> Bytes:
         """Above what is taken now; so much surely, if more is taken than was expected."""
@@ -508,7 +513,7 @@ class StepWatch:
         if over <= 0:
             return over
         found = [(one, number) for one in self.passes for number in one.revocable]
-        holds = [max(one.holds(number), 0) for one, number in found]
+        holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
         for order in sorted(orders(holds, seconds)):
             if over <= 0:
@@ -517,6 +522,7 @@ class StepWatch:
             freed = one.revocable.pop(number).revoke()
             if freed:
                 one.revoked.add(number)
+                one.holds[number] = 0
             over -= freed
         return over
 

@@ -210,7 +210,11 @@ class Store:
 
     @property
     def leaving_bytes(self) -> Bytes:
-        """Bytes of the storages whose copies out are not done: they are resident."""
+        """Bytes of the storages whose copies out are not done: they are resident. Others are given up."""
+        self._reap()
+        return self._leaving_still()
+
+    def _leaving_still(self) -> Bytes:
         return sum(transfer.nbytes for transfer in tuple(self._leaving) if transfer.source is not None)
 
     @property
@@ -236,7 +240,7 @@ class Store:
 
     def finish_out(self, but_for: Bytes = 0) -> None:
         """Wait until no more than so many bytes are leaving."""
-        while self._leaving and self.leaving_bytes > but_for:
+        while self._leaving and self._leaving_still() > but_for:
             transfer = self._leaving.popleft()
             with self._waiting_for_room():
                 self._lanes.finish_out(transfer)

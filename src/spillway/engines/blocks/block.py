@@ -116,6 +116,6 @@ class CallReport:
     @property
     def resident_bytes(self) -> Bytes:
         """What it holds from its end until its backward, above what recomputing it would leave: below 0 where its input
-        is away. What cannot run again counts as nobody's, like the rest of the step."""
+        is away, which others may hold all the same. What cannot run again counts as the rest of the step does."""
         stays = not (self.action.recomputes or self.action.compresses or self.kept_because)
         return self.kept_bytes + self.packed_bytes + stays * self.own_bytes - self.moved_bytes

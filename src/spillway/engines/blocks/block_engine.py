@@ -110,6 +110,12 @@ class HeldCall:
             call = self._call()
             return call.forget_arrivals() if call is not None else 0
 
+    def inputs_gone(self) -> dict[Any, Bytes]:
+        """Bytes of what it was called with and is not in memory any more, by storage."""
+        with self._lock:
+            call = self._call()
+            return call.inputs_gone() if call is not None else {}
+
     def start_in(self, most: Bytes | None = None) -> Bytes:
         """Let up to so many bytes of what is away begin to come, in a backward; how many begin."""
         with self._lock:

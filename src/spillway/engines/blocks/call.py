@@ -464,6 +464,12 @@ class BlockCall:
                 send_frozen(going, fixed, store)
         return self.report.moved_bytes - before
 
+    def inputs_gone(self) -> dict[Any, Bytes]:
+        """Bytes of the storages that its arguments lay in, were sent away, and nobody holds any more, by what is left
+        of them: other calls may have sent the same."""
+        sent = [one for one in self.arguments() if one.origin is not None and one.origin.expired()]
+        return {one.origin: one.nbytes for one in sent}
+
     def forget_arrivals(self) -> Bytes:
         """Give up what came before anybody asked for it, and can come again; how many bytes that frees."""
         if self._is_wanted():

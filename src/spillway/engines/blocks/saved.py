@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, TypeAlias, cast, fina
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spillway.engines.blocks.compress import CompressedStorage, Compressor
 from spillway.internals.private import bytes_over, grad_mode, owners
@@ -58,7 +59,7 @@ class FrozenTensor:
     the argument, or nothing is known about that yet: then it holds a copy of the bytes.
     """
 
-    __slots__ = ("alias", "copied", "key", "nbytes", "needs_grad", "spilled", "version", "witness", "written")
+    __slots__ = ("alias", "copied", "key", "nbytes", "needs_grad", "origin", "spilled", "version", "witness", "written")
 
     def __init__(self, tensor: Tensor, copies: dict[int, torch.UntypedStorage] | None) -> None:
         self.needs_grad = tensor.requires_grad
@@ -76,6 +77,8 @@ class FrozenTensor:
         """Whether the block wrote to the argument before it ended."""
         self.spilled: SpilledTensor | None = None
         """Where the bytes wait, if they do."""
+        self.origin: Any = None
+        """A weak reference to the storage that was sent to a store: others may hold it still."""
 
     @property
     def moved_on(self) -> bool:
@@ -354,6 +357,8 @@ def send_frozen(every: Iterable[FrozenTensor], shared: set[int], store: Store) -
             continue
         if address(tensor) not in sources:
             sources[address(tensor)] = store.send(tensor.untyped_storage())
+        weak: Any = StorageWeakRef
+        frozen.origin = weak(tensor.untyped_storage())
         frozen.send_away(SpilledTensor.of(sources[address(tensor)], tensor))
 
 

@@ -1,7 +1,7 @@
 """`auto`: the best of all actions for every block, all of them together, for the size of the input and the budget.
 
-No paper's: what five of them do each alone, planned jointly. `problem.py` says what is decided, `planner.py` decides,
-`menus.py` has what training teaches. A step of a new training measures, by what its blocks run anyway:
+No paper's: what five of them do each alone, planned jointly. `block_problem.py` says what is decided, `choosing.py`
+decides, `menus.py` has what training teaches. A step of a new training measures, by what its blocks run anyway:
 
  1. the first recomputes every block, which needs least: bytes, and seconds of both runs;
  2. the second runs, selectively, the blocks that could be kept, one of each kind at least: what that keeps and spares;
@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
+from spillway.methods.auto.block_problem import BlockProblem
+from spillway.methods.auto.choosing import Effort, plan
 from spillway.methods.auto.menus import Menus
-from spillway.methods.auto.planner import Effort, plan
-from spillway.methods.auto.problem import BlockProblem
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final, TypeAlias, final
 
 from spillway.methods.actions import Action
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
 from spillway.methods.by_block import BlockSample, Forecast, InputSize, StepSample
 from spillway.methods.mimose.estimator import Estimate, Laws
 from spillway.units import Bytes, Seconds

@@ -31,7 +31,7 @@ from spillway.ir import Gap, Host, Plan, Recompute
 from spillway.ir.account import Account, account
 from spillway.methods.absent_bytes import Interval, waited_late
 from spillway.methods.actions import Action
-from spillway.methods.auto.planner import Effort, plan
+from spillway.methods.auto.choosing import Effort, plan
 from spillway.methods.auto.recorded_blocks import MENU, SMALLEST, Blocks, Chosen, problems
 from spillway.methods.auto.simulate import EARLIER
 from spillway.methods.base import AbstractPlanner, Problem
@@ -71,14 +71,12 @@ class AutoPlanner(AbstractPlanner):
         tried = Choices(problem, self.smallest)
         found = tried.fastest() if tried.blocks.calls else None
         if found is None:
-            why = (
-                "No choice of blocks fits" if tried.blocks.calls else "The step has no blocks, modules that it repeats"
-            )
+            why = "No choice of blocks fits" if tried.blocks.calls else "No modules repeat, so there are no blocks"
             return self._instead(problem, tried.least(), why)
         made = problem.plan_with(tried.gaps(found), tried.blocks.lives)
         counts = ", ".join(f"{action.value}: {count}" for action, count in Counter(found).most_common())
         made = replace(made, remark=f"Of {len(found)} blocks, {counts}.")
-        if any(map(tried.fits, map(tried.blocks.everywhere, (Action.RECOMPUTE, Action.RECOMPUTE_OFFLOADED)))):
+        if tried.fits(tried.blocks.everywhere(Action.RECOMPUTE)):
             return made
         # What recomputing every block does not fit in is where an engine has to look inside blocks.
         try:

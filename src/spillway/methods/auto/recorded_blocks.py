@@ -25,7 +25,7 @@ from spillway.ir.lives import Kept, Life, kept_for_backward, lives_of
 from spillway.ir.recipes import as_one, together
 from spillway.ir.step import ValueId
 from spillway.methods.actions import Action, is_expensive
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
 from spillway.units import Bytes, KiB, Seconds
 
 SMALLEST: Final[Bytes] = 4 * KiB

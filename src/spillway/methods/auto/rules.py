@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import final
 
 from spillway.methods.actions import Action
-from spillway.methods.auto.planner import Planned, floor
-from spillway.methods.auto.problem import Block, BlockProblem, Option
+from spillway.methods.auto.block_problem import Block, BlockProblem, Option
+from spillway.methods.auto.choosing import Planned, floor
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 

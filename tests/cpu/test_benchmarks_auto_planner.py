@@ -1,0 +1,18 @@
+"""Plans of `auto` against bounds and optima, at the quick size."""
+
+from __future__ import annotations
+
+from tests.cpu.benchmarks_quick import quick
+
+
+def test_plans_are_beside_their_bounds_and_never_over_what_is_available() -> None:
+    result = quick("auto_planner")
+    counted = {check.what: check.measured for check in result.checks if check.at_most == 0}
+    assert len(counted) == 7
+    assert {what for what, measured in counted.items() if measured} <= {
+        "plans slower by more than .5 points with 1, 3 or 10 % more available"
+    }
+    for row in result.rows:
+        assert row["at_5"] >= row["at_40"] >= row["at_90"] >= -1e-9
+        assert -0.02 <= row["mean_gap"] <= row["worst_gap"] < 20
+        assert all(one["first"] <= (one["mimose"] or 99) + 1e-9 for one in row["instances"])
