@@ -159,9 +159,9 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     spillway: Command, command: tuple[str, ...]
 ) -> None:
     assert sentence(spillway(*command, "--method", "nope")) == (
-        "There is no method 'nope'; choose one of checkmate, checkpoint, delta, delta-published, dtr, dtr-eqclass, "
-        "dtr-local, dynn-offload, dynn-offload-published, keep-all, largest, lms, lru, mimose, mimose-published, msps, "
-        "sqrt-n, swap, swap-prefetch, uvm, window, window-improved, window-published, zero-offload."
+        "There is no method 'nope'; choose one of auto, checkmate, checkpoint, delta, delta-published, dtr, "
+        "dtr-eqclass, dtr-local, dynn-offload, dynn-offload-published, keep-all, largest, lms, lru, mimose, "
+        "mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-improved, window-published, zero-offload."
     )
 
 

@@ -47,7 +47,7 @@ def test_ops_take_the_devices_seconds_unless_the_measured_ones_are_wanted() -> N
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of checkmate, checkpoint, delta"):
+    with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of auto, checkmate, checkpoint, delta"):
         spillway.simulate(STEP, "50%", "best")
     with pytest.raises(UsageError, match="no device 'abacus'"):
         spillway.simulate(STEP, "50%", "lru", "abacus")
