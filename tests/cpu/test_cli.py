@@ -161,7 +161,8 @@ def test_a_method_that_nobody_knows_is_refused_with_those_that_exist(
     assert sentence(spillway(*command, "--method", "nope")) == (
         "There is no method 'nope'; choose one of auto, checkmate, checkpoint, delta, delta-published, dtr, "
         "dtr-eqclass, dtr-local, dynn-offload, dynn-offload-published, keep-all, largest, lms, lru, mimose, "
-        "mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-improved, window-published, zero-offload."
+        "mimose-published, msps, sqrt-n, swap, swap-prefetch, uvm, window, window-improved, window-published, "
+        "zero-offload."
     )
 
 
