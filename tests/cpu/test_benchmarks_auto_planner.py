@@ -16,3 +16,13 @@ def test_plans_are_beside_their_bounds_and_never_over_what_is_available() -> Non
         assert row["at_5"] >= row["at_40"] >= row["at_90"] >= -1e-9
         assert -0.02 <= row["mean_gap"] <= row["worst_gap"] < 20
         assert all(one["first"] <= (one["mimose"] or 99) + 1e-9 for one in row["instances"])
+
+
+def test_on_paper_nothing_of_today_is_faster_in_the_same_memory() -> None:
+    result = quick("auto_paper")
+    assert all(check.met for check in result.checks)
+    assert [row["memory_of"] for row in result.rows] == [
+        "full recompute", "inputs offloaded", "selective", "offload all", "share 0.4"
+    ]  # fmt: skip
+    for row in result.rows:
+        assert 1 - 1e-9 <= row["auto"] <= row["today"] * (1 + 1e-3)

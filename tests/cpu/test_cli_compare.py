@@ -29,7 +29,7 @@ from tests.shared import HANGS
 
 KEYS = [
     "method", "budget_bytes", "status", "overhead", "seconds", "peak_bytes", "bytes_out", "bytes_in",
-    "recomputed_seconds", "why",
+    "recomputed_seconds", "why", "remark",
 ]  # fmt: skip
 
 
@@ -102,7 +102,10 @@ def test_where_there_is_no_terminal_progress_is_a_line_a_row(spillway: Command) 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("step.jsonl", "--methods", "fastest"), "There is no method 'fastest'; choose 'all' or some of keep-all, lru"),
+        (
+            ("step.jsonl", "--methods", "fastest"),
+            "There is no method 'fastest'; choose 'all' or some of auto, keep-all, lru",
+        ),
         (("step.jsonl", "--budgets", "half"), "'half' is no budget; write for example '0.5'"),
         (("step.jsonl", "--device", "abacus"), "There is no device 'abacus'; choose one of here, "),
         (("missing.jsonl",), "missing.jsonl: No such file or directory."),

@@ -52,7 +52,7 @@ def test_a_row_is_what_simulating_the_method_directly_gives(name: str) -> None:
         assert one == Row(
             method=name, budget_bytes=one.budget_bytes, status="ok", overhead=alone.seconds / alone.plain_seconds,
             seconds=alone.seconds, peak_bytes=alone.peak_bytes, bytes_out=alone.bytes_out, bytes_in=alone.bytes_in,
-            recomputed_seconds=alone.recomputed_seconds,
+            recomputed_seconds=alone.recomputed_seconds, remark=alone.remark,
         )  # fmt: skip
         assert one.peak_bytes is not None
         assert one.peak_bytes <= one.budget_bytes
@@ -149,7 +149,7 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, float]) -> Non
 def test_methods_are_read_from_one_text() -> None:
     assert parse_methods("all") == list(METHODS)
     assert parse_methods("lru, delta,lru") == ["lru", "delta"]
-    with pytest.raises(UnknownMethodError, match="There is no method 'fastest'; choose 'all' or some of keep-all, lru"):
+    with pytest.raises(UnknownMethodError, match="no method 'fastest'; choose 'all' or some of auto, keep-all, lru"):
         parse_methods("all,fastest")
     with pytest.raises(UsageError, match="No method is named"):
         parse_methods(" , ")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FAMILIES: Final = (
     Family(drawing.GREY, ("keep-all", "uvm", "zero-offload")),
-    Family(drawing.YELLOW, ("lru",)),
+    Family(drawing.YELLOW, ("lru", "auto")),
     Family(drawing.PINK, ("delta", "delta-published")),
     Family(drawing.BLUE, ("dtr", "dtr-eqclass", "dtr-local", "largest", "msps")),
     Family(drawing.GREEN, ("sqrt-n", "checkmate", "checkpoint", "mimose", "mimose-published")),
