@@ -706,9 +706,10 @@ class _Step(AbstractStep):
             ran = () if session._engine is None else session._engine.reports
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
-            if self._tries and not told.drops and not told.moves:  # recomputing every block is enough
+            most = max(told.peak_bytes, told.device_peak_bytes)
+            if self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
                 session._paging.forget((self._signature, self._dimensions))
-                self._family.rises[self._dimensions] = told.peak_bytes - told.start_bytes
+                self._family.rises[self._dimensions] = most - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
             return
