@@ -185,7 +185,7 @@ def exhausted(given: BlockProblem) -> Seconds:
     clock = Clock(given)
     best = inf
     for rows in itertools.product(*clock.rows):
-        if sum([row[4] + row[5] for row in rows]) < best:
+        if sum([row[8] for row in rows]) < best:
             best = min(best, clock.seconds(rows, best))
     return best
 

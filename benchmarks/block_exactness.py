@@ -59,8 +59,8 @@ NOTES: Final = (
     "streams of torch, NumPy and Python after every step, in bytes, dtypes and strides. Behind it, how many calls of "
     "blocks ran again. Mixed: an action is drawn for every call. Revoked: at random moments of forward, second runs "
     "and backward, calls that are drawn give up what they hold.",
-    "Named: the model is refused with `ModelError`, because no class of modules repeats in it; the modules that were "
-    "named instead need not be what anybody would choose.",
+    "Named: the model is refused with `ModelError`, because no class of modules repeats in it and nothing else cuts it "
+    "well; the modules that were named instead need not be what anybody would choose.",
 )
 
 

@@ -38,8 +38,8 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 COMMON = ("absent_bytes", "actions", "base", "by_block", "plan_clock", "registry")
-"""What methods of the two engines have in common, what may become of a block, what planners reckon of absent bytes, and
-the list of them."""
+"""What methods of the two engines have in common, what may become of a block, what planners reckon of absent bytes and
+of seconds, and the list of them."""
 NEED_TORCH = (
     "internals.private",
     "internals.host_reads",

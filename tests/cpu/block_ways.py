@@ -34,15 +34,10 @@ Choose: TypeAlias = Callable[[random.Random], Action]
 
 NAMED: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
     {
-        "conv-bn-relu": [str(number) for number in range(8)],
-        "unet": ["enter", "down.0", "down.1", "up.0", "up.1"],
-        "gan": ["generator", "critic"],
-        "spectral-norm": ["0", "2", "4", "6", "8", "11"],
         "lstm": ["lstm"],
         "gru": ["gru"],
         "tree": ["gates", "leaf"],
         "mixture-of-experts": ["1.experts.0", "1.experts.1", "3"],
-        "accumulation-autocast": [str(number) for number in range(10)],
         "checkpoint-reentrant": [f"layers.{number}" for number in range(10)],
         "checkpoint": [f"layers.{number}" for number in range(10)],
         "custom-function": [f"layers.{number}" for number in range(8)],

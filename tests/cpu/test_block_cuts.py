@@ -123,6 +123,29 @@ class Mostly(nn.Module):
         return self.large(x + few)
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_sequential_whose_forward_somebody_has_wrapped_is_cut_in_no_groups_but_those_inside_are(after: bool) -> None:
+    def wrapped(model: nn.Module) -> None:
+        inner = model.forward
+        model.forward = lambda *args: inner(*args)  # type: ignore[method-assign]  # as Accelerate does
+
+    layers = [nn.Sequential(nn.Flatten(), *perceptron().model), nn.Tanh()]
+    model, x = nn.Sequential(*layers), torch.ones(64, 32)
+    if not after:
+        wrapped(model)
+    with spillway.manage(model, budget="1GiB", method="checkpoint") as memory:
+        if after:
+            wrapped(model)
+        with memory.step(x):
+            model(x).sum().backward()
+        assert set(memory.blocks) < {"0.0-7", "0.1-7", "0.8-13", "0.14-19", "0.20-25"}
+        assert memory.history[-1].recomputed_blocks == 4
+    model = perceptron().model
+    wrapped(model)
+    with pytest.raises(NoBlocksError):
+        discover(model, lambda: model(x))
+
+
 def test_what_repeats_gives_way_where_it_covers_little() -> None:
     model = Mostly()
     assert "large.0-2" in discover(model, lambda: model(torch.randn(64, 16, 16)))

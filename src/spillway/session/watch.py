@@ -336,10 +336,10 @@ class StepWatch:
         if not self.passes:
             return
         now = self.passes[-1]
-        if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
-            self._make_room(0, number)
         now.ended[number] = call = self._engine.call(number)
         now.holds[number] = max(call.report.resident_bytes, 0)
+        if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
+            self._make_room(0, number)
         if now.decision.plan.action(number) in HOLDING:
             now.revocable[number] = call
         forecast = now.forecast

@@ -40,7 +40,7 @@ LABELS: Final = 64
 class Effort(Enum):
     """How much is tried. It is counted, never timed: the same problem has the same plan."""
 
-    FIRST = (5, 1, 16)
+    FIRST = (5, 1, 8)
     """Within the step that wants the plan."""
     POLISH = (10, 2, 150)
     """Between steps, when the size is met again."""
@@ -99,7 +99,7 @@ def _best(clock: Clock, choices: Iterable[list[int]], found: list[Timed], count:
     for choice in choices:
         below = found[-1][0] if len(found) == count else inf
         rows = clock.picked(choice)
-        if sum([row[4] + row[5] for row in rows]) < below:
+        if sum([row[8] for row in rows]) < below:
             seconds = clock.seconds(rows, below)
             if seconds < below and all(choice != other for _, other in found):
                 found = sorted([*found, (seconds, choice)])[:count]
@@ -107,7 +107,7 @@ def _best(clock: Clock, choices: Iterable[list[int]], found: list[Timed], count:
 
 
 def _waits(clock: Clock, seconds: Seconds, choice: Sequence[int]) -> Seconds:
-    return seconds - sum([row[4] + row[5] for row in clock.picked(choice)])
+    return seconds - sum([row[8] for row in clock.picked(choice)])
 
 
 def _simple(clock: Clock, start: Sequence[int] | None) -> Iterator[list[int]]:
@@ -133,7 +133,7 @@ def _alone(clock: Clock) -> list[list[int]]:
         rows, room, gradients = clock.rows[number], rooms[number], clock.gradients[number]
         if rows[0][0] >= missing:
             enough += [
-                (row[4] + row[5] - rows[0][4] - rows[0][5], row[1], number, option)
+                (row[8] - rows[0][8], row[1], number, option)
                 for option, row in enumerate(rows)
                 if rows[0][0] - row[0] >= missing and row[2] <= room and gradients + row[3] <= room
             ]
@@ -186,7 +186,7 @@ def least_held(clock: Clock, available: Bytes) -> list[int] | None:
     for rows, gradients in zip(clock.rows, clock.gradients, strict=True):
         room = available - held
         fitting = [
-            (row[0], row[4] + row[5], row[1], option)
+            (row[0], row[8], row[1], option)
             for option, row in enumerate(rows)
             if row[2] <= room and gradients + row[3] <= room
         ]

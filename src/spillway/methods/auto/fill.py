@@ -106,13 +106,13 @@ class Filler:
     ) -> Step | None:
         """The next vertex of the lower convex hull: the flattest way to less that is held."""
         rows = self.clock.rows[number]
-        resident, moved, _, _, forward, backward, out, _ = rows[key[1]]
-        seconds = forward + backward + price * out
+        resident, moved, _, _, _, _, out, _, seconds = rows[key[1]]
+        seconds += price * out
         best: Step | None = None
         for other, row in enumerate(rows):
             freed = resident - row[0]
             if freed > 0 and (row[1] <= moved or row[1] - moved <= key[2]):
-                slope = (row[4] + row[5] + price * row[6] - seconds) / freed
+                slope = (row[8] + price * row[6] - seconds) / freed
                 if best is None or slope < best[0] or (slope == best[0] and freed > best[2]):
                     best = slope, other, freed, row[1] - moved
         steps[key] = best
@@ -132,7 +132,7 @@ class Filler:
         """The fastest option of a block that fits by itself; -1 if none does."""
         gradients = self.clock.gradients[number]
         fitting = [
-            (row[4] + row[5], row[0], option)
+            (row[8], row[0], option)
             for option, row in enumerate(self.clock.rows[number])
             if row[2] <= room and gradients + row[3] <= room
         ]
@@ -152,14 +152,14 @@ class Filler:
             option = choice[number]
             if option and least > 0:
                 rows = clock.rows[number]
-                resident, moved, forward_peak, backward_peak, forward, backward, *_ = rows[option]
-                seconds, room, own = forward + backward, resident + least, slack[number]
+                resident, moved, forward_peak, backward_peak, *_, seconds = rows[option]
+                room, own = resident + least, slack[number]
                 for other, row in enumerate(rows):
                     if (
-                        row[4] + row[5] < seconds and row[0] <= room and row[1] <= moved
+                        row[8] < seconds and row[0] <= room and row[1] <= moved
                         and row[2] - forward_peak <= own and row[3] - backward_peak <= own
                     ):  # fmt: skip
-                        seconds, option = row[4] + row[5], other
+                        seconds, option = row[8], other
                 if option != choice[number]:
                     choice[number], row = option, rows[option]
                     least -= row[0] - resident

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from random import Random
 from typing import Final, TypeAlias
 
 from spillway.methods.auto.simulate import Clock, Row
@@ -33,12 +34,12 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
     count = len(free)
     current, taken = list(choice), clock.picked(choice)
     after = _room_after(clock, taken)
-    busy = sum(row[4] + row[5] for row in taken)
+    busy = sum(row[8] for row in taken)
+    draw = Random(seed).getrandbits
     drawn, until = 0, clock.runs + simulated
     while clock.runs < until and drawn < simulated * DRAWN:
         drawn += 1
-        seed = (seed * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
-        bits = seed >> 16
+        bits = draw(48)
         one, other = free[(bits >> 3) % count], free[(bits >> 14) % count]
         if one > other:
             one, other = other, one
@@ -59,7 +60,7 @@ def improve(clock: Clock, begin: Timed, simulated: int, seed: int = 1) -> Timed:
         more, freed = 0.0, 0
         for number, option in move:
             new, old = rows[number][option], taken[number]
-            more += new[4] + new[5] - old[4] - old[5]
+            more += new[8] - old[8]
             freed += old[0] - new[0]
         last, option = move[-1]
         if busy + more >= seconds or -freed > after[last] or current[last] == option:

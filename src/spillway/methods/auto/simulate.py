@@ -28,9 +28,9 @@ EARLIER: Final = 1.25
 Choice: TypeAlias = tuple[int, ...]
 """For each block, the number of its option."""
 
-Row: TypeAlias = tuple[Bytes, Bytes, Bytes, Bytes, Seconds, Seconds, Seconds, Seconds]
+Row: TypeAlias = tuple[Bytes, Bytes, Bytes, Bytes, Seconds, Seconds, Seconds, Seconds, Seconds]
 """An option of a block, as the clock reads it: resident, moved, peaks of forward and backward, seconds of forward and
-backward, of the copies out and in."""
+backward, of the copies out and in, of both runs together."""
 
 _Away: TypeAlias = tuple[int, Bytes, Seconds, Seconds, Seconds]
 """What has moved: its block, bytes, when its copy in begins at the latest (counted from the end of the step back), what
@@ -122,7 +122,7 @@ class Clock:
         ends: list[Seconds] = []  # by block: compute from the beginning of its backward on
         away: list[_Away] = []
         for row, gradients in zip(rows, self.gradients, strict=True):
-            resident, moved, forward_peak, backward_peak, forward, backward, out, into = row
+            resident, moved, forward_peak, backward_peak, forward, backward, out, into, _ = row
             room = free - forward_peak
             left = free - gradients - backward_peak
             if room < 0 or left < 0:
@@ -234,10 +234,11 @@ def comes_in(rows: Sequence[Row]) -> tuple[int, ...]:
 
 
 def _row(block: Block, option: Option, problem: BlockProblem) -> Row:
+    forward, backward = block.forward + option.forward, block.backward + option.backward
+    moved = option.moved
     return (
-        option.resident, option.moved, option.forward_peak, option.backward_peak, block.forward + option.forward,
-        block.backward + option.backward, option.moved / problem.out_rate if option.moved else 0.0,
-        option.moved / problem.in_rate if option.moved else 0.0,
+        option.resident, moved, option.forward_peak, option.backward_peak, forward, backward,
+        moved / problem.out_rate if moved else 0.0, moved / problem.in_rate if moved else 0.0, forward + backward,
     )  # fmt: skip
 
 
