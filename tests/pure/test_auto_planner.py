@@ -34,6 +34,13 @@ def test_everything_is_kept_where_that_fits() -> None:
     assert plan(uniform(3, available=300)).choice == (0, 0, 0, 0)
 
 
+def test_a_step_without_blocks_takes_nothing() -> None:
+    nothing = BlockProblem(blocks=(), available=0, out_rate=1.0, in_rate=1.0)
+    assert plan(nothing).choice == ()
+    assert plan(nothing).outcome.fits
+    assert floor(nothing) == 0
+
+
 def test_the_first_block_leaves_where_one_has_to_and_its_copies_have_time() -> None:
     planned = plan(uniform(6, available=520))
     assert planned.choice == (OFFLOAD, 0, 0, 0, 0, 0, 0)

@@ -66,10 +66,9 @@ def test_keep_all_proposes_nothing_and_needs_no_recipes() -> None:
 def test_every_method_is_found_by_the_name_that_it_says_it_has() -> None:
     assert {name: method_named(name).name for name in METHODS} == {name: name for name in METHODS}
     assert sorted(METHODS) == [
-        "auto",
-        "checkmate", "checkpoint", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local", "dynn-offload",
-        "dynn-offload-published", "keep-all", "largest", "lms", "lru", "mimose", "mimose-published", "msps", "sqrt-n",
-        "swap", "swap-prefetch", "uvm", "window", "window-improved", "window-published",
+        "auto", "checkmate", "checkpoint", "delta", "delta-published", "dtr", "dtr-eqclass", "dtr-local",
+        "dynn-offload", "dynn-offload-published", "keep-all", "largest", "lms", "lru", "mimose", "mimose-published",
+        "msps", "sqrt-n", "swap", "swap-prefetch", "uvm", "window", "window-improved", "window-published",
         "zero-offload",
     ]  # fmt: skip
 

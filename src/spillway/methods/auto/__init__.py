@@ -43,7 +43,9 @@ PROBES: Final = (Action.RECOMPUTE, Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
 BUCKET: Final = 0.02
 """How far apart sizes may be that share a plan: each of their numbers, as a share of it."""
 MARGIN: Final = 0.01
-"""Of what is available, left free at sizes whose bytes are estimated; what is kept can be given up besides."""
+"""Of what is available, left free: copies take time to begin. What is kept can be given up besides."""
+CAUTION: Final = 0.1
+"""Of what is available, left free where something is tried whose bytes are not known yet."""
 SPARE: Final = 0.005
 """A plan is made again when so much more of the budget is available than it was made for."""
 EFFORTS: Final = MappingProxyType({1: Effort.POLISH, 16: Effort.IDLE})
@@ -112,7 +114,9 @@ class Auto(AbstractBlockMethod):
             return Decision(Phase.PLANNED, self.plan(size, available), False)
         probe = PROBES[self._steps] if self._steps < len(PROBES) else Action.RECOMPUTE
         nothing = BlockPlan.nothing_kept(size, available)
-        if probe is Action.SELECTIVE and self._bytes.ready:
+        if self._bytes.ready and self._bytes.plan(size, 0).projected > available * (1 - CAUTION):
+            pass  # nothing else is known to fit
+        elif probe is Action.SELECTIVE and self._bytes.ready:
             nothing = self._selecting(size, available)
         elif probe is Action.RECOMPUTE_OFFLOADED and self._moves:
             nothing = BlockPlan.nothing_kept(size, available, probe)
@@ -121,7 +125,7 @@ class Auto(AbstractBlockMethod):
     def _selecting(self, size: InputSize, available: Bytes) -> BlockPlan:
         """Selective are those that would fit if they were kept, and the first of each kind."""
         forecast = self._bytes.forecast(size)
-        fitting = self._bytes.plan(size, available)
+        fitting = self._bytes.plan(size, int(available * (1 - CAUTION)))
         firsts = {forecast.saved.index(saved) for saved in forecast.saved}
         selects = [fitting.keeps(call) or call in firsts for call in range(len(forecast.saved))]
         actions = tuple(Action.SELECTIVE if one else Action.RECOMPUTE for one in selects)
@@ -164,8 +168,7 @@ class Auto(AbstractBlockMethod):
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
 
     def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
-        margin = self._over if size in self._measured else max(self._over, MARGIN)
-        problem = self.problem(size, int(available / (1 + margin)))
+        problem = self.problem(size, int(available / (1 + max(self._over, MARGIN))))
         found = plan(problem, effort=effort)
         self.made += 1
         blocks = problem.blocks[:-1]

@@ -23,7 +23,6 @@ FILLED: Final = (
 )  # fmt: skip
 """Prices, paces and shares of what is available with which choices are filled, the most useful first."""
 
-
 WAITS: Final = 0.03
 """Of the plain step: where the best choice waits longer than that, more of them are tried at once."""
 
@@ -72,7 +71,8 @@ def plan(problem: BlockProblem, *, effort: Effort = Effort.FIRST, start: Sequenc
 
     Args:
         problem: What is to be planned.
-        effort: How much is tried.
+        effort: How much is tried, unless compute would wait for more than `WAITS`: so near the floor, all that may be
+            filled is, at once.
         start: A choice to begin from, such as an earlier plan's.
     """
     clock = Clock(problem)

@@ -149,7 +149,7 @@ class Clock:
         if allowed <= 0 or (away and sum(one[1] for one in away) > self.host):
             return NOT
         if not away:
-            return now + until_end, 0.0, 0.0, self.available - min(least, *slack)
+            return now + until_end, 0.0, 0.0, self.available - min([least, *slack])
         state = now, out_free, room_stall, least
         return self._backward(rows, slack, ends, away, state, allowed)
 
