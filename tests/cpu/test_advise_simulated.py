@@ -24,6 +24,11 @@ def test_every_depth_and_width_is_answered_and_drawn(tmp_path: Path, capsys: pyt
     assert all("v100-pcie" in row["hardware"] and row["r_memory"] > 0.999 for row in rows)
     alphas = [row["alpha"] for row in rows]
     assert sorted(alphas) == [alphas[0], alphas[2], alphas[1], alphas[3]], "wider and deeper takes more"
+    for network in networks:
+        for rule in network["offload_or_recompute"]:
+            assert rule["phi"]["recompute, input offloaded"] > rule["phi"]["offload"] > 0
+            assert rule["first"] in rule["sentence"]
+    assert all(network["offload_or_recompute"] for network in networks[2:]), "one layer does not repeat"
     drawn = page.read_text("utf-8")
     assert "hidden size" in drawn
     assert "layers" in drawn

@@ -89,8 +89,9 @@ def test_it_is_never_slower_than_the_other_planners_of_blocks(units: list[int], 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("link", [1e-5, 1e-3, 5e-3])
-def test_the_clock_that_it_decides_by_is_the_simulated_engine(share: float, link: float) -> None:
-    step, device = blocks_step(6, units=[2] * 6), linked(link)
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_the_clock_that_it_decides_by_is_the_simulated_engine(share: float, link: float, overlaps: bool) -> None:
+    step, device = blocks_step(6, units=[2] * 6), replace(linked(link), overlaps=overlaps, duplex=overlaps)
     budget = int(share * step.plain_peak())
     plan = planned(step, budget, device)
     ran = simulate(step, allowed=budget, method=AutoPlanner(), device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import final
@@ -54,7 +54,10 @@ class PlanClock:
 
     def seconds(self, gaps: Iterable[Gap]) -> Seconds:
         """Of the step, under these gaps."""
-        step, around = self._step, self._around(gaps)
+        around = self._around(gaps)
+        if not self._device.overlaps:
+            return self._in_turn(around)
+        step = self._step
         now, at = 0.0, 0
         free = {True: 0.0, False: 0.0}  # the lanes out and in, by when they are
         left: dict[StorageId, Seconds] = {}  # when each copy out is done
@@ -72,6 +75,16 @@ class PlanClock:
                 now += sum(step.ops[number].seconds or 0.0 for number in ops)
             now = max(now, *(there.pop(storage, 0.0) for storage in before.read), 0.0)
         return now + self.begins[-1] - self.begins[at]
+
+    def _in_turn(self, around: Mapping[int, _Before]) -> Seconds:
+        """With copies that keep compute from running."""
+        sizes, ops, device = self._step.storages, self._step.ops, self._device
+        seconds = self.begins[-1]
+        for before in around.values():
+            seconds += sum(device.out_seconds(sizes[storage].nbytes) for storage in before.copied)
+            seconds += sum(device.in_seconds(sizes[storage].nbytes) for storage in before.fetched)
+            seconds += sum(ops[number].seconds or 0.0 for replay in before.replayed for number in replay)
+        return seconds
 
     def _copy(self, storage: StorageId, earliest: Seconds, free: dict[bool, Seconds], *, out: bool) -> Seconds:
         nbytes, device = self._step.storages[storage].nbytes, self._device
