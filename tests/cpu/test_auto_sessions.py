@@ -15,6 +15,7 @@ from spillway.methods.auto import PROBES, Auto
 from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.tensor_session import TensorSession
+from tests.cpu.block_judge import judge, plainly
 from tests.cpu.test_block_session import Training, run
 from tests.cpu.unrepeated import UNREPEATED
 
@@ -96,6 +97,17 @@ def test_budgets_between_floor_and_peak_are_never_refused(name: str, share: floa
     found, reports = trained(budget, "auto")
     assert found == losses
     assert max(one.peak_bytes for one in reports) <= budget
+
+
+@pytest.mark.parametrize("share", [2.0, 0.85, 0.6])
+@pytest.mark.parametrize("seed", [0, 28])
+def test_random_programs_train_as_they_do_plainly(seed: int, share: float) -> None:
+    """In 28 what every op is watched for had left when a second run was compared with the first; in 0 steps differ in
+    which blocks they call."""
+    expected = plainly(seed)
+    verdict = judge(seed, "auto", int(share * judge(seed, "lru", 1 << 30, expected).peak), expected)
+    assert not verdict.wrong
+    assert verdict.refused is None
 
 
 class Flat:

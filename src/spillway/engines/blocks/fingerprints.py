@@ -13,8 +13,8 @@ on. On the CPU alone: a device would have to be waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
-from typing import Final, TypeAlias, cast
+from collections.abc import Iterable, Sequence, Set
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,8 +27,6 @@ ROWS: Final = 1001
 """What is summed at once fits into a processor's cache."""
 _TELLING: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-_to_list: Final = cast("Callable[[Tensor], list[int]]", torch._C.TensorBase.tolist)
-"""As torch defines it, whatever was put in its place on `Tensor`."""
 SAMPLES: Final = 3
 SAMPLED: Final = 32
 """Elements of each at most."""
@@ -126,7 +124,8 @@ def _some(tensor: Tensor) -> list[int]:
                 length, step = size, stride
         length = min(length, SAMPLED)
         some = tensor.detach().as_strided((length,), (step,), offset - (length - 1) * step)
-        return _to_list(some.view(_INTEGERS[tensor.element_size()]))
+        found: list[int] = some.view(_INTEGERS[tensor.element_size()]).tolist()  # asks, where every op is watched
+        return found
 
 
 def first_changed(tensors: Iterable[SavedRef], *, whole: bool) -> int | None:

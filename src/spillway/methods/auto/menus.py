@@ -99,7 +99,8 @@ class Menus:
         """
         before = self._out.known, self._in.known, len(self._kept)
         moved = any(sample.action.moves for sample in blocks)
-        for sample in blocks:
+        known = len(blocks) if forecast is None else len(forecast.saved)
+        for sample in blocks[:known]:  # calls that no step made of which bytes were learned teach nothing
             if not moved:
                 self._estimate(self._inputs, sample.block).observe(sample.size, sample.inputs)
                 self._estimate(self._leaving, sample.block).observe(sample.size, sample.leaving)
