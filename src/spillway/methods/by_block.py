@@ -129,9 +129,6 @@ class BlockPlan:
     """What the smallest of the blocks saves that are not kept; 0 if all are."""
     options: Mapping[Action, ActionOptions] = field(default_factory=lambda: USUAL, hash=False)
     """How these actions are carried out."""
-    resident: Sequence[Bytes] = ()
-    """What each call leaves in memory until its backward, above what recomputing it would leave; below 0 where its
-    input leaves. Empty where nothing but keeping and recomputing is planned."""
     comes_in: Sequence[int] = ()
     """The call at the beginning of whose backward the copy in of each call is to begin; its own number where nothing
     of it is away. Empty where nobody has planned copies in: then one block's is read ahead."""

@@ -46,6 +46,8 @@ MARGIN: Final = 0.01
 """Of what is available, left free: copies take time to begin. What is kept can be given up besides."""
 CAUTION: Final = 0.1
 """Of what is available, left free where something is tried whose bytes are not known yet."""
+FORGETS: Final = 0.99
+"""How much of a miss of a plan is left after every step that is as planned."""
 SPARE: Final = 0.005
 """A plan is made again when so much more of the budget is available than it was made for."""
 EFFORTS: Final = MappingProxyType({1: Effort.POLISH, 16: Effort.IDLE})
@@ -80,7 +82,7 @@ class Auto(AbstractBlockMethod):
         self._largest: dict[InputSize, InputSize] = {}
         """Of each bucket, the largest numbers that were seen in it."""
         self._over = 0.0
-        """By which share of it steps took more than their plans said, at most."""
+        """By which share of it steps took more than their plans said, lately."""
         self.made = 0
         """Plans so far."""
 
@@ -131,7 +133,7 @@ class Auto(AbstractBlockMethod):
         actions = tuple(Action.SELECTIVE if one else Action.RECOMPUTE for one in selects)
         return BlockPlan(
             size=size, actions=actions, otherwise=Action.RECOMPUTE, projected=0, available=available, seconds=0.0,
-            smallest=0, resident=[saved if one else 0 for saved, one in zip(forecast.saved, selects, strict=True)],
+            smallest=0,
         )  # fmt: skip
 
     def plan(self, size: InputSize, available: Bytes) -> BlockPlan:
@@ -154,6 +156,7 @@ class Auto(AbstractBlockMethod):
             return known
         if len(self._plans) >= PLANS:
             self._plans.clear()
+            self._largest = {bucket: largest}
         found = self._planned(largest, available, Effort.FIRST)
         self._plans[bucket] = found, 1
         return found
@@ -173,7 +176,6 @@ class Auto(AbstractBlockMethod):
         self.made += 1
         blocks = problem.blocks[:-1]
         chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
-        plain = [block.options[1].resident if len(block.options) > 1 else 0 for block in blocks]
         forecast = self._bytes.forecast(size)
         gone = [saved for saved, option in zip(forecast.saved, chosen, strict=True) if option.action is not Action.KEEP]
         return BlockPlan(
@@ -184,7 +186,6 @@ class Auto(AbstractBlockMethod):
             available=available,
             seconds=found.outcome.seconds - problem.plain,
             smallest=min(gone, default=0),
-            resident=[option.resident - base for option, base in zip(chosen, plain, strict=True)],
             comes_in=found.outcome.comes_in[: len(blocks)],
         )
 
@@ -200,6 +201,8 @@ class Auto(AbstractBlockMethod):
         planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
         if planned is not None and not collecting and step.peak > planned.projected > 0:
             self._over, changed = (1 + self._over) * step.peak / planned.projected - 1, True
+        else:
+            self._over *= FORGETS
         if changed:
             self._plans.clear()
         self._steps += collecting
