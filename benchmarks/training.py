@@ -20,7 +20,9 @@ from benchmarks.record import frozen
 from benchmarks.timing import Clock
 from spillway.engines.blocks.trace import AllocationTrace
 from spillway.internals.process_memory import PeakMemory
-from spillway.methods import LMS, LRU, AbstractPlanner, AbstractPolicy, Delta, KeepAll, Window
+from spillway.methods import LMS, LRU, AbstractPlanner, AbstractPolicy, Delta, KeepAll, Mimose, Window
+from spillway.methods.auto import Auto
+from spillway.methods.by_block import AbstractBlockMethod
 from spillway.native.arena import Arena
 from spillway.native.arena import counts as counts_of_arena
 from spillway.tiers.spill_file import SpillIO
@@ -30,7 +32,7 @@ from spillway.workloads.deep_narrow import Layer
 from spillway.workloads.resnet import BasicBlock
 from spillway.workloads.stdlib_lm import Block
 
-METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingProxyType(
+METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner | AbstractBlockMethod]] = MappingProxyType(
     {
         "lru": LRU,
         "lru that moves only": lambda: LRU(short_chain=0),
@@ -39,6 +41,8 @@ METHODS: Mapping[str, Callable[[], AbstractPolicy | AbstractPlanner]] = MappingP
         "keep-all": KeepAll,
         "window": Window,
         "lms": LMS,
+        "auto": Auto,
+        "mimose": Mimose,
     }
 )
 """What a session of a competitor may be told."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    auto_race,
     bottlenecks,
     columns,
     command,
@@ -81,6 +82,19 @@ def test_half_memory_trains_all_competitors_to_the_same_losses_within_half_of_th
     assert rows[PLAIN]["peak_bytes"] * 97 // 100 == rows[NEARLY_ALL]["budget_bytes"] >= rows[NEARLY_ALL]["peak_bytes"]
     assert rows[CHECKPOINT]["peak_bytes"] < rows[PLAIN]["peak_bytes"]
     assert rows[PLAIN]["ratio"] == 1
+
+
+def test_auto_races_the_usual_ways_within_its_budget() -> None:
+    result = quick("auto_race")
+    rows = rows_by(result, "competitor")
+    assert {*rows} == {PLAIN, CHECKPOINT, *auto_race.OTHERS, auto_race.AUTO, f"{auto_race.AUTO}, fits"}
+    assert {row["losses"] for row in rows.values()} == {"as plain"}
+    assert rows[auto_race.AUTO]["peak_bytes"] <= rows[auto_race.AUTO]["budget_bytes"] < rows[PLAIN]["peak_bytes"]
+    assert len(result.checks) == 7
+    other = {name: dict(row) for name, row in rows.items()}
+    other[auto_race.AUTO] |= {"losses": "DIFFER", "peak_bytes": other[auto_race.AUTO]["budget_bytes"] + 1}
+    missed = [check.what for check in auto_race._checks(other, "m") if not check.met]
+    assert {"m, competitors whose losses differ", "m, auto, bytes over the budget"} <= {*missed}
 
 
 def test_budget_counts_steps_over_budget_and_losses_that_differ() -> None:

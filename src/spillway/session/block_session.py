@@ -678,7 +678,7 @@ class _Step(AbstractStep):
         if watch is None:
             return
         more = any(0 < one.expected < watch.peak for one in watch.passes)
-        moves = self._session._method.moves  # how long copies take is not the same in every step
+        moves = any(one.moves for one in watch.passes)  # how long copies take is not the same in every step
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
         if not watch.traced:
