@@ -47,7 +47,7 @@ def test_the_bits_are_the_plain_ones_and_the_budget_is_kept(share: float, plain:
     assert len(memory.history) == len(training.batches)
 
 
-def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], int, int]) -> None:
+def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], int, int], tmp_path: Any) -> None:
     _, start, peak = plain
     method = Auto()
     training = Training((64,) * 8)
@@ -66,6 +66,10 @@ def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], in
         with managed(training, int(start + 0.5 * (peak - start)), method, report=EACH) as memory:
             run(training, memory)
     assert [probe in did for probe, did in zip(PROBES, chosen[1:], strict=False)] == [True] * 3, "one is tried first"
+    assert memory.explanation[-1].startswith("The step is expected to take ")
+    assert any("blocks.0" in sentence for sentence in memory.explanation)
+    memory.report(tmp_path / "page.html")
+    assert "The step is expected to take " in (tmp_path / "page.html").read_text()
     assert memory.history[3].bytes_out > 0, "of inputs, by which copies are timed"
     assert all(one.projected_bytes > 0 for one in memory.history[4:]), "all later steps are planned"
     assert not any(did <= {Action.KEEP} for did in chosen[4:]), "and give something up"

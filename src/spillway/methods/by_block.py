@@ -260,6 +260,14 @@ class AbstractBlockMethod(ABC):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Take what a step measured: its peak, and of a step that collects every block."""
 
+    def explained(self, names: Sequence[str]) -> tuple[str, ...]:
+        """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain.
+
+        Args:
+            names: Of the calls, in order.
+        """
+        return ()
+
     @abstractmethod
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need, moment by moment; None where that is not known."""

@@ -203,6 +203,12 @@ class Session(ABC):
         would have spared, and the last mispredictions with what each cost, as `Referee.told` has it. None otherwise."""
         return None
 
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """What the latest plan of `auto` does with each kind of block and why, in sentences. None of other methods, and
+        before there is a plan."""
+        return ()
+
     def step(self, batch: Any = None) -> AbstractContextManager[Session]:
         """One training step: forward, backward, optimizer. The batch's shapes and dtypes are its signature.
 
@@ -303,7 +309,8 @@ class Session(ABC):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        write_report(path, self._header(), self.history, timelines, self.foresight)
+        told = {"plan": " ".join(self.explanation)} if self.explanation else {}
+        write_report(path, self._header() | told, self.history, timelines, self.foresight)
 
     def __enter__(self) -> Self:
         if self._closed:

@@ -139,6 +139,8 @@ class BlockSession(Session):
         ModelError: More than one model, or one that a block engine cannot have.
     """
 
+    _planner: AbstractBlockMethod | None = None
+    """What planned the latest step."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -213,6 +215,13 @@ class BlockSession(Session):
     def blocks(self) -> tuple[str, ...]:
         """Names of the blocks; empty before the first step if they have to be found."""
         return () if self._engine is None else self._engine.blocks
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """See `Session.explanation`."""
+        if self._engine is None or self._planner is None:
+            return ()
+        return self._planner.explained([report.block for report in self._engine.reports])
 
     @property
     def when_freed(self) -> list[Freed]:
@@ -559,6 +568,7 @@ class _Step(AbstractStep):
         began = time.perf_counter()
         method = self._family.method
         decision = method.begin(self._size, available)
+        self._session._planner = method
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)

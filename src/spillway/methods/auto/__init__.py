@@ -20,8 +20,9 @@ from typing import Final, Self, final
 
 from spillway.methods.actions import Action
 from spillway.methods.auto.block_problem import BlockProblem
-from spillway.methods.auto.choosing import Effort, plan
+from spillway.methods.auto.choosing import Effort, Planned, plan
 from spillway.methods.auto.menus import Menus
+from spillway.methods.auto.rules import sentences
 from spillway.methods.by_block import (
     AbstractBlockMethod,
     BlockPlan,
@@ -46,6 +47,8 @@ MARGIN: Final = 0.01
 """Of what is available, left free: copies take time to begin. What is kept can be given up besides."""
 CAUTION: Final = 0.1
 """Of what is available, left free where something is tried whose bytes are not known yet."""
+CUSHION: Final = 0.001
+"""Expected besides where a plan was missed, so that the next steps are not misses by bytes."""
 FORGETS: Final = 0.99
 """How much of a miss of a plan is left after every step that is as planned."""
 SPARE: Final = 0.005
@@ -85,6 +88,7 @@ class Auto(AbstractBlockMethod):
         """By which share of it steps took more than their plans said, lately."""
         self.made = 0
         """Plans so far."""
+        self._latest: tuple[BlockProblem, Planned] | None = None
 
     def in_header(self) -> dict[str, object]:
         """Nothing: what becomes of blocks is another thing in every step."""
@@ -173,6 +177,7 @@ class Auto(AbstractBlockMethod):
     def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
         problem = self.problem(size, int(available / (1 + max(self._over, MARGIN))))
         found = plan(problem, effort=effort)
+        self._latest = problem, found
         self.made += 1
         blocks = problem.blocks[:-1]
         chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
@@ -200,12 +205,20 @@ class Auto(AbstractBlockMethod):
         changed |= self._menus.take(step, blocks, forecast)
         planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
         if planned is not None and not collecting and step.peak > planned.projected > 0:
-            self._over, changed = (1 + self._over) * step.peak / planned.projected - 1, True
+            self._over, changed = (1 + self._over) * step.peak / planned.projected - 1 + CUSHION, True
         else:
             self._over *= FORGETS
         if changed:
             self._plans.clear()
         self._steps += collecting
+
+    def explained(self, names: Sequence[str]) -> tuple[str, ...]:
+        """A sentence a kind of block, and one for the step: what was chosen, with phi, bytes and seconds."""
+        if self._latest is None:
+            return ()
+        problem, planned = self._latest
+        kinds = {block.kind: name for block, name in [*zip(problem.blocks, names, strict=False)][::-1]}
+        return sentences(problem, planned, {**kinds, problem.blocks[-1].kind: "what is no block"})
 
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need; None before every block was measured."""

@@ -29,6 +29,8 @@ OFF: Final = 0.15
 """A rate is another one when it has changed by more than this share."""
 LATELY: Final = 8
 """Steps by which rates are known."""
+ALIKE: Final = 0.002
+"""Of what is available, by which the needs of blocks may differ that count as one kind: all as the most of them."""
 WORTH: Final = 0.95
 """Selecting has to spare more than a twentieth of the second run to be on the menu."""
 
@@ -160,15 +162,23 @@ class Menus:
             alike.setdefault(like, []).append(call)
         costs = {like: self._costs(like, members, forecast) for like, members in alike.items()}
         moves = moves and self._out.known > 0 and self._in.known > 0
-        made: dict[tuple[Like, Bytes, Bytes], Block] = {}
-        blocks, before = [], 0
-        for call, like in enumerate(likes):
-            need = max(forecast.rest + forecast.working[call] + forecast.saved[call] - before, 0)
-            key = like, need, forecast.gradients[call]
-            if key not in made:
-                made[key] = _block(len(made), *key, costs[like], moves=moves)
-            blocks.append(made[key])
+        needs, before = [], 0
+        for call in calls:
+            needs.append(max(forecast.rest + forecast.working[call] + forecast.saved[call] - before, 0))
             before += inputs[call]
+        for members in alike.values():
+            most = max(needs[call] for call in members)
+            if most - min(needs[call] for call in members) <= ALIKE * available:
+                needs = [most if call in members else needs[call] for call in calls]
+        kinds: dict[tuple[Like, Bytes], int] = {}
+        made: dict[tuple[Like, Bytes, Bytes], Block] = {}
+        blocks = []
+        for like, need, gradients in zip(likes, needs, forecast.gradients, strict=True):
+            key = like, need, gradients
+            if key not in made:
+                kind = kinds.setdefault((like, need), len(kinds))
+                made[key] = _block(kind, *key, costs[like], moves=moves)
+            blocks.append(made[key])
         turn = max(forecast.turn - before, 0)
         head = Option(action=Action.KEEP, resident=0, forward_peak=turn, backward_peak=turn)
         blocks.append(Block(kind=-1, forward=0.0, backward=0.0, gradients=0, options=(head,)))
