@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.errors import ModelError
+from spillway.errors import ModelError, SpillFullError
 from spillway.methods import Action
 from spillway.methods.auto import PROBES, Auto
 from spillway.session.auto_session import AutoSession
 from spillway.session.block_session import BlockSession
 from spillway.session.tensor_session import TensorSession
+from spillway.tiers.disk import DiskTier
 from tests.cpu.block_judge import judge, plainly
 from tests.cpu.test_block_session import Training, run
 from tests.cpu.unrepeated import UNREPEATED
@@ -65,7 +67,8 @@ def test_the_first_steps_measure_and_later_ones_mix(plain: tuple[list[bytes], in
         patched.setattr(Auto, "begin", told)
         with managed(training, int(start + 0.5 * (peak - start)), method, report=EACH) as memory:
             run(training, memory)
-    assert [probe in did for probe, did in zip(PROBES, chosen[1:], strict=False)] == [True] * 3, "one is tried first"
+    assert chosen[:2] == [{Action.RECOMPUTE}] * 2, "under the tensor engine, and measured"
+    assert [probe in did for probe, did in zip(PROBES, chosen[2:], strict=False)] == [True, True]
     assert memory.explanation[-1].startswith("The step is expected to take ")
     assert any("blocks.0" in sentence for sentence in memory.explanation)
     memory.report(tmp_path / "page.html")
@@ -80,7 +83,7 @@ def test_where_everything_fits_nothing_is_done_after_the_first_steps() -> None:
     with managed(training, "1GiB") as memory:
         run(training, memory)
     assert [one.managed for one in memory.history[-2:]] == [False, False]
-    assert not any(one.recomputed_blocks or one.bytes_out for one in memory.history[1 + len(PROBES) :])
+    assert not any(one.recomputed_blocks or one.bytes_out for one in memory.history[2:])
 
 
 @pytest.mark.parametrize(("name", "share"), [("vgg", 0.9), ("by hand", 0.7), ("perceptron", 0.9)])
@@ -112,6 +115,75 @@ def test_random_programs_train_as_they_do_plainly(seed: int, share: float) -> No
     verdict = judge(seed, "auto", int(share * judge(seed, "lru", 1 << 30, expected).peak), expected)
     assert not verdict.wrong
     assert verdict.refused is None
+
+
+def grown(forwards: int) -> Training:
+    """Several forwards a step, a backward after each; or, where there is none, two before one."""
+    training = Training((64,) * 10)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        for _ in range(max(forwards, 1)):
+            loss: torch.Tensor = training.model(tokens).float().log_softmax(-1).square().mean()
+            if not forwards:
+                loss = loss + training.model(tokens.flip(0)).float().square().mean()
+            loss.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        return loss.detach()
+
+    training.step = step  # type: ignore[method-assign]
+    return training
+
+
+@pytest.mark.parametrize("forwards", [0, 2, 4])
+def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwards: int) -> None:
+    training = grown(forwards)
+    with managed(training, None, "lru") as memory:
+        bits = run(training, memory)
+    start, peak = memory.history[-1].start_bytes, max(one.peak_bytes for one in memory.history)
+    training = grown(forwards)
+    budget = int(start + 0.7 * (peak - start))
+    with contextlib.ExitStack() as stack:
+        if not forwards:
+            stack.enter_context(pytest.warns(UserWarning, match="have told nothing of its blocks"))
+        memory = stack.enter_context(managed(training, budget, report=EACH))
+        assert run(training, memory) == bits
+        assert isinstance(memory._now, BlockSession if forwards else TensorSession)
+    assert max(one.peak_bytes for one in memory.history) <= budget
+    assert not forwards or memory.history[-1].projected_bytes > 0
+
+
+def test_a_full_spill_directory_ends_one_step_and_the_next_do_without(plain: tuple[list[bytes], int, int]) -> None:
+    _, start, peak = plain
+    training = Training((64,) * 12)
+    refused = 0
+    with (
+        managed(training, int(start + 0.5 * (peak - start)), report=EACH) as memory,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        torch.manual_seed(1)
+        for tokens in training.batches:
+            try:
+                with memory.step(tokens):
+                    training.step(tokens)
+            except SpillFullError:
+                refused += 1
+                training.optimizer.zero_grad()
+            if memory.history and memory.history[-1].bytes_out and not refused:
+                patched.setattr(DiskTier, "start_write", _full)
+                patched.setattr(DiskTier, "write", _full)
+    assert refused == 1
+    assert not memory.history[-1].bytes_out
+    assert memory.history[-1].projected_bytes
+
+
+def _full(*_: Any) -> Any:
+    raise SpillFullError("There is no room in the spill directory.")
+
+
+def test_sizes_of_zero_are_sizes() -> None:
+    method = Auto()
+    assert method._bucket((0, 3)) != method._bucket((1, 3))
 
 
 class Flat:
@@ -155,10 +227,18 @@ def test_a_model_without_blocks_is_left_to_the_tensor_engine(told: bool, tmp_pat
     assert len(files.read_text().splitlines()) == 1 + len(training.batches), "both sessions write into one file"
 
 
-def test_several_models_and_one_that_is_compiled_are_left_to_it_from_the_beginning() -> None:
+def test_several_models_and_one_that_is_compiled_are_left_to_it_from_the_beginning(tmp_path: Any) -> None:
     several = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    with spillway.manage(several, budget="1GiB", method="auto") as memory:
+    file = spillway.ReportOptions(run_file=tmp_path / "run.jsonl")
+    with spillway.manage(several, budget="1GiB", method="auto", report=file) as memory:
         assert isinstance(memory, spillway.Session)
+        assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
+        with memory.step(torch.ones(2, 4)):
+            several[1](several[0](torch.ones(2, 4))).sum().backward()
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
+    compiled = nn.Sequential(nn.Linear(4, 4))
+    compiled.compile(backend="eager")
+    with spillway.manage(compiled, budget="1GiB", method="auto") as memory:
         assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
 
 

@@ -68,6 +68,8 @@ class StepSample:
     at."""
     backward_peak: Bytes | None = None
     """Most bytes at all other moments, if that was looked at."""
+    projected: Bytes = 0
+    """What its plan expected at most; 0 where it had none."""
     out_rate: float = 0.0
     """Bytes a second at which copies went out while blocks ran; 0 where nothing was copied."""
     in_rate: float = 0.0
@@ -259,6 +261,10 @@ class AbstractBlockMethod(ABC):
     @abstractmethod
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Take what a step measured: its peak, and of a step that collects every block."""
+
+    def does_without_spill(self) -> bool:
+        """A step has ended because there was no room for what was to leave: whether later ones move nothing."""
+        return False
 
     def explained(self, names: Sequence[str]) -> tuple[str, ...]:
         """What the latest plan does and why, in sentences; none where there is no plan, or nothing to explain.

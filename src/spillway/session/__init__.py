@@ -93,14 +93,14 @@ def manage(
     with contextlib.ExitStack() as undo:
         live = _live(allowed, report.live)
         if isinstance(decides, AbstractBlockMethod):
+            writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
             by_block = functools.partial(
-                BlockSession, models, optimizers,
-                _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo), live,
-                method=decides, allowed=allowed, traces=report.timeline, pinned=pinned, spill=spill,
+                BlockSession, models, optimizers, writer, live, method=decides, allowed=allowed,
+                traces=report.timeline, pinned=pinned, spill=spill,
                 blocks=dataclasses.replace(blocks, page=blocks.page or not decides.needs_blocks),
             )  # fmt: skip
             if falls_back:
-                session = auto_session(models, by_block, lambda: opened(LRU(), lambda _: None))
+                session = auto_session(models, by_block, lambda: opened(LRU(), lambda _: writer))
             else:
                 session = by_block()
         else:

@@ -280,8 +280,8 @@ class Session(ABC):
         return self._running is None and not self._closed
 
     def leave_to(self, other: Session) -> None:
-        """Close, and have another session go on with what is reported."""
-        other.history, other._writer, other._live = self.history, self._writer, self._live
+        """Close, and have another session go on with what is reported, which writes where this one did."""
+        other.history = self.history
         self._writer = self._live = None
         self.close()
 

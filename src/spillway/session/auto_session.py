@@ -63,9 +63,8 @@ class AutoSession:
         """The session that is to run a step on this batch."""
         now = self._now
         if isinstance(now, BlockSession) and now.idle and (now.blockless or not (now.history or _tells_size(batch))):
-            other = self._storages()
-            now.leave_to(other)
-            self._now = other
+            self._now = self._storages()  # first: an interruption may come out of what follows
+            now.leave_to(self._now)
         return self._now
 
 

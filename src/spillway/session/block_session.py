@@ -23,7 +23,7 @@ from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
-from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillwayError
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
@@ -61,6 +61,8 @@ REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
 LOSS: Final[Bytes] = 4096
 """What a loop has in its hands besides when it calls an optimizer, at least."""
+TELLING: Final = 3
+"""Steps in a row that tell nothing of blocks after which nothing is expected of them."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -141,6 +143,8 @@ class BlockSession(Session):
 
     _planner: AbstractBlockMethod | None = None
     """What planned the latest step."""
+    _told_nothing = 0
+    """Steps in a row of which nothing was learned."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -252,6 +256,12 @@ class BlockSession(Session):
                 stack.callback(self._finder.remove)
             for handle in self._handles:
                 stack.callback(handle.remove)
+
+    def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        if isinstance(error, SpillFullError):
+            for method in (self._method, *(family.method for family in self._families.values())):
+                method.does_without_spill()
+        super()._leave(step, error)
 
     def _header(self) -> dict[str, Any]:
         return header(self._budget.allowed, self._method.name, self._device)
@@ -569,6 +579,7 @@ class _Step(AbstractStep):
         method = self._family.method
         decision = method.begin(self._size, available)
         self._session._planner = method
+        self._new |= decision.phase is Phase.COLLECTING
         self._planning += time.perf_counter() - began
         engine.rehearses = decision.collects and method.forwards > 1
         forecast = method.forecast(self._size)
@@ -697,7 +708,16 @@ class _Step(AbstractStep):
         self._family.rises[self._dimensions] = max(
             self._family.rises.get(self._dimensions, 0), watch.peak - self._start
         )
-        for one, step, blocks in watch.samples():
+        samples = watch.samples()
+        self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
+        if self._session._told_nothing == TELLING and not self._session._method.needs_blocks:
+            self._session.blockless = True
+            warnings.warn(
+                f"{TELLING} steps of {type(self._session._model).__name__} have told nothing of its blocks, as where "
+                f"two forwards come before their backward: from here on every op is watched (method='lru').",
+                stacklevel=6,
+            )
+        for one, step, blocks in samples:
             self._family.learn(self._dimensions, step, blocks)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:

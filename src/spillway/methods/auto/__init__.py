@@ -4,9 +4,11 @@ No paper's: what five of them do each alone, planned jointly. `block_problem.py`
 decides, `menus.py` has what training teaches. A step of a new training measures, by what its blocks run anyway:
 
  1. the first recomputes every block, which needs least: bytes, and seconds of both runs;
- 2. the second runs, selectively, the blocks that could be kept, one of each kind at least: what that keeps and spares;
- 3. the third recomputes every block with its input away: how fast copies are while blocks run;
- 4. later ones as the first, at most `COLLECTED` in all, while a size is new and no law covers it.
+ 2. one runs, selectively, the blocks that could be kept, one of each kind at least: what that keeps and spares;
+ 3. one recomputes every block with its input away: how fast copies are while blocks run;
+ 4. others do as the first, at most `COLLECTED` in all, while a size is new and no law covers it.
+
+The second and third wait for a step in which not everything fits, and the second for one with room for it.
 
 After these every size has its plan: sizes within `BUCKET` of each other share that of the largest that was seen.
 """
@@ -14,8 +16,8 @@ After these every size has its plan: sizes within `BUCKET` of each other share t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil, floor, log
-from types import MappingProxyType
 from typing import Final, Self, final
 
 from spillway.methods.actions import Action
@@ -39,8 +41,10 @@ from spillway.units import Bytes
 
 COLLECTED: Final = 10
 """Steps that measure at most, as Mimose's evaluation has them."""
-PROBES: Final = (Action.RECOMPUTE, Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
-"""What the first of them do with blocks."""
+PROBES: Final = (Action.SELECTIVE, Action.RECOMPUTE_OFFLOADED)
+"""What is tried in blocks beside recomputing them, each until something is known of it."""
+TRIES: Final = 3
+"""How often at most."""
 BUCKET: Final = 0.02
 """How far apart sizes may be that share a plan: each of their numbers, as a share of it."""
 MARGIN: Final = 0.01
@@ -53,8 +57,8 @@ FORGETS: Final = 0.99
 """How much of a miss of a plan is left after every step that is as planned."""
 SPARE: Final = 0.005
 """A plan is made again when so much more of the budget is available than it was made for."""
-EFFORTS: Final = MappingProxyType({1: Effort.POLISH, 16: Effort.IDLE})
-"""How much is tried when a plan is used again, after so many uses."""
+POLISHED: Final = 1
+"""After so many uses a plan is improved; to try more than that takes too long within a step."""
 PLANS: Final = 4096
 """That are remembered; beyond, all are forgotten."""
 
@@ -78,17 +82,19 @@ class Auto(AbstractBlockMethod):
         self._menus = Menus(batched=batched)
         self._steps = 0
         """That measured, and ended."""
+        self._pending = dict.fromkeys(PROBES if moves else PROBES[:1], TRIES)
+        """What is to be tried in blocks, and how often still."""
         self._measured: set[InputSize] = set()
         """Sizes at which every block was measured."""
-        self._plans: dict[InputSize, tuple[BlockPlan, int]] = {}
-        """By bucket, with how often they were used."""
+        self._plans: dict[InputSize, _Remembered] = {}
+        """By bucket."""
         self._largest: dict[InputSize, InputSize] = {}
         """Of each bucket, the largest numbers that were seen in it."""
         self._over = 0.0
         """By which share of it steps took more than their plans said, lately."""
         self.made = 0
         """Plans so far."""
-        self._latest: tuple[BlockProblem, Planned] | None = None
+        self._latest: _Remembered | None = None
 
     def in_header(self) -> dict[str, object]:
         """Nothing: what becomes of blocks is another thing in every step."""
@@ -106,7 +112,7 @@ class Auto(AbstractBlockMethod):
     @property
     def collecting(self) -> bool:
         """Whether there are no plans yet."""
-        return self._steps < len(PROBES) or not self._bytes.ready
+        return not self._bytes.ready
 
     def collects(self, size: InputSize) -> bool:
         """Whether it is new, and not covered by what is known of others."""
@@ -116,22 +122,26 @@ class Auto(AbstractBlockMethod):
 
     def begin(self, size: InputSize, available: Bytes) -> Decision:
         """Measure, or follow the size's plan."""
+        probe = self._probe(size, available)
+        if probe is not None:
+            return Decision(Phase.COLLECTING, probe, True)
         if not self.collects(size):
             return Decision(Phase.PLANNED, self.plan(size, available), False)
-        probe = PROBES[self._steps] if self._steps < len(PROBES) else Action.RECOMPUTE
-        nothing = BlockPlan.nothing_kept(size, available)
-        if self._bytes.ready and self._bytes.plan(size, 0).projected > available * (1 - CAUTION):
-            pass  # nothing else is known to fit
-        elif probe is Action.SELECTIVE and self._bytes.ready:
-            nothing = self._selecting(size, available)
-        elif probe is Action.RECOMPUTE_OFFLOADED and self._moves:
-            nothing = BlockPlan.nothing_kept(size, available, probe)
-        return Decision(Phase.COLLECTING, nothing, True)
+        return Decision(Phase.COLLECTING, BlockPlan.nothing_kept(size, available), True)
 
-    def _selecting(self, size: InputSize, available: Bytes) -> BlockPlan:
+    def _probe(self, size: InputSize, available: Bytes) -> BlockPlan | None:
+        """What is still to be tried, where not everything fits and nearly as much room is left as that may take."""
+        if not self._pending or not self._bytes.ready or not self._bytes.plan(size, available).given_up:
+            return None
+        action = next(iter(self._pending))
+        if action is Action.RECOMPUTE_OFFLOADED:
+            return BlockPlan.nothing_kept(size, available, action)
+        cautious = self._bytes.plan(size, int(available * (1 - CAUTION)))
+        return self._selecting(size, available, cautious) if cautious.holds else None
+
+    def _selecting(self, size: InputSize, available: Bytes, fitting: BlockPlan) -> BlockPlan:
         """Selective are those that would fit if they were kept, and the first of each kind."""
         forecast = self._bytes.forecast(size)
-        fitting = self._bytes.plan(size, int(available * (1 - CAUTION)))
         firsts = {forecast.saved.index(saved) for saved in forecast.saved}
         selects = [fitting.keeps(call) or call in firsts for call in range(len(forecast.saved))]
         actions = tuple(Action.SELECTIVE if one else Action.RECOMPUTE for one in selects)
@@ -151,39 +161,37 @@ class Auto(AbstractBlockMethod):
             largest = tuple(map(max, size, largest))
             self._plans.pop(bucket, None)
         self._largest[bucket] = largest
-        known, uses = self._plans.get(bucket, (None, 0))
-        if known is not None and abs(available - known.available) <= SPARE * known.available:
-            effort = EFFORTS.get(uses)
-            if effort is not None and known.given_up and known.holds:
-                known = self._planned(largest, available, effort)
-            self._plans[bucket] = known, uses + 1
-            return known
-        if len(self._plans) >= PLANS:
-            self._plans.clear()
-            self._largest = {bucket: largest}
-        found = self._planned(largest, available, Effort.FIRST)
-        self._plans[bucket] = found, 1
-        return found
+        known = self._plans.get(bucket)
+        if known is None or abs(available - known.plan.available) > SPARE * known.plan.available:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
+                self._largest = {bucket: largest}
+            known = self._plans[bucket] = self._planned(largest, available, Effort.FIRST)
+        elif known.uses == POLISHED and known.plan.given_up and known.plan.holds:
+            known = self._plans[bucket] = self._planned(largest, available, Effort.POLISH)
+            known.uses = POLISHED
+        known.uses += 1
+        self._latest = known
+        return known.plan
 
     def _bucket(self, size: InputSize) -> InputSize:
         if self._options.batched:
-            return size[0], *(floor(log(number) / log(1 + BUCKET)) for number in size[1:])
-        return tuple(floor(log(number) / log(1 + BUCKET)) for number in size)
+            return size[0], *(_edge(number) for number in size[1:])
+        return tuple(map(_edge, size))
 
     def problem(self, size: InputSize, available: Bytes) -> BlockProblem:
         """What is to be planned at this size."""
         return self._menus.problem(self._bytes.forecast(size), available, size, moves=self._moves)
 
-    def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> BlockPlan:
+    def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> _Remembered:
         problem = self.problem(size, int(available / (1 + max(self._over, MARGIN))))
         found = plan(problem, effort=effort)
-        self._latest = problem, found
         self.made += 1
         blocks = problem.blocks[:-1]
         chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
         forecast = self._bytes.forecast(size)
         gone = [saved for saved, option in zip(forecast.saved, chosen, strict=True) if option.action is not Action.KEEP]
-        return BlockPlan(
+        made = BlockPlan(
             size=size,
             actions=tuple(option.action for option in chosen),
             otherwise=Action.RECOMPUTE,
@@ -193,6 +201,7 @@ class Auto(AbstractBlockMethod):
             smallest=min(gone, default=0),
             comes_in=found.outcome.comes_in[: len(blocks)],
         )
+        return _Remembered(made, problem, found)
 
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Bytes are learned where blocks were kept or recomputed and nothing else, seconds and shares everywhere."""
@@ -203,26 +212,53 @@ class Auto(AbstractBlockMethod):
             self._measured.add(step.size)
         forecast = self._bytes.forecast(step.size) if self._bytes.ready else None
         changed |= self._menus.take(step, blocks, forecast)
-        planned, _ = self._plans.get(self._bucket(step.size), (None, 0))
-        if planned is not None and not collecting and step.peak > planned.projected > 0:
-            self._over, changed = (1 + self._over) * step.peak / planned.projected - 1 + CUSHION, True
+        if step.peak > step.projected > 0:
+            self._over, changed = (1 + self._over) * step.peak / step.projected - 1 + CUSHION, True
         else:
             self._over *= FORGETS
         if changed:
             self._plans.clear()
         self._steps += collecting
+        for action in {sample.action for sample in blocks} & {*self._pending}:
+            self._pending[action] -= 1
+            if not self._pending[action] or self._menus.knows(action):
+                del self._pending[action]
+
+    def does_without_spill(self) -> bool:
+        """Nothing is moved from here on."""
+        self._moves = False
+        self._pending.pop(Action.RECOMPUTE_OFFLOADED, None)
+        self._plans.clear()
+        return True
 
     def explained(self, names: Sequence[str]) -> tuple[str, ...]:
         """A sentence a kind of block, and one for the step: what was chosen, with phi, bytes and seconds."""
         if self._latest is None:
             return ()
-        problem, planned = self._latest
+        problem, planned = self._latest.problem, self._latest.planned
         kinds = {block.kind: name for block, name in [*zip(problem.blocks, names, strict=False)][::-1]}
         return sentences(problem, planned, {**kinds, problem.blocks[-1].kind: "what is no block"})
 
     def forecast(self, size: InputSize) -> Forecast | None:
         """What a step of this size is expected to need; None before every block was measured."""
         return self._bytes.forecast(size) if self._bytes.ready else None
+
+
+@final
+@dataclass(slots=True)
+class _Remembered:
+    """A plan, and what it was made of."""
+
+    plan: BlockPlan
+    problem: BlockProblem
+    planned: Planned
+    uses: int = 0
+    """How many steps it was used in."""
+
+
+def _edge(number: int) -> int:
+    """Which numbers within `BUCKET` of each other it belongs to; 0 is alone."""
+    return floor(log(number) / log(1 + BUCKET)) if number > 0 else -1
 
 
 __all__ = ["Auto", "BlockProblem"]

@@ -119,6 +119,10 @@ class Menus:
         self._in.take(step.in_rate)
         return before != (self._out.known, self._in.known, len(self._kept))
 
+    def knows(self, action: Action) -> bool:
+        """Whether anything was learned where blocks did this."""
+        return bool(self._kept) if action.selects else self._out.known > 0 < self._in.known
+
     def _estimate(self, estimates: dict[int, Estimate], block: int) -> Estimate:
         if block not in estimates:
             estimates[block] = Estimate(batched=self._batched, laws=self._laws)
