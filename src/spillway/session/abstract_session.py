@@ -275,11 +275,11 @@ class Session(ABC):
         self._deliver()
 
     @property
-    def idle(self) -> bool:
+    def _idle(self) -> bool:
         """Whether a step could begin."""
         return self._running is None and not self._closed
 
-    def leave_to(self, other: Session) -> None:
+    def _leave_to(self, other: Session) -> None:
         """Close, and have another session go on with what is reported, which writes where this one did."""
         other.history = self.history
         self._writer = self._live = None

@@ -62,9 +62,9 @@ class AutoSession:
     def _for(self, batch: Any) -> Session:
         """The session that is to run a step on this batch."""
         now = self._now
-        if isinstance(now, BlockSession) and now.idle and (now.blockless or not (now.history or _tells_size(batch))):
+        if isinstance(now, BlockSession) and now._idle and (now.blockless or not (now.history or _tells_size(batch))):
             self._now = self._storages()  # first: an interruption may come out of what follows
-            now.leave_to(self._now)
+            now._leave_to(self._now)
         return self._now
 
 
