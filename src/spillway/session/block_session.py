@@ -577,6 +577,9 @@ class _Step(AbstractStep):
             return Decision(Phase.PLANNED, nothing, False), None, self._size, True
         began = time.perf_counter()
         method = self._family.method
+        if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
+            there = [one.grad.nbytes for one in self._session._model.parameters() if one.grad is not None]
+            available -= max(there, default=0)
         decision = method.begin(self._size, available)
         self._session._planner = method
         self._new |= decision.phase is Phase.COLLECTING
