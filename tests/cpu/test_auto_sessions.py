@@ -135,7 +135,7 @@ def grown(forwards: int) -> Training:
     return training
 
 
-@pytest.mark.parametrize("forwards", [0, 2, 4])
+@pytest.mark.parametrize("forwards", [0, 2])
 def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwards: int) -> None:
     training = grown(forwards)
     with managed(training, None, "lru") as memory:
@@ -169,7 +169,7 @@ def test_a_full_spill_directory_ends_one_step_and_the_next_do_without(plain: tup
             except SpillFullError:
                 refused += 1
                 training.optimizer.zero_grad()
-            if memory.history and memory.history[-1].bytes_out and not refused:
+            if len(memory.history) == 2:  # what is tried next puts inputs away
                 patched.setattr(DiskTier, "start_write", _full)
                 patched.setattr(DiskTier, "write", _full)
     assert refused == 1
