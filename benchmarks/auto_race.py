@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from typing import Any, Final
 
 from benchmarks import columns
+from benchmarks.race import CHECKPOINT, PLAIN, Contest
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
 from benchmarks.turns import Answers, account, figures, take_turns, training, verdict
 from spillway.errors import BudgetInfeasible
 
-PLAIN: Final = "plain"
-CHECKPOINT: Final = "checkpoint"
 AUTO: Final = "auto"
+CHECKPOINTED: Final = ("stdlib-lm", "resnet", "lstm", "unet")
+"""Models whose blocks the benchmark knows."""
 OTHERS: Final = ("mimose", "lru", "delta", "window")
 LIMIT: Final = 1.08
 """Times the plain step, at the tight share."""
@@ -24,16 +24,6 @@ BESIDE: Final = 0.80
 """Times the step of `torch.utils.checkpoint` around every block."""
 BEST: Final = 1.02
 """Times the fastest other method of Spillway at the same budget."""
-
-
-@frozen
-class Contest:
-    """A model with its options."""
-
-    model: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    checkpoints: bool = True
-    """Whether its blocks are known to the benchmark."""
 
 
 @frozen
@@ -83,7 +73,7 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     tell("peaks")
     peaks = {PLAIN: account(job("keep-all"), 3)}
     jobs = {PLAIN: job()}
-    if contest.checkpoints:
+    if contest.model in CHECKPOINTED:
         peaks[CHECKPOINT] = account(job("keep-all", checkpoints=True), 3)
         jobs[CHECKPOINT] = job(checkpoints=True)
     tight = peaks[PLAIN] * size.percent // 100
@@ -141,8 +131,8 @@ BENCHMARK: Final = Benchmark(
     full=Size(
         contests=[
             Contest(model="stdlib-lm"), Contest(model="resnet"), Contest(model="lstm"), Contest(model="unet"),
-            Contest(model="bert-small", checkpoints=False), Contest(model="gpt-small", checkpoints=False),
-            Contest(model="vit-small", checkpoints=False),
+            Contest(model="bert-small"), Contest(model="gpt-small"),
+            Contest(model="vit-small"),
         ],
         percent=40, rounds=13, warm=6,
     ),

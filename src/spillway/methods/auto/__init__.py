@@ -92,8 +92,6 @@ class Auto(AbstractBlockMethod):
         """Of each bucket, the largest numbers that were seen in it."""
         self._over = 0.0
         """By which share of it steps took more than their plans said, lately."""
-        self.made = 0
-        """Plans so far."""
         self._latest: _Remembered | None = None
 
     def in_header(self) -> dict[str, object]:
@@ -186,7 +184,6 @@ class Auto(AbstractBlockMethod):
     def _planned(self, size: InputSize, available: Bytes, effort: Effort) -> _Remembered:
         problem = self.problem(size, int(available / (1 + max(self._over, MARGIN))))
         found = plan(problem, effort=effort)
-        self.made += 1
         blocks = problem.blocks[:-1]
         chosen = [block.options[number] for block, number in zip(blocks, found.choice, strict=False)]
         forecast = self._bytes.forecast(size)
