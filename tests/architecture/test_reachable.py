@@ -1,7 +1,7 @@
 """The package keeps nothing that only tests, papers or benchmarks use.
 
-A module is used if a public name of the package or the command line leads to it. What a package's `__init__` imports in
-order to offer it further is no use of it: whoever imports the name is.
+A module is used if a public name of the package, an integration or the command line leads to it. What a package's
+`__init__` imports in order to offer it further is no use of it: whoever imports the name is.
 """
 
 from __future__ import annotations
@@ -62,9 +62,10 @@ def _from(module: str, name: str, offered: Mapping[str, Names]) -> list[str]:
 
 
 def entry_points() -> set[str]:
-    """The public names, `python -m spillway`, and the scripts that are installed."""
+    """The public names, what users of other libraries import, `python -m spillway`, and installed scripts."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
-    return {"spillway", "spillway.__main__", *(target.partition(":")[0] for target in scripts.values())}
+    integrations = {module for module in package_sources() if module.startswith("spillway.integrations")}
+    return {"spillway", "spillway.__main__", *integrations, *(target.partition(":")[0] for target in scripts.values())}
 
 
 def test_the_package_keeps_nothing_that_only_tests_papers_or_benchmarks_use() -> None:
