@@ -34,7 +34,7 @@ from spillway.subprocess_runs.run import STATIC, RunRequest
 WORKLOAD: Final = "stdlib-lm"
 STEPS: Final = 8
 BUDGETS: Final = "70%,50%,35%"
-METHOD: Final = "lru"
+METHOD: Final = "auto"
 OUTPUT: Final = Path("spillway-report.html")
 BY_BLOCK: Final = ("mimose", STATIC, "checkpoint", "delta")
 """Side by side under the middle one of the budgets, in the second table."""

@@ -37,7 +37,7 @@ def manage(
     optimizer: Optimizers = None,
     *,
     budget: int | str | None,
-    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "lru",
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
     spill: SpillOptions = _SPILL,
     blocks: BlockOptions = _BLOCKS,
     report: ReportOptions = _REPORT,
@@ -51,10 +51,11 @@ def manage(
             step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
             hands out to anybody else in the process. None only keeps account.
         method: How to decide what leaves: a name of `spillway.methods.METHODS`, or an object (of a block engine's
-            method its options count). Policies, such as "lru" and "delta", run on the tensor engine, which watches
-            every op; so do planners, such as "window": a step of each size is recorded, and those after it follow the
-            plan. "mimose", "mimose-published" and "checkpoint" run on the block engine, which recomputes blocks and
-            costs nothing per op.
+            method its options count). "auto" plans for every size of the input what is kept, recomputed or offloaded
+            block by block, and leaves models without blocks to "lru". Policies, such as "lru" and "delta", run on the
+            tensor engine, which watches every op; so do planners, such as "window": a step of each size is recorded,
+            and those after it follow the plan. "auto", "mimose", "mimose-published" and "checkpoint" run on the block
+            engine, which costs nothing per op.
         spill: Where bytes wait that have left.
         blocks: What a method of the block engine is told of the model.
         report: What is told of the run.

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import torch
 
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.turns import end_lost_steps, may_end
 from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
@@ -189,7 +191,7 @@ class Session(ABC):
         self._given_up = False
         """Whether closing is done."""
         self._closes_with_step = False
-        self._told_left_out = self._grouped = False
+        self._told_left_out = self._told_eager = self._grouped = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -281,7 +283,7 @@ class Session(ABC):
 
     def _leave_to(self, other: Session) -> None:
         """Close, and have another session go on with what is reported, which writes where this one did."""
-        other.history = self.history
+        other.history, other._told_eager = self.history, self._told_eager
         self._writer = self._live = None
         self.close()
 
@@ -335,6 +337,7 @@ class Session(ABC):
         """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
+        check_not_compiling()
         self._grouped = bool(process_groups())
         if self._grouped:
             check_not_sharded(self._models, self._optimizers)  # since the session was opened
@@ -429,6 +432,17 @@ class Session(ABC):
                 stack.callback(self._live.update, report)
             if self._writer is not None:
                 self._write({"step": report.to_json()})
+
+    def _say_what_ran_eagerly(self, engine: TensorEngine) -> None:
+        """Of a step that this engine watched."""
+        if engine.ran_eagerly and not self._told_eager:
+            self._told_eager = True
+            warnings.warn(
+                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
+                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
+                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
+                stacklevel=6,
+            )
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Into the run file, if there is one and it could be read afterwards."""

@@ -8,7 +8,6 @@ from typing import Any, Self, cast, final
 
 import torch
 
-from spillway.engines.blocks.hook import Hook
 from spillway.errors import ModelError
 from spillway.session.abstract_session import Session
 from spillway.session.block_session import BlockSession
@@ -35,8 +34,6 @@ class AutoSession:
         try:
             self._now: Session = blocks()
         except ModelError:
-            if any(isinstance(vars(model).get("forward"), Hook) for model in models):
-                raise  # somebody else has it
             self._now = storages()
 
     def __getattr__(self, name: str) -> Any:

@@ -23,6 +23,7 @@ from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
+from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import unheard_by_modes
@@ -205,11 +206,21 @@ class BlockSession(Session):
             if blocks.names is not None:
                 self._open(blocks.names)
             else:
-                self._finder = Hook(self._model, self._find)
+                self._finder = Hook(self._model, self._find, self)
                 self._finder.install()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether nobody has named the blocks, or found them yet, and a model without any is left to another engine."""
+        return self._finder is not None and self._engine is None and not self._method.needs_blocks
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether nobody looks for blocks now, or it does not matter if a forward runs without that."""
+        return self._running is None or not self._method.needs_blocks
 
     @property
     def allowed(self) -> Bytes:
@@ -309,6 +320,8 @@ class BlockSession(Session):
         if self._method.needs_blocks:
             check_runs_once(self._model)
         try:
+            if self._unknown and running_compiled():
+                raise NoBlocksError("What calls the model is compiled, and passes blocks by.", reason="compiled")
             names, failure = self._found(forward, args, kwargs)
         except NoBlocksError as error:
             names, failure = [], error
@@ -461,9 +474,11 @@ class _Step(AbstractStep):
         self._key = self._dimensions, collecting, self._start
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
-        if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
-            self._page(0)
-            return
+        if session._paging is not None:
+            self._tries = session._unknown
+            if session._paging.wanted((self._signature, self._dimensions), self._start) or self._tries:
+                self._page(0)
+                return
         session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
@@ -488,6 +503,8 @@ class _Step(AbstractStep):
 
     def page_from_here(self) -> None:
         """Watch every op of the rest of the step."""
+        if self._paged:
+            return
         level = self._trace.level() if self._trace is not None else None
         if level is None:
             level = self._session._meter.read() - self._base
@@ -675,11 +692,16 @@ class _Step(AbstractStep):
 
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
+        session = self._session
+        if session._unknown and (self._optimized or any(one.grad is not None for one in session._model.parameters())):
+            session.blockless = True  # it was trained without being called
         try:
-            if self._session._before is not None:
-                self._session._before.learn()
+            if session._before is not None:
+                session._before.learn()
             self._learn()
             self._report(seconds)
+            if self._paged and session._paging is not None:
+                session._say_what_ran_eagerly(session._paging.engine)
         finally:
             self._say_if_unseen()
 

@@ -16,7 +16,6 @@ import torch
 from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.tensor_engine import TensorEngine
-from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.torch_patches import others_open
 from spillway.engines.tensors.turns import end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
@@ -72,7 +71,7 @@ class TensorSession(Session):
         self._varying: set[tuple[Any, ...]] = set()
         """Of those that did and took more than the budget: they are watched."""
         self._most_pressure = (-1, 0)
-        self._told_eager = self._told_other = False
+        self._told_other = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
         policy = engine.controller.policy
@@ -185,16 +184,6 @@ class TensorSession(Session):
         engine = self._engine
         engine.bring_into_memory(tensor for _, tensor in self._tensors(()))
 
-    def _say_what_ran_eagerly(self) -> None:
-        if self._engine.ran_eagerly and not self._told_eager:
-            self._told_eager = True
-            warnings.warn(
-                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
-                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
-                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
-                stacklevel=6,
-            )
-
     def _say_that_the_plan_is_of_another_step(self) -> None:
         policy, ops = self._engine.controller.policy, self._engine.ops
         if not isinstance(policy, Planned) or self._told_other or self._engine.following is None:
@@ -240,7 +229,6 @@ class _Step(AbstractStep):
     def begin(self) -> None:
         session, engine = self._session, self._engine
         session._check_no_nccl()
-        check_not_compiling()
         self._signature = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
         self._began = time.perf_counter()
@@ -322,7 +310,7 @@ class _Step(AbstractStep):
             timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
             engine.history = None
         session._conclude(report, timeline)
-        session._say_what_ran_eagerly()
+        session._say_what_ran_eagerly(engine)
         if self._is_whole():  # a first one makes the optimizer's state
             session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:

@@ -407,7 +407,7 @@ class BlockEngine:
             hook.remove()
 
     def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
-        hook = hook_for(module, instead)
+        hook = hook_for(module, instead, self)
         self._hooks.append(hook)
         hook.install()
         return hook
