@@ -70,7 +70,7 @@ def main() -> None:
             model=model_of(tokenizer),
             args=SFTConfig(
                 output_dir=directory, max_steps=chosen.steps, per_device_train_batch_size=4, logging_steps=5,
-                max_length=128, report_to="none", disable_tqdm=True, gradient_checkpointing=False, bf16=False,
+                max_length=128, report_to="none", disable_tqdm=True, activation_checkpointing=False, bf16=False,
             ),
             train_dataset=Dataset.from_dict({"text": corpus}),
             processing_class=tokenizer,
