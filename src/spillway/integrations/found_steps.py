@@ -61,7 +61,8 @@ class FoundSteps:
         self.session: Session = manage(models, optimizers, **options)
         """With `history`, one report per step."""
         self._when_ended = when_ended
-        self._running = self._closed = self._told = False
+        self._running = self._told = False
+        self.closed = False
         self._trains_in_evaluation = self._evaluated = False
         self._waiting = {id(one) for one in optimizers}
         """Optimizers that have not stepped in the running step."""
@@ -82,7 +83,7 @@ class FoundSteps:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._closed, self._running = True, False
+        self.closed, self._running = True, False
         while self._handles:
             self._handles.pop().remove()
         self.session.__exit__(kind, error, trace)
@@ -91,7 +92,7 @@ class FoundSteps:
 
     @_disable_dynamo
     def _forward_begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._closed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if self.closed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if not (model.training or self._trains_in_evaluation):
             self._evaluated = True
