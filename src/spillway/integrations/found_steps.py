@@ -99,10 +99,12 @@ class FoundSteps:
             return
         if self._running and (self._waiting != self._all or self._was_refused()):
             self._end(failed=self._was_refused())
-        if not self._running:
-            self._waiting = set(self._all)
-            self.session.begin((*args, kwargs))
-            self._running = True
+        if self._running:
+            self.session.micro_batch((*args, kwargs))
+            return
+        self._waiting = set(self._all)
+        self.session.begin((*args, kwargs))
+        self._running = True
 
     @_disable_dynamo
     def _forward_ended(self, model: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
