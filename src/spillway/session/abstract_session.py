@@ -244,6 +244,10 @@ class Session(ABC):
             raise SessionError("micro_batch() belongs inside a step, between its forwards.")
         self._running.micro_batch(batch)
 
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something.
+        Of all later updates it hears by itself."""
+
     def end(self) -> None:
         """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the
         step counts as failed, and that exception is the one that is seen. Closing ends a running step too.

@@ -363,21 +363,22 @@ class BlockSession(Session):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """With a closure, which runs forward and backward, it begins each time that the closure is through."""
-        step = self._running
-        if not isinstance(step, _Step):
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            step.optimizer_begins(self._needs_of(optimizer))
+            self.update_begins(optimizer)
             return None
 
         @wraps(closure)
         def asked(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)
-            step.optimizer_begins(self._needs_of(optimizer))
+            loss = closure(*given, **named)  # in which the step may have begun
+            self.update_begins(optimizer)
             return loss
 
         return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_begins(self._needs_of(optimizer))
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
