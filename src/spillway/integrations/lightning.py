@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from spillway.engines.blocks.hook import Hook
-from spillway.errors import BudgetInfeasible, UsageError
+from spillway.errors import UsageError
+from spillway.integrations.found_steps import end_failed
 from spillway.methods import LRU, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
@@ -70,9 +71,8 @@ class SpillwayCallback(Callback):
         blocks: BlockOptions = _BLOCKS,
         report: ReportOptions = _REPORT,
     ) -> None:
-        self._budget, self._method = budget, method
-        self._options = {"spill": spill, "report": report}
-        self._blocks = blocks
+        self._manage = functools.partial(manage, budget=budget, spill=spill, report=report)
+        self._method, self._blocks = method, blocks
         self._optimizers: list[torch.optim.Optimizer] = []
         self._handles: list[Any] = []
         self._looking: list[Hook] = []
@@ -133,14 +133,7 @@ class SpillwayCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """And with what it raises. A refusal says then which budget works, which is known when its step has ended."""
         if self._in_step and self.memory is not None:
-            try:
-                self.memory.end()
-            except BudgetInfeasible as told:
-                if isinstance(exception, BudgetInfeasible):
-                    exception.args = told.args
-                    vars(exception).update(vars(told))
-            except Exception as fault:
-                exception.add_note(f"Ending the step failed as well: {type(fault).__name__}: {fault}")
+            end_failed(self.memory, exception)
         self._stop(exception)
 
     def _stop(self, error: BaseException | None = None) -> None:
@@ -169,6 +162,7 @@ class SpillwayCallback(Callback):
         assert self.memory is not None
         self.memory.begin(self._batch)
         self._in_step, self._stepped = True, False
+        self.memory.call_began(module, args, kwargs)
         return module.forward(*args, **kwargs)  # where a session may stand in front of it by now
 
     def _open(self, pl_module: LightningModule, module: torch.nn.Module, *, whole: bool) -> None:
@@ -182,9 +176,7 @@ class SpillwayCallback(Callback):
                 )
             method = LRU()
         managed = module if whole else pl_module
-        self.memory = manage(
-            managed, self._optimizers, budget=self._budget, method=method, blocks=blocks, **self._options
-        )
+        self.memory = self._manage(managed, self._optimizers, method=method, blocks=blocks)
 
     def _updated(self) -> Iterator[torch.nn.Parameter]:
         for optimizer in self._optimizers:
