@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 import spillway
 from examples import accelerate_loop
-from spillway.errors import BudgetInfeasible, UsageError
+from spillway.errors import BudgetInfeasible, SessionError, UsageError
 from spillway.integrations.accelerate import prepare
 from spillway.integrations.found_steps import FoundSteps
 from tests.cpu.block_cases import Chain, Residual
@@ -162,9 +162,25 @@ def test_what_differs_in_size_within_a_step_is_planned_by_its_own_size() -> None
 
     _, most = recomputed(None)
     given_up, peak = recomputed(int(0.8 * most))
-    print(given_up, peak, most)
     assert 0 < given_up[-1] <= 2
     assert peak <= 0.8 * most
+
+
+@pytest.mark.parametrize("method", ["delta", "mimose", "auto"])
+def test_a_step_that_differs_from_micro_batch_to_micro_batch_may_be_told_by_hand(method: str) -> None:
+    model, optimizer = small()
+    with spillway.manage(model, optimizer, budget="1GiB", method=method) as memory:
+        for _ in range(3):
+            with memory.step(torch.ones(8, 32)):
+                for rows in (8, 8, 16):
+                    memory.micro_batch(torch.ones(rows, 32))
+                    model(torch.ones(rows, 32)).square().mean().backward()
+                memory.micro_batch(None)  # which tells no size
+                optimizer.step()
+        assert memory.history[-1].signature.startswith("float32[8, 32], float32[16, 32]")
+        assert all(one.managed for one in memory.history)  # a tensor session expects no other to be like it
+        with pytest.raises(SessionError, match="inside a step"):
+            memory.micro_batch(torch.ones(8, 32))
 
 
 @pytest.mark.parametrize("method", ["delta", "mimose"])
@@ -310,7 +326,7 @@ def test_what_the_loop_raises_closes_the_session_and_passes(method: str) -> None
         model(torch.ones(16, 32)).square().mean().backward()
         raise ZeroDivisionError
     assert all(torch.isfinite(one).all() for one in model.parameters())
-    with pytest.raises(spillway.errors.SessionError, match="closed"):
+    with pytest.raises(SessionError, match="closed"):
         accelerator.spillway.session.begin(torch.ones(2))
 
 

@@ -275,7 +275,7 @@ class _Step(AbstractStep):
     def micro_batch(self, batch: Any) -> None:
         """Nothing is learned of a step whose sizes differ: the next one that begins like it may go on otherwise."""
         told = signature_of(batch)
-        if told != self._latest:
+        if told and told != self._latest:
             self._varies, self._latest = True, told
             self._signature += f", {told}"
 
