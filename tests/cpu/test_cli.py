@@ -279,8 +279,8 @@ def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
 def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> None:
     plainly = trained(spillway, "--budget", "1MiB", "--method", "lru", "--run-file", "plainly.jsonl")
     chosen = trained(
-        spillway, "--budget", "1MiB", "--method", "lru", "--spill-io", "direct", "--keep-freed", "--spill-directory", ".",
-        "--run-file", "chosen.jsonl",
+        spillway, "--budget", "1MiB", "--method", "lru", "--spill-io", "direct", "--keep-freed",
+        "--spill-directory", ".", "--run-file", "chosen.jsonl",
     )  # fmt: skip
     headers = [read_run(path).header for path in ("plainly.jsonl", "chosen.jsonl")]
     assert [header["return_freed"] for header in headers] == [True, False]

@@ -117,6 +117,10 @@ class AbstractStep(ABC):
         """What it was refused with last, said again."""
         return None
 
+    @abstractmethod
+    def micro_batch(self, batch: Any) -> None:
+        """It goes on with inputs of another size."""
+
     @property
     def lost(self) -> bool:
         """Whether nobody can leave it any more, so that the running thread may."""
@@ -229,6 +233,26 @@ class Session(ABC):
             BudgetInfeasible: As for `step`.
         """
         self._enter(batch, weakref.ref(self))
+
+    def micro_batch(self, batch: Any) -> None:
+        """Tell the running step, before a further forward, what that is called with: where gradients of several
+        micro-batches are added up, a method of the block engine plans each by its own size. The first is given to
+        `step` or `begin`.
+
+        Raises:
+            SessionError: No step is running.
+        """
+        if self._running is None:
+            raise SessionError("micro_batch() belongs inside a step, between its forwards.")
+        self._running.micro_batch(batch)
+
+    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
+        """Tell a session whose step begins within a call of the model how that was called, for refusals. Of all later
+        calls it hears by itself."""
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # some need not be told
+        """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something.
+        Of all later updates it hears by itself."""
 
     def end(self) -> None:
         """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the

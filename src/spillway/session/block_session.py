@@ -376,21 +376,22 @@ class BlockSession(Session):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """With a closure, which runs forward and backward, it begins each time that the closure is through."""
-        step = self._running
-        if not isinstance(step, _Step):
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            step.optimizer_begins(self._needs_of(optimizer))
+            self.update_begins(optimizer)
             return None
 
         @wraps(closure)
         def asked(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)
-            step.optimizer_begins(self._needs_of(optimizer))
+            loss = closure(*given, **named)  # in which the step may have begun
+            self.update_begins(optimizer)
             return loss
 
         return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_begins(self._needs_of(optimizer))
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -449,6 +450,8 @@ class _Step(AbstractStep):
         """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
+        self._asked: list[tuple[_Family, Shape]] = []
+        """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
 
@@ -459,8 +462,8 @@ class _Step(AbstractStep):
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
-        size = self._signature, self._dimensions
-        session._remember(large=session._paging is None or not session._paging.knows(size))
+        self._entered = self._family, self._signature, self._dimensions
+        session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
@@ -476,7 +479,7 @@ class _Step(AbstractStep):
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
             self._tries = session._unknown
-            if session._paging.wanted((self._signature, self._dimensions), self._start) or self._tries:
+            if session._paging.wanted(self._entered[1:], self._start) or self._tries:
                 self._page(0)
                 return
         session._budget.begin(self._start)
@@ -487,11 +490,24 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
 
+    def micro_batch(self, batch: Any) -> None:
+        """Forwards from here on are planned by the size of this batch, and teach what they take at this one."""
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch)):
+            return
+        family = self._session._family(batch)
+        dimensions = family.reader.dimensions(batch)
+        if (family, dimensions) == (self._family, self._dimensions):
+            return
+        self._family, self._dimensions, self._size = family, dimensions, family.size(dimensions)
+        self._signature += f", {signature_of(batch)}"
+        if self._watch is not None:
+            self._watch.path += f"{list(dimensions)}"
+
     def _page(self, nameless: Bytes) -> None:
         """From here on every op is watched, see `session.paging`; so many bytes were made that have no name."""
         session = self._session
         assert session._paging is not None
-        session._paging.remember((self._signature, self._dimensions))
+        session._paging.remember(self._entered[1:])
         self._paged = True
         if self._watch is not None:
             self._watch.stop()
@@ -545,7 +561,7 @@ class _Step(AbstractStep):
             budget=session._budget,
             known=partial(session._named_bytes, self._batch),
             foresight=self,
-            measured=partial(self._family.measured, self._key),
+            measured=partial(self._entered[0].measured, self._key),
             decide=self._decide,
             new=self._new or session._traces or session._method.moves,
             largest=session._largest,
@@ -586,6 +602,7 @@ class _Step(AbstractStep):
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
+        self._asked.append((self._family, self._dimensions))
         engine = self._session._engine
         assert engine is not None
         if not self._session._budget.limited:  # nothing is in want of room
@@ -675,7 +692,7 @@ class _Step(AbstractStep):
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)
-            session._paging.remember((self._signature, self._dimensions))
+            session._paging.remember(self._entered[1:])
             refusal.add_note(
                 "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."
             )
@@ -727,12 +744,13 @@ class _Step(AbstractStep):
         moves = any(one.moves for one in watch.passes)  # how long copies take is not the same in every step
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
+        entered, _, dimensions = self._entered
         if not watch.traced:
-            self._family.traced.pop(self._key, None)  # measure it the next time
+            entered.traced.pop(self._key, None)  # measure it the next time
             return
-        self._family.rises[self._dimensions] = max(
-            self._family.rises.get(self._dimensions, 0), watch.peak - self._start
-        )
+        shapes = [dimensions, *(shape for family, shape in self._asked if family is entered)]
+        largest = tuple(map(max, zip(*shapes, strict=False)))
+        entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
         if self._session._told_nothing == TELLING and not self._session._method.needs_blocks:
@@ -742,11 +760,13 @@ class _Step(AbstractStep):
                 f"two forwards come before their backward: from here on every op is watched (method='lru').",
                 stacklevel=6,
             )
+        asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
         for one, step, blocks in samples:
-            self._family.learn(self._dimensions, step, blocks)
+            family, dimensions = asked[id(one)]
+            family.learn(dimensions, step, blocks)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
-                self._family.traced.setdefault(self._key, set()).add(watch.path)
+                entered.traced.setdefault(self._key, set()).add(watch.path)
 
     def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch
@@ -763,7 +783,7 @@ class _Step(AbstractStep):
             told = report_of(engine, number, self._signature, seconds, self.logged)
             most = max(told.peak_bytes, told.device_peak_bytes)
             if self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
-                session._paging.forget((self._signature, self._dimensions))
+                session._paging.forget(self._entered[1:])
                 self._family.rises[self._dimensions] = most - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))

@@ -95,6 +95,10 @@ class TensorSession(Session):
         """See `Session.foresight`."""
         return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
 
+    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(self._running, _Step) and not self._running._unwatched:
+            self._running._calls(model, args, kwargs)
+
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
 
@@ -222,14 +226,14 @@ class _Step(AbstractStep):
         super().__init__(session, batch, owner)
         self._engine = session._engine
         self._calls = Calls()
-        self._ended = self._unwatched = False
+        self._ended = self._unwatched = self._varies = False
         self._taken = (0, 0)
 
     @unheard
     def begin(self) -> None:
         session, engine = self._session, self._engine
         session._check_no_nccl()
-        self._signature = signature_of(self._batch)
+        self._signature = self._latest = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
@@ -255,6 +259,13 @@ class _Step(AbstractStep):
             signature=self._signature, recipes=not known_to_fit,
         )  # fmt: skip
         self._calls.begin(session._models)
+
+    def micro_batch(self, batch: Any) -> None:
+        """Nothing is learned of a step whose sizes differ: the next one that begins like it may go on otherwise."""
+        told = signature_of(batch)
+        if told and told != self._latest:
+            self._varies, self._latest = True, told
+            self._signature += f", {told}"
 
     def end(self) -> SpillwayError | None:
         self._calls.end()
@@ -296,6 +307,9 @@ class _Step(AbstractStep):
     def conclude(self) -> None:
         session, engine = self._session, self._engine
         seconds = time.perf_counter() - self._began
+        if self._varies:
+            session._varying.add(self._circumstances)
+            session._forget_to_fit(self._circumstances)
         if self._unwatched:
             session._finish(self._unwatched_report(seconds))
             return
@@ -303,7 +317,7 @@ class _Step(AbstractStep):
         kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
         if not kept_all:
             session._forget_to_fit(self._circumstances)
-        elif self._signature and self._is_whole():
+        elif self._signature and not self._varies and self._is_whole():
             session._learn_to_fit(self._circumstances, report)
         timeline = None
         if engine.history is not None:

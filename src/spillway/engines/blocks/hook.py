@@ -60,6 +60,11 @@ class Hook:
             _refuse(type(self.module).__name__)
         return self._instead(*args, **kwargs)
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What Accelerate asks for when it takes its own wrappers off a model, also from below this one."""
+        return self.original
+
     def install(self) -> None:
         """Stand there."""
         vars(self.module)[_NAME] = self
