@@ -31,7 +31,6 @@ from spillway.cli.training import announce, board, broken_promises, page_facts, 
 from spillway.errors import SpillwayError
 from spillway.internals.machine_memory import machine_memory
 from spillway.methods import resolve
-from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine
 from spillway.subprocess_runs.rows import Row, row
 from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
@@ -96,8 +95,7 @@ def _rows(request: RunRequest, *, plain_check: bool) -> list[Row]:
 
 def _watched(request: RunRequest, console: Console) -> RunResult:
     """Run it behind the live line."""
-    allowed = NO_BUDGET if request.budget_bytes is None else request.budget_bytes
-    with closing(LiveLine(allowed, console=console)) as live:
+    with closing(LiveLine(console=console)) as live:
 
         def step(done: StepDone) -> None:
             if done.report is not None:
