@@ -16,11 +16,13 @@ from spillway.budgets import parse_budget
 from spillway.cli.common import (
     Json,
     Method,
+    Page,
     ReturnFreed,
     Seed,
     SpillDirectory,
     SpillIO,
     Steps,
+    Workload,
     check_writable,
     print_json,
     say,
@@ -41,7 +43,7 @@ METHOD: Final = "lru"
 
 def train(
     *,
-    workload: Annotated[str, typer.Argument(help="A name that comes with Spillway, or file.py:function.")],
+    workload: Workload,
     budget: Annotated[str, typer.Option(help='Bytes, "6GiB", "80%" of the machine\'s memory, or "none".')],
     method: Method = METHOD,
     steps: Steps = STEPS,
@@ -49,7 +51,7 @@ def train(
     spill_io: SpillIO = "buffered",
     return_freed: ReturnFreed = True,
     run_file: Annotated[Path | None, typer.Option(help="Where to write the figures of every step.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write a page about the run.")] = None,
+    output: Page = None,
     plain_check: Annotated[bool, typer.Option(help="Train plainly too, first, and compare every bit.")] = False,
     seed: Seed = 0,
     json: Json = False,

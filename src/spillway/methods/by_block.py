@@ -262,7 +262,7 @@ class AbstractBlockMethod(ABC):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Take what a step measured: its peak, and of a step that collects every block."""
 
-    def forget_plans(self) -> None:
+    def forget_plans(self) -> None:  # noqa: B027  # not every method plans
         """The budget is another: nothing that was planned for the one before is used. What was measured is."""
 
     def does_without_spill(self) -> bool:

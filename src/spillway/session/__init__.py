@@ -23,6 +23,7 @@ from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
 from spillway.session.options import BlockOptions, ReportOptions, SpillOptions
 from spillway.session.tensor_session import TensorSession, tensor_header
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine

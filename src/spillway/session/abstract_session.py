@@ -218,9 +218,13 @@ class Session(ABC):
     def _changed(self, named: int | str | None) -> Bytes:
         """The bytes of a budget that is named now. Raises what setting `budget` raises."""
         if self._closed:
-            raise SessionError("This session is closed, so that its budget cannot change; call spillway.manage() again.")
+            raise SessionError(
+                "This session is closed, so that its budget cannot change; call spillway.manage() again."
+            )
         if self._running is not None and not self._running.lost:
-            raise SessionError("The budget of a session changes between steps; set memory.budget when the step has ended.")
+            raise SessionError(
+                "The budget of a session changes between steps; set memory.budget when the step has ended."
+            )
         return allowed_bytes(device_of(self._models), named)
 
     @abstractmethod
