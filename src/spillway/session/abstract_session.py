@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 
 import torch
 
+from spillway.engines.tensors.devices import allowed_bytes, device_of
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.turns import end_lost_steps, may_end
@@ -202,6 +203,39 @@ class Session(ABC):
     @abstractmethod
     def allowed(self) -> Bytes:
         """The budget in bytes."""
+
+    @property
+    def budget(self) -> Bytes | None:
+        """The budget in bytes; None where account is only kept.
+
+        Between steps another can be named, in every way that `manage` takes. The next step begins by making room, or is
+        refused. What the session has planned for the budget before is not used any more; what it has measured is.
+
+        Raises:
+            SessionError: Set while a step is running, or after the session was closed.
+            BudgetError: Set to what cannot be read, or to more than there is.
+        """
+        return None if self.allowed >= UNLIMITED else self.allowed
+
+    @budget.setter
+    def budget(self, named: int | str | None) -> None:
+        self._allow(self._changed(named))
+
+    def _changed(self, named: int | str | None) -> Bytes:
+        """The bytes of a budget that is named now. Raises what setting `budget` raises."""
+        if self._closed:
+            raise SessionError(
+                "This session is closed, so that its budget cannot change; call spillway.manage() again."
+            )
+        if self._running is not None and not self._running.lost:
+            raise SessionError(
+                "The budget of a session changes between steps; set memory.budget when the step has ended."
+            )
+        return allowed_bytes(device_of(self._models), named)
+
+    @abstractmethod
+    def _allow(self, allowed: Bytes) -> None:
+        """Another budget from the next step on; no step is running. Called again, it does what was not done."""
 
     @property
     def foresight(self) -> dict[str, Any] | None:

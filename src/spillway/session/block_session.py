@@ -198,11 +198,9 @@ class BlockSession(Session):
         self._reclaimer = self._watch_resident_set() if spill.return_freed and self._device.type == "cpu" else None
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
+        self._pages = blocks.page
         try:
-            if blocks.page and self._budget.limited:
-                engine = engine_for(self._device, LRU(), self._budget, pinned, spill.directory, spill.io)
-                self._paging = Paging(engine, self._base_rss)
-                self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
+            self._limit()
             if blocks.names is not None:
                 self._open(blocks.names)
             else:
@@ -243,6 +241,26 @@ class BlockSession(Session):
         """Told of every storage that a thread of the engine's frees, by that thread; nobody before the first step."""
         return [] if self._engine is None else self._engine.when_freed
 
+    def _limit(self) -> None:
+        """What a budget takes besides its number; called again, it does what was not done."""
+        budget, spill = self._budget, self._spill
+        if not budget.limited:
+            return
+        if self._pages and self._paging is None:
+            engine = engine_for(self._device, LRU(), budget, self._pinned, spill.directory, spill.io)
+            self._paging = Paging(engine, self._base_rss)
+            self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
+        if self._reclaimer is not None and self._base_rss is not None:
+            self._reclaimer.limit = self._base_rss + int(SLACK * budget.allowed)
+
+    def _allow(self, allowed: Bytes) -> None:
+        for method in (self._method, *(family.method for family in self._families.values())):
+            method.forget_plans()
+        if self._paging is not None and allowed > self._budget.named:
+            self._paging.forget_all()
+        self._budget.allow(allowed)
+        self._limit()
+
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
 
@@ -280,11 +298,8 @@ class BlockSession(Session):
     def _watch_resident_set(self) -> Reclaimer:
         self._resident_set = resident_set = ResidentSet()
         self._heap = HeldHeap()
-        reclaimer = Reclaimer(resident_set)
-        if self._budget.limited:
-            self._base_rss = max(resident_set.read() - self._named_bytes(()), 0)
-            reclaimer.limit = self._base_rss + int(SLACK * self._budget.allowed)
-        return reclaimer
+        self._base_rss = max(resident_set.read() - self._named_bytes(()), 0)
+        return Reclaimer(resident_set)
 
     # ------------------------------------------------------------------ blocks
 

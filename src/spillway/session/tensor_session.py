@@ -22,6 +22,7 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, Spil
 from spillway.internals.private import process_groups, unheard
 from spillway.internals.process_memory import peak_rss, reset_peak
 from spillway.ir import RunWriter, StepReport, Timeline
+from spillway.memory.budget import UNLIMITED
 from spillway.methods.dynn_offload import DynnOffload
 from spillway.methods.planned import Planned, SelfPlanned
 from spillway.session.abstract_session import AbstractStep, Session, header
@@ -54,12 +55,13 @@ class TensorSession(Session):
         writer: RunWriter | None,
         live: LiveLine | None,
         *,
+        opens: Callable[[Bytes], TensorEngine],
         keep_timeline: bool,
         return_freed: bool,
     ) -> None:
         super().__init__(models, optimizers, writer, live)
-        self._engine = engine
-        self._pending = engine.interrupts
+        self._opens = opens
+        """Opens another engine, for another budget."""
         self._keep_timeline = keep_timeline
         self._return_freed = return_freed
         self._fits: dict[tuple[Any, ...], tuple[Bytes, Bytes]] = {}
@@ -74,12 +76,8 @@ class TensorSession(Session):
         self._told_other = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
-        policy = engine.controller.policy
         self._plans: PlannedSteps | ForeseenSteps | None = None
-        if isinstance(policy, SelfPlanned):
-            self._plans = PlannedSteps(policy, engine, models, optimizers)
-        elif isinstance(policy, DynnOffload):
-            self._plans = ForeseenSteps(policy, engine, models, optimizers)
+        self._take(engine)
         self._parts = [module for model in models for module in model.modules()]
         self._parameters = [parameter for model in models for parameter in model.parameters()]
         known = self._named_bytes(())
@@ -98,6 +96,32 @@ class TensorSession(Session):
     def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(self._running, _Step) and not self._running._unwatched:
             self._running._calls(model, args, kwargs)
+
+    def _take(self, engine: TensorEngine) -> None:
+        """Steps run under this engine from here on."""
+        policy, plans = engine.controller.policy, self._plans
+        self._plans = None
+        if isinstance(plans, ForeseenSteps):
+            plans.close()
+        if isinstance(policy, SelfPlanned):
+            self._plans = PlannedSteps(policy, engine, self._models, self._optimizers)
+        elif isinstance(policy, DynnOffload):
+            self._plans = ForeseenSteps(policy, engine, self._models, self._optimizers)
+        self._engine, self._pending = engine, engine.interrupts
+
+    @unheard
+    def _allow(self, allowed: Bytes) -> None:
+        """Whether there is a budget at all is built into an engine; how large it is is not."""
+        before = self._engine
+        if before.budget.limited == (allowed < UNLIMITED):
+            if isinstance(self._plans, PlannedSteps):
+                self._plans.forget()
+            before.budget.allow(allowed)
+            return
+        self._take(self._opens(allowed))
+        self._fits.clear()
+        self._unwatched.clear()
+        before.close()
 
     def _make_step(self, batch: Any, owner: weakref.ref[Any]) -> AbstractStep:
         return _Step(self, batch, owner)
