@@ -230,6 +230,33 @@ def process_groups() -> list[Any]:
     return list(cast(Any, torch.distributed.distributed_c10d)._world.pg_map)
 
 
+def default_store() -> Any:
+    """The store by which the processes of the default process group found each other."""
+    return cast(Any, torch.distributed.distributed_c10d)._get_default_store()
+
+
+def ports_of(store: Any) -> set[int]:
+    """The port of a store that is served over TCP; none of others."""
+    port = getattr(getattr(store, "_underlying_non_prefix_store", store), "port", None)
+    return set() if port is None else {int(port)}
+
+
+def nccl_backends() -> list[Any]:
+    """Of the process groups that have one."""
+    if not torch.cuda.is_available():
+        return []
+    every = [backend for group in process_groups() for backend in _backends_of(group)]
+    return [backend for backend in every if backend.name() == "nccl"]
+
+
+def _backends_of(group: Any) -> list[Any]:
+    found = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            found.append(group._get_backend(device))
+    return found
+
+
 def is_leaf(tensor: torch.Tensor) -> bool:
     """Whether autograd begins at a tensor. One of several views of a base that was written to since cannot tell."""
     try:
