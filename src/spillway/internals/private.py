@@ -223,6 +223,19 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies in this process: of a `DTensor` its part."""
+    return cast(torch.Tensor, cast(Any, tensor)._local_tensor) if is_distributed(tensor) else tensor
+
+
+def fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` gathers parameters around its forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    return bool(cast(Any, module)._get_fsdp_state()._fsdp_param_groups)
+
+
 def process_groups() -> list[Any]:
     """Those of which this process is a part."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):

@@ -36,7 +36,7 @@ from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.html import write_report
-from spillway.session.inputs import check_not_sharded, leaves, storages
+from spillway.session.inputs import check_sharding, leaves, storages
 from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
@@ -166,6 +166,8 @@ class Session(ABC):
 
     _uninterrupted: tuple[str, ...] = WATCHED
     """Modules in which signals wait while a step runs, by how their names begin."""
+    _takes_shards = False
+    """Whether parameters may be sharded by `fully_shard`."""
 
     def __init__(
         self,
@@ -373,7 +375,7 @@ class Session(ABC):
         """Raises what one of them has stopped all of them with."""
         self._grouped = bool(process_groups())
         if self._grouped:
-            check_not_sharded(self._models, self._optimizers)  # since the session was opened
+            check_sharding(self._models, self._optimizers, by_block=self._takes_shards)  # since it was opened
         if self._grouped or self._ranks is not None:
             self._ranks = ranks_now(self._ranks)
         if self._ranks is not None and (word := self._ranks.word) is not None:

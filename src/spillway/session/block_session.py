@@ -16,7 +16,7 @@ import torch
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS
-from spillway.engines.blocks.discovery import find_blocks
+from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
@@ -25,7 +25,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
-from spillway.internals.private import unheard_by_modes
+from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
@@ -167,6 +167,7 @@ class BlockSession(Session):
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
+        self._takes_shards = any(map(fully_sharded, self._model.modules()))
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -202,8 +203,9 @@ class BlockSession(Session):
                 engine = engine_for(self._device, LRU(), self._budget, pinned, spill.directory, spill.io)
                 self._paging = Paging(engine, self._base_rss)
                 self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
-            if blocks.names is not None:
-                self._open(blocks.names)
+            names = blocks.names if blocks.names is not None else sharded_blocks(self._model)
+            if names:
+                self._open(names)
             else:
                 self._finder = Hook(self._model, self._find)
                 self._finder.install()
@@ -266,6 +268,11 @@ class BlockSession(Session):
     def _header(self) -> dict[str, Any]:
         return header(self._budget.allowed, self._method.name, self._device)
 
+    @property
+    def _leaves_to_ops(self) -> bool:
+        """Whether a model without blocks is left to the tensor engine."""
+        return self._paging is not None and not self._method.needs_blocks
+
     def _watch_resident_set(self) -> Reclaimer:
         self._resident_set = resident_set = ResidentSet()
         self._heap = HeldHeap()
@@ -312,7 +319,7 @@ class BlockSession(Session):
             names, failure = self._found(forward, args, kwargs)
         except NoBlocksError as error:
             names, failure = [], error
-        if isinstance(failure, NoBlocksError) and not self._method.needs_blocks and not self._given_up:
+        if isinstance(failure, NoBlocksError) and self._leaves_to_ops and not self._given_up:
             running.page_from_here()
             output = forward(*args, **kwargs)  # which may have failed before, and then fails again
             self._finder.remove()
@@ -397,6 +404,9 @@ class BlockSession(Session):
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         yield from super()._tensors(batch)
+        if self._takes_shards:  # which wholes take the place of, after an evaluation also between steps
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            yield from ((Kind.PARAMETER, one) for group in groups for one in group["params"])
         if self._before is not None:
             yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
 
@@ -548,10 +558,14 @@ class _Step(AbstractStep):
         enough = self._session._budget.allowed - level
         if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
             return None
+        if self._session._takes_shards:
+            return None  # a sharded model has no copy without content
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
     def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
         """And the state that the optimizers add, with which the next step begins."""
+        if self._session._takes_shards:
+            return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         return None if rise is None else rise + self.state
 
@@ -563,7 +577,7 @@ class _Step(AbstractStep):
     def update(self) -> Bytes:
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
-        missing: Bytes = sum(one.numel() * one.element_size() for one in without)
+        missing: Bytes = sum(local_of(one).numel() * one.element_size() for one in without)
         needs = needs_of(self._session._optimizers)
         return missing + needs.state + needs.working + LOSS
 
@@ -578,7 +592,8 @@ class _Step(AbstractStep):
         began = time.perf_counter()
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
-            there = [one.grad.nbytes for one in self._session._model.parameters() if one.grad is not None]
+            gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
+            there = [local_of(one).nbytes for one in gradients]
             available -= max(there, default=0)
         decision = method.begin(self._size, available)
         self._session._planner = method
@@ -713,7 +728,7 @@ class _Step(AbstractStep):
         )
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
-        if self._session._told_nothing == TELLING and not self._session._method.needs_blocks:
+        if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
             self._session.blockless = True
             warnings.warn(
                 f"{TELLING} steps of {type(self._session._model).__name__} have told nothing of its blocks, as where "

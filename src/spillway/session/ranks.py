@@ -1,10 +1,10 @@
 """The processes of a group, each with a session of its own: where one cannot go on, all of them stop.
 
-NOTE [Stopping together]. What one rank plans changes no collective of DDP or `fully_shard`, but a rank that stops leaves
-the others in their next one, for as long as the timeout of the process group, half an hour.
+NOTE [Stopping together]. A rank that stops leaves the others in their next collective, for as long as the timeout of
+the process group, half an hour.
 
- 1. The rank that stops leaves a word in the store of the default process group: its number, its sentence. The first word
-    counts, whoever stops next raises that.
+ 1. The rank that stops leaves a word in the store of the default process group: its number, its sentence. The first
+    word counts, whoever stops next raises that.
  2. In every rank a thread looks for a word four times a second, whatever the others of its process wait for. It answers
     with the connections that its process has, so that the last rank to look needs no store that others may take along.
  3. When all have answered, or a while later, each hangs up on the others: connections of which both ends are ranks, but
@@ -70,8 +70,8 @@ class Ranks:
         return _restored(self._word)
 
     def stop(self, error: SpillwayError) -> SpillwayError:
-        """All ranks stop with this, or with what another has stopped with before. Returns what is to be raised, when the
-        others know."""
+        """All ranks stop with this, or with what another has stopped with before. Returns what is to be raised, when
+        the others know."""
         attributes = {name: value for name, value in vars(error).items() if isinstance(value, int | float | str)}
         mine = {
             "kind": type(error).__name__, "sentence": str(error), "rank": self.rank, "attributes": attributes,
