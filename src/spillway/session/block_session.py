@@ -48,6 +48,7 @@ from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
+from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
@@ -145,6 +146,8 @@ class BlockSession(Session):
     """What planned the latest step."""
     _told_nothing = 0
     """Steps in a row of which nothing was learned."""
+    _agreement: Agreement | None = None
+    """On which blocks run again, where that adds collectives."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -297,6 +300,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
@@ -582,6 +586,19 @@ class _Step(AbstractStep):
         return missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        decision, forecast, size, bypassed = self._decide_alone(available)
+        session = self._session
+        if session._agreement is None:
+            return decision, forecast, size, bypassed
+        plan, method = decision.plan, session._method
+        again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
+        everything = not plan.actions and plan.otherwise.recomputes and not bypassed
+        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+            return decision, forecast, size, bypassed
+        nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
+        return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
+
+    def _decide_alone(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
         engine = self._session._engine
         assert engine is not None

@@ -24,12 +24,22 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+import zlib
+from collections.abc import Collection, Iterator
 from typing import Any, Final, final
+
+import torch
 
 from spillway import errors
 from spillway.errors import SpillwayError
-from spillway.internals.private import default_store, nccl_backends, ports_of, process_groups
+from spillway.internals.private import (
+    default_store,
+    is_distributed,
+    local_of,
+    nccl_backends,
+    ports_of,
+    process_groups,
+)
 from spillway.units import Seconds
 
 LOOKS: Final[Seconds] = 0.25
@@ -43,6 +53,29 @@ _WORD: Final = "spillway word"
 
 Connection = tuple[str, int, str, int]
 """Own address and port, those of the other end."""
+
+
+@final
+class Agreement:
+    """Ranks whose second runs of blocks gather parameters, so that all have to run the same blocks again.
+
+    Args:
+        part: A module that `fully_shard` gathers.
+    """
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        given: Any = next(one for one in part.parameters() if is_distributed(one))
+        mesh, placements = given.device_mesh, given.placements
+        self._group = mesh.get_group(next(at for at, one in enumerate(placements) if one.is_shard()))
+        self._device = local_of(given).device
+
+    def on(self, recomputed: Collection[int], calls: int) -> bool:
+        """Whether all ranks run these again, of so many calls that they know of. All have to ask at once."""
+        number = zlib.crc32(repr((sorted(recomputed), calls if recomputed else 0)).encode())
+        told = torch.tensor([number, -number], device=self._device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, self._group)
+        most, least = told.tolist()
+        return bool(most == -least)
 
 
 @final
