@@ -13,6 +13,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS
@@ -207,7 +208,9 @@ class BlockSession(Session):
                 self._paging = Paging(engine, self._base_rss)
                 self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
             names = blocks.names if blocks.names is not None else sharded_blocks(self._model)
-            if names:
+            if self._model is not models[0]:
+                names = [name.removeprefix("module.") for name in names]
+            if names or blocks.names is not None:
                 self._open(names)
             else:
                 self._finder = Hook(self._model, self._find)
@@ -808,6 +811,8 @@ def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
             f"such as method='delta'."
         )
     model = models[0]
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its own forward prepares a backward, so that an extra one would leave something
     if isinstance(vars(model).get("forward"), Hook):
         raise ModelError("This model is managed by another session; close that first.")
     return model
