@@ -1,0 +1,208 @@
+"""Hugging Face's `Trainer`, and what is derived from it, such as TRL's `SFTTrainer`, under a memory budget.
+
+    trainer = Trainer(..., callbacks=[SpillwayCallback("8GiB")])
+    trainer.train()
+
+NOTE [What a callback is not told]. A step is an optimizer step: its micro-batches, their backward passes, clipping, the
+update. `on_step_begin` and `on_step_end` stand around exactly that, and evaluation, checkpoints and logging come after
+it. The rest of what a session needs no callback is told, so methods of the trainer, of this one object and for the
+length of one `train()`, have something in front of them:
+
+ 1. Which trainer it is: the nearest caller that has this callback.
+ 2. `get_batch_samples`: the micro-batches, whose shapes are the signature of the step. They are fetched before
+    `on_step_begin`.
+ 3. `log`: what Spillway has to say is added to the trainer's own records, since callbacks that write them to
+    TensorBoard or Weights & Biases come before those of the user.
+ 4. `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the session is closed
+    all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Final, final
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from spillway.errors import UsageError
+from spillway.ir import StepReport
+from spillway.memory.budget import UNLIMITED
+from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
+from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions, manage
+from spillway.units import format_bytes, format_seconds
+
+_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
+_GUARDED: Final = ("_run_epoch", "_finalize_training")
+_LOG: Final = logging.getLogger(__name__)
+
+
+@final
+class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no annotations
+    """Trains whatever a `Trainer` trains under a memory budget; see `spillway.manage`.
+
+    The budget is kept in every optimizer step, with all its micro-batches. Evaluation, prediction and checkpoints run
+    between steps, as they do without Spillway, and are not held to it. Each `train()` is a session of its own, which
+    ends with it.
+
+    Records that the trainer logs while it trains get four figures about the steps since the last: the highest
+    `spillway_peak_bytes`, `spillway_budget_bytes`, and the time that `spillway_stall_seconds` and
+    `spillway_recompute_seconds` added, waiting for copies and recomputing. The last record, and the metrics that
+    `train()` returns, have them of all steps, and a line of the log (logger `spillway.integrations.transformers`, level
+    INFO) says the same.
+
+    A model with `gradient_checkpointing=True` trains on the tensor engine, under "auto" too: it recomputes its layers
+    itself, so that a method of the block engine that must have blocks, such as "mimose", refuses it.
+
+    Arguments:
+        budget: As for `manage`.
+        method: As for `manage`; "auto" plans the model's layers together, and watches every op where it has none.
+        spill: As for `manage`.
+        blocks: As for `manage`; a batch is the list of a step's micro-batches.
+        report: As for `manage`.
+
+    Raises:
+        UsageError: `train()` raises it, as `manage` does, and for a version of transformers that cannot be followed.
+        BudgetInfeasible: `train()` raises it for a step that cannot run under the budget.
+    """
+
+    memory: Session | None = None
+    """The session of the last `train()`: its `history`, and `report("run.html")` for a page about it."""
+
+    def __init__(
+        self,
+        budget: int | str | None,
+        *,
+        method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
+        spill: SpillOptions = _SPILL,
+        blocks: BlockOptions = _BLOCKS,
+        report: ReportOptions = _REPORT,
+    ) -> None:
+        self._manage = functools.partial(
+            manage, budget=budget, method=method, spill=spill, blocks=blocks, report=report
+        )
+        self._batches: Sequence[Any] = ()
+        self._told = 0
+        """Steps that the trainer's records have told of."""
+        self._in_step = False
+        self._patched: tuple[Trainer, list[str]] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open a session of the model and the optimizer, however the trainer has wrapped them."""
+        self._stop()
+        trainer = self._caller()
+        self.memory = self._manage(trainer.model_wrapped, trainer.optimizer)
+        self._told = 0
+        in_front = {"get_batch_samples": self._fetch, "log": self._log} | dict.fromkeys(_GUARDED, self._guard)
+        self._patched = trainer, list(in_front)
+        for name, function in in_front.items():
+            setattr(trainer, name, functools.partial(function, getattr(trainer, name)))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The micro-batches are there, and nothing has run."""
+        if self.memory is not None and self._patched is not None:
+            self.memory.begin(self._batches)
+            self._in_step = True
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The optimizer has stepped, and gradients are gone."""
+        self._end_step()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the session, and say what it came to."""
+        self._stop()
+        if self.memory is not None and (steps := self.memory.history):
+            told = _figures(steps, self.memory.allowed)
+            _LOG.info(
+                "%d steps took at most %s%s; %s left memory; of their %s, %s were spent waiting for copies and %s "
+                "recomputing.",
+                len(steps), format_bytes(told["spillway_peak_bytes"]),
+                f" of {format_bytes(self.memory.allowed)}" if "spillway_budget_bytes" in told else "",
+                format_bytes(sum(step.bytes_out + step.dropped_bytes for step in steps)),
+                format_seconds(sum(step.seconds for step in steps)), format_seconds(told["spillway_stall_seconds"]),
+                format_seconds(told["spillway_recompute_seconds"]),
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ in front of the trainer's methods
+
+    def _fetch(self, fetch: Callable[..., tuple[list[Any], Any]], *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """See (2). A step that the end of the data has cut short is over."""
+        self._end_step()
+        self._batches = ()
+        fetched = fetch(*args, **kwargs)
+        self._batches = fetched[0]
+        return fetched
+
+    def _log(self, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """See (3)."""
+        assert self.memory is not None
+        since, whole = self.memory.history[self._told :], "train_runtime" in logs
+        if whole or ("loss" in logs and since):
+            self._told += len(since)
+            logs.update(_figures(self.memory.history if whole else since, self.memory.allowed))
+        log(logs, *args, **kwargs)
+
+    def _guard(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """See (4)."""
+        try:
+            result = method(*args, **kwargs)
+            self._end_step()  # one that a callback has broken off
+            return result
+        except BaseException:
+            self._stop()
+            raise
+
+    # ------------------------------------------------------------------
+
+    def _caller(self) -> Trainer:
+        """See (1)."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, Trainer) and any(one is self for one in caller.callback_handler.callbacks):
+                missing = [name for name in _GUARDED if not hasattr(caller, name)]
+                if not missing:
+                    return caller
+                raise UsageError(
+                    f"SpillwayCallback follows Trainer of transformers 5, whose {missing[0]} this version does not "
+                    f"have: upgrade transformers, or put memory.step(batch) of spillway.manage around a loop of yours."
+                )
+            frame = frame.f_back
+        raise UsageError("SpillwayCallback is for a Trainer, in its callbacks: Trainer(..., callbacks=[...]).")
+
+    def _end_step(self) -> None:
+        if self._in_step and self.memory is not None:
+            self._in_step = False
+            self.memory.end()
+
+    def _stop(self) -> None:
+        """End the step and the session; what the trainer is, is its own again. Calling it again does nothing."""
+        patched, self._patched = self._patched, None
+        try:
+            self._end_step()
+        finally:
+            self._batches = ()
+            if patched is not None:
+                for name in patched[1]:
+                    vars(patched[0]).pop(name, None)
+            if self.memory is not None:
+                self.memory.__exit__(*sys.exc_info())
+
+
+def _figures(steps: Sequence[StepReport], allowed: int) -> dict[str, float]:
+    budget = {"spillway_budget_bytes": allowed} if allowed < UNLIMITED else {}
+    return {"spillway_peak_bytes": max((step.peak_bytes for step in steps), default=0)} | budget | {
+        "spillway_stall_seconds": sum(step.stall_seconds for step in steps),
+        "spillway_recompute_seconds": sum(step.recomputed_seconds for step in steps),
+    }
