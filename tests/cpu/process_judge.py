@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = "tests.cpu.process_programs"
 LIMIT: Final = 300
 """Seconds after which processes are killed that have not answered."""
 TRIES: Final = 8
@@ -37,8 +38,9 @@ class Verdict(NamedTuple):
 class Group:
     """Processes that wait for runs. A run after one in which processes were killed begins with new ones."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, program: str = PROGRAM) -> None:
         self.world = world
+        self._program = program
         self._folder = folder
         self._started = 0
         self._processes: list[subprocess.Popen[str]] = []
@@ -87,7 +89,7 @@ class Group:
         for rank in range(self.world):
             with (self._folder / f"stderr{rank}").open("w") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.cpu.process_programs", str(rank), str(self.world), str(store)],
+                    [sys.executable, "-m", self._program, str(rank), str(self.world), str(store)],
                     cwd=ROOT, env=environment | {"TMPDIR": str(self._folder)}, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 )  # fmt: skip
@@ -111,8 +113,8 @@ def _listen(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
 
 
 @contextlib.contextmanager
-def group(world: int, folder: Path) -> Iterator[Group]:
-    processes = Group(world, folder)
+def group(world: int, folder: Path, program: str = PROGRAM) -> Iterator[Group]:
+    processes = Group(world, folder, program)
     try:
         yield processes
     finally:
