@@ -1,5 +1,5 @@
-"""Several processes train together, each under a budget of its own: a small language model learns the standard library's
-source text, byte by byte, replicated by DistributedDataParallel or sharded by fully_shard.
+"""Several processes train together, each under a budget of its own: a small language model learns the source text of
+the standard library, byte by byte, replicated by DistributedDataParallel or sharded by fully_shard.
 
 torchrun --nproc-per-node 2 examples/ddp_torchrun.py --budget 160MiB
 torchrun --nproc-per-node 2 examples/ddp_torchrun.py --shard --budget 160MiB

@@ -100,11 +100,11 @@ def synchronised(model: Any, last: bool) -> AbstractContextManager[Any]:
 
 
 def batches(number: int, several: int) -> list[Tensor]:
-    """The micro-batches of a step of this rank, each of another length."""
+    """The micro-batches of a step of this rank; steps have other lengths, and so have the other ranks."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     chance = torch.Generator().manual_seed(100 * number + rank)
-    lengths = [LENGTHS[(number + rank + micro) % len(LENGTHS)] for micro in range(several)]
-    return [torch.randint(TOKENS, (16, length + 1), generator=chance) for length in lengths]
+    length = LENGTHS[(number + rank) % len(LENGTHS)]
+    return [torch.randint(TOKENS, (24, length + 1), generator=chance) for _ in range(several)]
 
 
 def loss_of(model: Any, batch: Tensor, situation: str) -> Tensor:

@@ -67,8 +67,10 @@ class Block:
         return bool(self.communicates or self.gathers or unknown)
 
     def has_begun(self, collectives: int) -> None:
-        """A call of it began so many. Those of parts that `fully_shard` gathers are begun again in a second run."""
-        self.communicates = bool(self.communicates or (collectives and not self.gathers))
+        """A call of it began so many. Those of parts that `fully_shard` gathers are begun again in a second run; its
+        own parameters, which a compiled block has gathered within its call, are there by then."""
+        gathers = self.gathers or (self.compiled and fully_sharded(self.module))
+        self.communicates = bool(self.communicates or (collectives and not gathers))
 
 
 def collectives_begun() -> int:
