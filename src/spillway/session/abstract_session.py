@@ -271,6 +271,8 @@ class Session(ABC):
             self._closed = True
             self._updates.close()
             if self._ranks is not None:
+                if step is not None and step.refused is not None:  # and nobody has ended it since
+                    self._ranks.stop(step.refused)
                 self._ranks.close()
             self._give_up()
             deferred.shut()

@@ -207,17 +207,19 @@ class BlockSession(Session):
                 engine = engine_for(self._device, LRU(), self._budget, pinned, spill.directory, spill.io)
                 self._paging = Paging(engine, self._base_rss)
                 self._pending, self._uninterrupted = engine.interrupts, UNINTERRUPTED
-            names = blocks.names if blocks.names is not None else sharded_blocks(self._model)
-            if self._model is not models[0]:
-                names = [name.removeprefix("module.") for name in names]
-            if names or blocks.names is not None:
-                self._open(names)
-            else:
-                self._finder = Hook(self._model, self._find)
-                self._finder.install()
+            self._open_or_find(blocks.names, replicated=self._model is not models[0])
         except BaseException:
             self.close()
             raise
+
+    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the first step."""
+        names = named if named is not None else sharded_blocks(self._model)
+        if names or named is not None:
+            self._open([name.removeprefix("module.") for name in names] if replicated else names)
+            return
+        self._finder = Hook(self._model, self._find)
+        self._finder.install()
 
     @property
     def allowed(self) -> Bytes:
