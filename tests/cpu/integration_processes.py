@@ -31,6 +31,7 @@ from spillway.internals.private import default_store
 from spillway.methods.actions import Action
 from spillway.methods.by_block import BlockPlan, Decision, Phase
 from spillway.methods.checkpoint import Checkpoint
+from spillway.session import ranks
 from spillway.session.ranks import Agreement
 from tests.cpu.process_programs import let_go_of_the_group
 
@@ -82,10 +83,11 @@ def built(kind: str) -> tuple[Any, torch.optim.Optimizer]:
         model = DistributedDataParallel(model, bucket_cap_mb=0.05)
     elif kind.startswith("FSDP2"):
         for layer in model.layers:
-            if kind.endswith("parts"):
+            if kind.endswith(("parts", "parts alone")):
                 for part in (layer.first, layer.second, layer.up, layer.down):
                     fully_shard(part)
-            fully_shard(layer)
+            if not kind.endswith("alone"):
+                fully_shard(layer)
         fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -210,18 +212,24 @@ def forced(kind: str, actions: list[str], agrees: bool) -> dict[str, Any]:
     return {"told": told, "again": again}
 
 
-def refused(kind: str, method: str, budgets: list[int]) -> dict[str, Any]:
-    """Trains under a budget for each rank; what each of them raises. Nobody lets go of the process group before all
-    have raised something, and no later step begins in it."""
+def refused(kind: str, method: str, budgets: list[int], blind: bool = False) -> dict[str, Any]:
+    """Trains under a budget for each rank; what each of them raises, and what the next step does. Of models of their
+    own the first rank does not train, and waits for the others. Nobody lets go of the process group before all have
+    raised something. Who is blind sees no connection of this process."""
+    if blind:
+        mock.patch.object(ranks, "_connections", return_value=iter(())).start()
     model, optimizer = built(kind)
     torch.manual_seed(10 + dist.get_rank())
     told: list[tuple[str, str, int | None]] = []
-    with spillway.manage(model, optimizer, budget=budgets[dist.get_rank()], method=method) as memory:
-        for _ in range(2):
-            try:
+    waits = kind == "plain" and dist.get_rank() == 0
+    for again in range(2):
+        try:
+            with spillway.manage(model, optimizer, budget=budgets[dist.get_rank()], method=method) as memory:
+                if waits and not again:
+                    dist.barrier()
                 list(steps(model, optimizer, "", memory.step, range(STEPS)))
-            except SpillwayError as error:
-                told.append((type(error).__name__, str(error), error.rank))
+        except SpillwayError as error:
+            told.append((type(error).__name__, str(error), error.rank))
     store = default_store()
     store.set(f"raised {dist.get_rank()}", "")
     store.wait([f"raised {rank}" for rank in range(dist.get_world_size())], PATIENCE)

@@ -82,18 +82,18 @@ def test_the_table_says_what_happens(name: str, situation: str) -> None:
     check(MATRIX, name, situation)
 
 
-@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP2, parts"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP2, parts", "FSDP2, parts alone"])
 def test_ranks_with_other_plans_train_as_they_do_without_a_session(kind: str) -> None:
     plain = ask(what="train", kind=kind, situation="", method=None, budget=None)
     found = ask(what="forced", kind=kind, actions=["KEEP", "RECOMPUTE"], agrees=True)
     for rank in range(2):
         assert same(plain[rank]["told"], found[rank]["told"])
     # Where a second run gathers parts they agree: all blocks run again in both.
-    mine = 5 if kind == "FSDP2, parts" else 0
+    mine = 5 if "parts" in kind else 0
     assert [answer["again"] for answer in found] == [[mine] * STEPS, [5] * STEPS]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("DDP", "lru"), ("DDP", "mimose"), ("DDP", "auto"), ("FSDP2", "auto")])
+@pytest.mark.parametrize(("kind", "method"), [("DDP", "lru"), ("DDP", "auto"), ("FSDP2", "mimose"), ("plain", "delta")])
 def test_where_one_rank_cannot_go_on_all_stop_with_its_sentence(kind: str, method: str) -> None:
     answers = ask(what="refused", kind=kind, method=method, budgets=[1 << 30, 1 << 19])
     assert answers[0] == answers[1]
@@ -110,6 +110,11 @@ def test_of_three_ranks_that_wait_for_each_other_all_stop(tmp_path: Path) -> Non
         answers = [torch.load(answer["file"], weights_only=False) for answer in processes.ask(**asked)]
     assert [answer["told"] == answers[0]["told"] for answer in answers] == [True] * 3
     assert answers[0]["told"][0][1].startswith("Rank 2 stops all ranks: ")
+
+
+def test_a_rank_that_nobody_can_call_out_of_its_collective_says_the_sentence_and_ends() -> None:
+    with pytest.raises(GroupDied, match=r"ended with \[1, .*Rank 1 stops all ranks: Op "):
+        two().ask(what="refused", kind="DDP", method="lru", budgets=[1 << 30, 1 << 19], blind=True)
 
 
 UNMANAGED = """

@@ -112,6 +112,8 @@ def manage(
                 decides,
                 lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
             )
+        undo.callback(session.close)
+        session._meet_ranks()
         undo.pop_all()
     return session
 

@@ -194,7 +194,7 @@ class Session(ABC):
         self._closes_with_step = False
         self._told_left_out = self._grouped = False
         self._ranks: Ranks | None = None
-        """The other processes, from the first step in a process group on."""
+        """The other processes, where this one is in a process group."""
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -379,7 +379,9 @@ class Session(ABC):
         if self._grouped:
             check_sharding(self._models, self._optimizers, by_block=self._takes_shards)  # since it was opened
         if self._grouped or self._ranks is not None:
-            self._ranks = ranks_now(self._ranks)
+            before, self._ranks = self._ranks, ranks_now(self._ranks)
+            if self._ranks is not None and self._ranks is not before:
+                weakref.finalize(self, self._ranks.listen_no_more).atexit = False
         if self._ranks is not None and (word := self._ranks.word) is not None:
             raise word
 

@@ -10,7 +10,7 @@ the process group, half an hour.
  3. When all have answered, or a while later, each hangs up on the others: connections of which both ends are ranks, but
     not those of the store. Whatever waits in a collective of gloo fails at once. Communicators of NCCL are aborted.
  4. What fails in a step, or within the `with` of a session, after there was a word, is raised as that word; so is the
-    begin of any later step in this process group.
+    begin of any later step or session in this process group, whose store keeps it. A store serves one process group.
  5. Where no connection could be told, as behind a translation of addresses, nobody can be called out of a collective: a
     process that has not come back by then says the word and ends.
 """
@@ -26,6 +26,7 @@ import threading
 import uuid
 import zlib
 from collections.abc import Collection, Iterator
+from datetime import timedelta
 from typing import Any, Final, final
 
 import torch
@@ -89,8 +90,9 @@ class Ranks:
         self._store: Any = default_store().clone()  # with a connection of its own: others block theirs
         self._lock = threading.Lock()
         self._word: dict[str, Any] | None = None
-        self._all_know = False
         self._closed, self._hung_up, self._raised = threading.Event(), threading.Event(), threading.Event()
+        self._store.set_timeout(timedelta(seconds=PATIENCE))
+        self._look()
         self._thread = threading.Thread(target=self._listen, name="spillway ranks", daemon=True)
         self._thread.start()
 
@@ -124,14 +126,15 @@ class Ranks:
             self._look()
         return self.word or error
 
-    def close(self) -> None:
-        """Listen no more."""
+    def listen_no_more(self) -> None:
+        """As soon as the thread looks up."""
         self._closed.set()
         self._raised.set()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.listen_no_more()
         self._thread.join()
-        if self._all_know and self._word is not None and self._word["rank"] == self.rank:
-            with contextlib.suppress(Exception):
-                self._store.delete_key(_WORD)  # for a later process group in the same store
 
     def _listen(self) -> None:
         with contextlib.suppress(Exception):  # as soon as nobody keeps the store
@@ -161,8 +164,7 @@ class Ranks:
         answers = [f"{word['answers']} {rank}" for rank in range(self._world)]
         self._store.set(answers[self.rank], json.dumps([*mine.values()]))
         for _ in range(int(PATIENCE / LOOKS)):
-            self._all_know = self._store.check(answers)
-            if self._all_know or self._closed.wait(LOOKS):
+            if self._store.check(answers) or self._closed.wait(LOOKS):
                 break
         theirs = [one for one in answers if one != answers[self.rank] and self._store.check([one])]
         ends = {(*one[2:], *one[:2]) for answer in theirs for one in json.loads(self._store.get(answer))}
