@@ -53,13 +53,7 @@ class Group:
         Raises:
             GroupDied: One does not.
         """
-        if not self._processes:
-            self._start()
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(line) + "\n")
-                process.stdin.flush()
+        self._tell(line)
         try:
             said = [answers.get(timeout=LIMIT) for answers in self._answers]
         except queue.Empty:
@@ -68,6 +62,22 @@ class Group:
             codes = self.kill()
             raise GroupDied(f"processes ended with {codes}: {self._complaints()}")
         return [json.loads(one) for one in said]
+
+    def ending(self, rank: int, **line: Any) -> tuple[int, str]:
+        """With what one rank ends in a run that it does not survive, and what it has said on standard error by then."""
+        self._tell(line)
+        code = self._processes[rank].wait(LIMIT)
+        self.kill()
+        return code, (self._folder / f"stderr{rank}").read_text()
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        if not self._processes:
+            self._start()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(line) + "\n")
+                process.stdin.flush()
 
     def kill(self) -> list[int]:
         for process in self._processes:
