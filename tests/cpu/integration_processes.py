@@ -7,6 +7,7 @@ of JSON for each training on the standard input, and on the standard output the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
@@ -212,10 +213,18 @@ def forced(kind: str, actions: list[str], agrees: bool) -> dict[str, Any]:
     return {"told": told, "again": again}
 
 
-def refused(kind: str, method: str, budgets: list[int], blind: bool = False) -> dict[str, Any]:
+@contextlib.contextmanager
+def begun(memory: Any, batch: Any) -> Iterator[None]:
+    """A step that nobody ends where it fails."""
+    memory.begin(batch)
+    yield
+    memory.end()
+
+
+def refused(kind: str, method: str, budgets: list[int], blind: bool = False, closes: bool = False) -> dict[str, Any]:
     """Trains under a budget for each rank; what each of them raises, and what the next step does. Of models of their
     own the first rank does not train, and waits for the others. Nobody lets go of the process group before all have
-    raised something. Who is blind sees no connection of this process."""
+    raised something. Who is blind sees no connection of this process; who closes leaves no step by itself."""
     if blind:
         mock.patch.object(ranks, "_connections", return_value=iter(())).start()
     model, optimizer = built(kind)
@@ -227,7 +236,8 @@ def refused(kind: str, method: str, budgets: list[int], blind: bool = False) -> 
             with spillway.manage(model, optimizer, budget=budgets[dist.get_rank()], method=method) as memory:
                 if waits and not again:
                     dist.barrier()
-                list(steps(model, optimizer, "", memory.step, range(STEPS)))
+                step = functools.partial(begun, memory) if closes else memory.step
+                list(steps(model, optimizer, "", step, range(STEPS)))
         except SpillwayError as error:
             told.append((type(error).__name__, str(error), error.rank))
     store = default_store()

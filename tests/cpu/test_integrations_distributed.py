@@ -93,9 +93,12 @@ def test_ranks_with_other_plans_train_as_they_do_without_a_session(kind: str) ->
     assert [answer["again"] for answer in found] == [[mine] * STEPS, [5] * STEPS]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("DDP", "lru"), ("DDP", "auto"), ("FSDP2", "mimose"), ("plain", "delta")])
-def test_where_one_rank_cannot_go_on_all_stop_with_its_sentence(kind: str, method: str) -> None:
-    answers = ask(what="refused", kind=kind, method=method, budgets=[1 << 30, 1 << 19])
+@pytest.mark.parametrize(
+    ("kind", "method", "closes"),
+    [("DDP", "lru", False), ("DDP", "auto", True), ("FSDP2", "mimose", False), ("plain", "delta", True)],
+)
+def test_where_one_rank_cannot_go_on_all_stop_with_its_sentence(kind: str, method: str, closes: bool) -> None:
+    answers = ask(what="refused", kind=kind, method=method, budgets=[1 << 30, 1 << 19], closes=closes)
     assert answers[0] == answers[1]
     (name, sentence, rank), again = answers[0]["told"]
     assert (name, rank) == ("BudgetInfeasible", 1)

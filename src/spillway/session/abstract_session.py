@@ -327,15 +327,16 @@ class Session(ABC):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        told = self._ranks.after(error) if self._ranks is not None and isinstance(error, Exception) else error
         try:
             self.close()
         except Exception as fault:
-            if told is None:
+            if error is None:
                 raise
-            _add_note(told, "Closing the session", fault)
-        if told is not None and told is not error and getattr(error, "rank", None) is None:
-            raise told from None
+            _add_note(error, "Closing the session", fault)
+        if self._ranks is not None and isinstance(error, Exception) and getattr(error, "rank", None) is None:
+            told = self._ranks.after(error)
+            if told is not error:
+                raise told from None
 
     def _deliver(self) -> None:
         """Raise what waited, now that the books are closed."""

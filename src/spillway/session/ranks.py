@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import uuid
@@ -203,8 +204,10 @@ def _restored(word: dict[str, Any]) -> SpillwayError:
 def _connections(ports: set[int]) -> Iterator[tuple[int, Connection]]:
     """Of this process over TCP, by the numbers of their files; none that begins or ends at one of these ports."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as line:
-            if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
-                own, other = line.getsockname()[:2], line.getpeername()[:2]
-                if not {own[1], other[1]} & ports:
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as line:
+                    over_tcp = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
+                    own, other = (line.getsockname()[:2], line.getpeername()[:2]) if over_tcp else (("", 0), ("", 0))
+                if over_tcp and not {own[1], other[1]} & ports:
                     yield int(name), (*own, *other)
