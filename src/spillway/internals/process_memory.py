@@ -192,7 +192,8 @@ class HeldHeap:
                 _holders.discard(id(self))
 
     def __del__(self) -> None:
-        self.release()
+        if _holding is not None:  # as it is when the interpreter takes modules apart
+            self.release()
 
 
 def _set_thresholds(*, trim: Bytes) -> None:

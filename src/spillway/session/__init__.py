@@ -14,10 +14,11 @@ import torch
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, UsageError
+from spillway.internals.private import fully_sharded
 from spillway.ir import RunWriter
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session.abstract_session import Session, header
+from spillway.session.abstract_session import Session, header, modules_of
 from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
@@ -67,8 +68,9 @@ def manage(
     _check_options(spill=spill, blocks=blocks, report=report)
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
-    check_models(models, optimizers)
-    decides, device = resolve(method), device_of(models)
+    decides = resolve(method)
+    check_models(models, optimizers, by_block=isinstance(decides, AbstractBlockMethod))
+    device = device_of(models)
     if isinstance(decides, AbstractBlockMethod):
         if decides.needs_blocks:
             _check_action(decides, spill.host_budget, lossy=blocks.lossy)
@@ -79,7 +81,9 @@ def manage(
         )
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
     session: Session
-    falls_back = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and blocks.names is None
+    sharded = any(map(fully_sharded, modules_of(models)))  # and none of the tensor engine's
+    pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
+    falls_back = pages and blocks.names is None
 
     def opened(
         decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
@@ -101,7 +105,7 @@ def manage(
             by_block = functools.partial(
                 BlockSession, models, optimizers, writer, live, method=decides,
                 traces=report.timeline, pinned=pinned, spill=spill,
-                blocks=dataclasses.replace(blocks, page=blocks.page or not decides.needs_blocks),
+                blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
             if falls_back:
                 storages = functools.partial(opened, LRU(), told=lambda _: writer)
@@ -114,6 +118,8 @@ def manage(
                 allowed,
                 lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
             )
+        undo.callback(session.close)
+        session._meet_ranks()
         undo.pop_all()
     return session
 

@@ -39,7 +39,8 @@ from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
 from spillway.report.html import write_report
-from spillway.session.inputs import check_not_sharded, leaves, storages
+from spillway.session.inputs import check_sharding, leaves, storages
+from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
@@ -172,6 +173,8 @@ class Session(ABC):
 
     _uninterrupted: tuple[str, ...] = WATCHED
     """Modules in which signals wait while a step runs, by how their names begin."""
+    _takes_shards = False
+    """Whether parameters may be sharded by `fully_shard`."""
 
     def __init__(
         self,
@@ -197,6 +200,8 @@ class Session(ABC):
         """Whether closing is done."""
         self._closes_with_step = False
         self._told_left_out = self._told_eager = self._grouped = False
+        self._ranks: Ranks | None = None
+        """The other processes, where this one is in a process group."""
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
 
     @property
@@ -325,6 +330,10 @@ class Session(ABC):
                 step.release()
             self._closed = True
             self._updates.close()
+            if self._ranks is not None:
+                if step is not None and step.refused is not None:  # and nobody has ended it since
+                    self._ranks.stop(step.refused)
+                self._ranks.close()
             self._give_up()
             deferred.shut()
             self._given_up = True
@@ -384,6 +393,10 @@ class Session(ABC):
             if error is None:
                 raise
             _add_note(error, "Closing the session", fault)
+        if self._ranks is not None and isinstance(error, Exception) and getattr(error, "rank", None) is None:
+            told = self._ranks.after(error)
+            if told is not error:
+                raise told from None
 
     def _deliver(self) -> None:
         """Raise what waited, now that the books are closed."""
@@ -396,9 +409,7 @@ class Session(ABC):
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
         check_not_compiling()
-        self._grouped = bool(process_groups())
-        if self._grouped:
-            check_not_sharded(self._models, self._optimizers)  # since the session was opened
+        self._meet_ranks()
         running = self._running
         if running is not None:
             if not running.lost:
@@ -417,10 +428,30 @@ class Session(ABC):
             self._deliver()
         except BaseException as error:
             step.give_back()
-            if isinstance(error, BudgetInfeasible) and (told := _told(step, error)) is not error:
+            told = _told(step, error) if isinstance(error, BudgetInfeasible) else error
+            told = self._stopped(told)
+            if told is not error:
                 raise told from None
             raise
         return step
+
+    def _meet_ranks(self) -> None:
+        """Raises what one of them has stopped all of them with."""
+        self._grouped = bool(process_groups())
+        if self._grouped:
+            check_sharding(self._models, self._optimizers, by_block=self._takes_shards)  # since it was opened
+        if self._grouped or self._ranks is not None:
+            before, self._ranks = self._ranks, ranks_now(self._ranks)
+            if self._ranks is not None and self._ranks is not before:
+                weakref.finalize(self, self._ranks.listen_no_more).atexit = False
+        if self._ranks is not None and (word := self._ranks.word) is not None:
+            raise word
+
+    def _stopped(self, error: BaseException) -> BaseException:
+        """What is to be raised where an error leaves a step: see NOTE [Stopping together] in `ranks.py`."""
+        if self._ranks is None or not isinstance(error, Exception):
+            return error
+        return self._ranks.stop(error) if isinstance(error, SpillwayError) else self._ranks.after(error)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
         """`error` is what the user's own code raised in it."""
@@ -453,6 +484,7 @@ class Session(ABC):
         if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
             refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
         told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        told = self._stopped(told) if told is not None else None
         if told is not error and told is not None:
             raise told from None
 

@@ -13,10 +13,11 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS
-from spillway.engines.blocks.discovery import find_blocks
+from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
@@ -26,7 +27,7 @@ from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
-from spillway.internals.private import unheard_by_modes
+from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
@@ -49,6 +50,7 @@ from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
+from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
@@ -146,6 +148,8 @@ class BlockSession(Session):
     """What planned the latest step."""
     _told_nothing = 0
     """Steps in a row of which nothing was learned."""
+    _agreement: Agreement | None = None
+    """On which blocks run again, where that adds collectives."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -168,6 +172,7 @@ class BlockSession(Session):
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
+        self._takes_shards = any(map(fully_sharded, self._model.modules()))
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -201,14 +206,19 @@ class BlockSession(Session):
         self._pages = blocks.page
         try:
             self._limit()
-            if blocks.names is not None:
-                self._open(blocks.names)
-            else:
-                self._finder = Hook(self._model, self._find, self)
-                self._finder.install()
+            self._open_or_find(blocks.names, replicated=self._model is not models[0])
         except BaseException:
             self.close()
             raise
+
+    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the first step."""
+        names = named if named is not None else sharded_blocks(self._model)
+        if names or named is not None:
+            self._open([name.removeprefix("module.") for name in names] if replicated else names)
+            return
+        self._finder = Hook(self._model, self._find, self)
+        self._finder.install()
 
     @property
     def _unknown(self) -> bool:
@@ -295,6 +305,11 @@ class BlockSession(Session):
     def _header(self) -> dict[str, Any]:
         return header(self._budget.allowed, self._method.name, self._device)
 
+    @property
+    def _leaves_to_ops(self) -> bool:
+        """Whether a model without blocks is left to the tensor engine."""
+        return self._paging is not None and not self._method.needs_blocks
+
     def _watch_resident_set(self) -> Reclaimer:
         self._resident_set = resident_set = ResidentSet()
         self._heap = HeldHeap()
@@ -316,6 +331,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
@@ -340,7 +356,7 @@ class BlockSession(Session):
             names, failure = self._found(forward, args, kwargs)
         except NoBlocksError as error:
             names, failure = [], error
-        if isinstance(failure, NoBlocksError) and not self._method.needs_blocks and not self._given_up:
+        if isinstance(failure, NoBlocksError) and self._leaves_to_ops and not self._given_up:
             running.page_from_here()
             output = forward(*args, **kwargs)  # which may have failed before, and then fails again
             self._finder.remove()
@@ -426,6 +442,9 @@ class BlockSession(Session):
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         yield from super()._tensors(batch)
+        if self._takes_shards:  # which wholes take the place of, after an evaluation also between steps
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            yield from ((Kind.PARAMETER, one) for group in groups for one in group["params"])
         if self._before is not None:
             yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
 
@@ -596,10 +615,14 @@ class _Step(AbstractStep):
         enough = self._session._budget.allowed - level
         if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
             return None
+        if self._session._takes_shards:
+            return None  # a sharded model has no copy without content
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
     def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
         """And the state that the optimizers add, with which the next step begins."""
+        if self._session._takes_shards:
+            return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         return None if rise is None else rise + self.state
 
@@ -611,11 +634,24 @@ class _Step(AbstractStep):
     def update(self) -> Bytes:
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
-        missing: Bytes = sum(one.numel() * one.element_size() for one in without)
+        missing: Bytes = sum(local_of(one).numel() * one.element_size() for one in without)
         needs = needs_of(self._session._optimizers)
         return missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        decision, forecast, size, bypassed = self._decide_alone(available)
+        session = self._session
+        if session._agreement is None:
+            return decision, forecast, size, bypassed
+        plan, method = decision.plan, session._method
+        again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
+        everything = not plan.actions and plan.otherwise.recomputes and not bypassed
+        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+            return decision, forecast, size, bypassed
+        nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
+        return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
+
+    def _decide_alone(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
         self._asked.append((self._family, self._dimensions))
         engine = self._session._engine
@@ -627,7 +663,8 @@ class _Step(AbstractStep):
         began = time.perf_counter()
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
-            there = [one.grad.nbytes for one in self._session._model.parameters() if one.grad is not None]
+            gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
+            there = [local_of(one).nbytes for one in gradients]
             available -= max(there, default=0)
         decision = method.begin(self._size, available)
         self._session._planner = method
@@ -768,7 +805,7 @@ class _Step(AbstractStep):
         entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
-        if self._session._told_nothing == TELLING and not self._session._method.needs_blocks:
+        if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
             self._session.blockless = True
             warnings.warn(
                 f"{TELLING} steps of {type(self._session._model).__name__} have told nothing of its blocks, as where "
@@ -833,6 +870,8 @@ def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
             f"such as method='delta'."
         )
     model = models[0]
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its own forward prepares a backward, so that an extra one would leave something
     if isinstance(vars(model).get("forward"), Hook):
         raise ModelError("This model is managed by another session; close that first.")
     return model

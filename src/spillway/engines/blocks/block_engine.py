@@ -339,6 +339,11 @@ class BlockEngine:
             self._runtime.store.settle()
 
     @property
+    def gathered(self) -> nn.Module | None:
+        """A part of a block that `fully_shard` gathers by itself, if there is one: see `Block.gathers`."""
+        return next((part for block in self._found for part in block.gathers), None)
+
+    @property
     def reports(self) -> Sequence[CallReport]:
         """What `calls` copies: it goes on to change as long as the calls are run again."""
         return self._reports
