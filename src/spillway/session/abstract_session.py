@@ -32,6 +32,7 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
 from spillway.internals.machine_memory import machine_memory
 from spillway.internals.private import process_groups
+from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
@@ -191,6 +192,10 @@ class Session(ABC):
         self._closes_with_step = False
         self._told_left_out = self._grouped = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
+        resident = ResidentSet()
+        self._beside = max(resident.read() - self._named_bytes(()), 0)
+        """What the process takes of memory beside what the budget counts, without pages of files."""
+        resident.close()
 
     @property
     @abstractmethod
@@ -309,7 +314,9 @@ class Session(ABC):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        told = {"plan": " ".join(self.explanation)} if self.explanation else {}
+        told: dict[str, Any] = {"plan": " ".join(self.explanation)} if self.explanation else {}
+        if any(step.peak_rss_bytes for step in self.history):
+            told["start_rss_bytes"] = self._beside + file_pages()
         write_report(path, self._header() | told, self.history, timelines, self.foresight)
 
     def __enter__(self) -> Self:

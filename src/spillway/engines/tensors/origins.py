@@ -140,7 +140,7 @@ def named_tensors(
         for parameter, state in optimizer.state.items():
             if isinstance(state, Mapping):
                 owner = names.get(parameter, "")
-                yield from ((f"{key} of {owner}", one) for key, one in state.items() if isinstance(one, torch.Tensor))
+                yield from ((owner, one) for one in state.values() if isinstance(one, torch.Tensor))
 
 
 def _is_known_to_nobody(file: str) -> bool:
