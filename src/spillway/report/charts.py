@@ -352,7 +352,7 @@ class Curve:
     """Heights of further lines; None where there is none."""
     plain_y: float | None = None
     resident: str = ""
-    """The line of the resident set above start; empty if nobody knows it."""
+    """The line of the resident set above start; empty if nobody knows it, or where it lies far above everything."""
     height: float
     ticks: list[Tick]
     """From the bottom upwards."""
@@ -394,7 +394,9 @@ def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, 
     peaks: list[float] = [max(step.peak_bytes for step in group) for group in groups]
     resident = [float(max(step.peak_rss_bytes for step in group) - start) for group in groups]
     resident = [above if start and above > 0 else math.nan for above in resident]
-    highest = max([*peaks, *(above for above in resident if above > 0), 1.0])
+    highest = max([*peaks, 1.0])
+    resident_seen = [above if above <= 4 * highest else math.nan for above in resident]
+    highest = max([highest, *(above for above in resident_seen if above > 0)])
     known = [line for line in (budget, plain or None) if line is not None and line < NO_BUDGET]
     top = 1.06 * max([highest, *(line for line in known if line <= 4 * highest)])
     seen = {line: _height(line, top) for line in known if line <= top}
@@ -402,7 +404,7 @@ def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, 
         Curve(
             name="peak", path=_line(peaks, top, HEIGHT), height=HEIGHT, ticks=_bytes_ticks(top),
             budget_y=None if budget is None else seen.get(budget), plain_y=seen.get(plain) if plain else None,
-            resident=_line(resident, top, HEIGHT),
+            resident=_line(resident_seen, top, HEIGHT),
         )
     ]  # fmt: skip
     logged = [name for name in dict.fromkeys(name for step in steps for name in step.logged) if name != "time"][:CURVES]

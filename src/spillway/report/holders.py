@@ -29,7 +29,7 @@ class Holder:
     kind: str
     """What they are for; several kinds where they are taken together."""
     module: str
-    """Qualified name of the module; `NO_MODULE` if there is none. `layers.*.norm (6)` are six, one in each of a list."""
+    """Qualified name of the module; `NO_MODULE` if there is none. `layers.*.norm (6)` are six of a list."""
     op: str
     """What created them, `mm`; empty of what was there before, and where ops are taken together."""
     line: str
@@ -79,10 +79,7 @@ def largest_at(timeline: Timeline, ops: Iterable[int]) -> Mapping[int, list[str]
     if not timeline.origins:
         return {}
     found = timeline.present_at(ops)
-    return {
-        op: [holder.told for holder in _by_origin(timeline, lines)[:TOLD]]
-        for op, lines in found.items()
-    }
+    return {op: [holder.told for holder in _by_origin(timeline, lines)[:TOLD]] for op, lines in found.items()}
 
 
 def short_op(name: str) -> str:

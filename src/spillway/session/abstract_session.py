@@ -193,7 +193,8 @@ class Session(ABC):
         self._told_left_out = self._grouped = False
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
         resident = ResidentSet()
-        self._beside = max(resident.read() - self._named_bytes(()), 0)
+        held = [one.nbytes() for one in storages(Session._tensors(self, ())) if one.device.type == "cpu"]
+        self._beside = max(resident.read() - sum(held), 0)
         """What the process takes of memory beside what the budget counts, without pages of files."""
         resident.close()
 

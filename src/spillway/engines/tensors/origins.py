@@ -55,8 +55,10 @@ class Origins:
     def op(self, name: str) -> None:
         """An op is about to run."""
         self._op, self._asked = name, None
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():  # in the backward: a checkpoint runs a forward again, or that has a graph itself
             self._asked = self._look()
+            if self._asked.module is None:
+                self._asked = self._in_backward() or self._asked
             number = torch._C._autograd._get_sequence_nr()
             if not self._numbers or self._numbers[-1] < number:  # else it made no node, or is in another thread
                 self._numbers.append(number)
@@ -137,9 +139,9 @@ def named_tensors(
                 yield name, parameter.grad
         yield from model.named_buffers()
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for tensor, state in optimizer.state.items():
             if isinstance(state, Mapping):
-                owner = names.get(parameter, "")
+                owner = names.get(tensor, "")
                 yield from ((owner, one) for one in state.values() if isinstance(one, torch.Tensor))
 
 
