@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages.written import PAGES, SIMULATED, STEPS, write_all
+from tests.pages.written import PAGES, SIMULATED, STEPS, write_all, write_papers
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pages are looked at with playwright")
 pytest.importorskip("matplotlib", reason="two of the pages have pictures of matplotlib's")
@@ -237,22 +237,24 @@ def test_bars_of_a_column_begin_at_one_place(browser: Any, folder: Path) -> None
         assert len(set(lefts)) == 1
 
 
-def test_screenshots_for_the_documents(browser: Any, folder: Path, request: pytest.FixtureRequest) -> None:
+def test_screenshots_for_the_documents(
+    browser: Any, folder: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     wanted = request.config.getoption("--screenshots")
     if wanted is None:
-        pytest.skip("pictures for the documents are made with --screenshots docs/images")
-    for name, screen, picture, shown in (
-        ("run", "wide", "memory", "figure:has(h3) .scroll >> nth=0"),
-        ("run", "wide", "at-the-peak", "h4:has-text('By module, op and line') + .table"),
-        ("run", "wide", "lanes", "h3:has-text('What ran where') ~ .scroll >> nth=0"),
-        ("long", "wide", "steps", "figure .scroll >> nth=0"),
-        ("run", "phone", "phone", ""),
-        ("simulated", "wide", "window", "h3:has-text('window') ~ .scroll >> nth=-1"),
-        ("compared", "wide", "compared", "figure"),
+        pytest.skip("pictures for the documents are made with --screenshots docs/images, in two minutes")
+    write_papers(tmp_path)
+    memory, lanes = "figure:has(path.activation) .scroll >> nth=0", "h3:has-text('What ran where') ~ .scroll >> nth=0"
+    for path, picture, shown in (
+        (folder / "run.html", "memory", memory),
+        (folder / "run.html", "at-the-peak", "h4:has-text('By module, op and line') + .table"),
+        (folder / "run.html", "lanes", lanes),
+        (folder / "long.html", "steps", "figure .scroll >> nth=0"),
+        (tmp_path / "delta.html", "paper-delta", memory),
+        (tmp_path / "window.html", "paper-window", "h3:has-text('window') ~ .scroll >> nth=-1"),
+        (tmp_path / "mimose.html", "paper-mimose", memory),
+        (tmp_path / "dynn-offload.html", "paper-dynn-offload", lanes),
+        (tmp_path / "papaya.html", "paper-papaya", "figure .scroll >> nth=0"),
     ):
-        with Opened(browser, folder / f"{name}.html", screen) as opened:
-            path = Path(wanted) / f"{picture}.png"
-            if shown:
-                opened.page.locator(shown).screenshot(path=path)
-            else:
-                opened.page.screenshot(path=path)
+        with Opened(browser, path, "wide") as opened:
+            opened.page.locator(shown).screenshot(path=Path(wanted) / f"{picture}.png")

@@ -171,3 +171,16 @@ def write_all(folder: Path) -> None:
     """All of them."""
     for write in WRITERS:
         write(folder)
+
+
+def write_papers(folder: Path) -> None:
+    """The pages behind the pictures of `docs/explanation`, by the commands that stand there."""
+    step = folder / "bert.jsonl.gz"
+    command("record", "bert-base", "--fake", "--batch", "32", "--length", "256", "-o", step)
+    for method in ("delta", "window", "mimose", "dynn-offload"):
+        run = folder / f"{method}.jsonl"
+        command("simulate", step, "--budget", "60%", "--method", method, "--device", "v100-pcie", "-o", run)
+        command("report", run)
+    page = folder / "papaya.html"
+    methods = ("--methods", "checkpoint,swap")
+    command("advise", "bert-base", "--simulate", "v100-pcie", "--memory", "12.8GB", *methods, "-o", page)
