@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
+from spillway.engines.tensors.origins import Origins
 from spillway.ir import Kind, Origin, Timeline, read_run
+from spillway.methods import LRU
 
 
 class Layer(nn.Module):
@@ -103,7 +106,9 @@ def test_the_bits_and_the_peak_are_those_of_a_run_without_a_timeline() -> None:
         model = nn.Sequential(*(Layer() for _ in range(6)))
         optimizer = torch.optim.Adam(model.parameters())
         report = spillway.ReportOptions(timeline=timeline)
-        with spillway.manage(model, optimizer, budget="420KiB", report=report) as memory:
+        # Nothing that it decides depends on the clock.
+        method = LRU(short_chain=16, worth=float("inf"))
+        with spillway.manage(model, optimizer, budget="420KiB", method=method, report=report) as memory:
             for _ in range(3):
                 batch = torch.randn(128, 64)
                 with memory.step(batch):
@@ -134,3 +139,15 @@ def test_a_run_file_holds_what_is_known(tmp_path: Any) -> None:
     timeline = timeline_of(Layer(), run=tmp_path / "run.jsonl")
     (read,) = read_run(tmp_path / "run.jsonl").timelines
     assert read.origins == timeline.origins
+
+
+def test_nobody_looks_at_the_stack_where_no_timeline_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(Origins, "op", lambda self, name: looks.append(name))
+    monkeypatch.setattr(Origins, "created", lambda self, storage: looks.append(storage))
+    for timeline, looked in ((False, False), (True, True)):
+        model = Layer()
+        report = spillway.ReportOptions(timeline=timeline)
+        with spillway.manage(model, budget=None, report=report) as memory, memory.step():
+            model(torch.randn(32, 64)).sum().backward()
+        assert bool(looks) is looked

@@ -146,8 +146,9 @@ def named_tensors(
 
 
 def _is_known_to_nobody(file: str) -> bool:
+    """Whether it is a part of Python, torch or Spillway, or was made while the program runs."""
     if file.startswith("<"):
-        return True
+        return not file.startswith(("<stdin>", "<ipython-input"))  # what somebody types
     file = os.path.abspath(file)
     standard = file.startswith(_STANDARD) and not any(folder in file for folder in _INSTALLED)
     return standard or (file.startswith(_OURS) and not file.startswith(_EXAMPLES))
@@ -155,6 +156,8 @@ def _is_known_to_nobody(file: str) -> bool:
 
 def _shortened(file: str) -> str:
     """Below the folder that it was imported from, or below the working directory."""
+    if file.startswith("<"):
+        return file
     file = os.path.abspath(file)
     folders = {os.path.join(os.path.abspath(folder), "") for folder in (*sys.path, "")}
     return file[max((len(folder) for folder in folders if file.startswith(folder)), default=0) :]
