@@ -151,3 +151,28 @@ def test_nobody_looks_at_the_stack_where_no_timeline_is_kept(monkeypatch: pytest
         with spillway.manage(model, budget=None, report=report) as memory, memory.step():
             model(torch.randn(32, 64)).sum().backward()
         assert bool(looks) is looked
+
+
+@pytest.mark.parametrize("method", ["mimose", "checkpoint", "auto"])
+def test_a_page_of_the_block_engine_tells_what_each_block_held_at_the_highest_peak(method: str, tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget="800KiB", method=method) as memory:
+        for rows in (64, 128, 96, 160, 128, 64, 160):
+            batch = torch.randn(rows, 64)
+            with memory.step(batch):
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        told = memory._held_by_blocks()
+        memory.report(tmp_path / "page.html")
+    assert told is not None
+    # A step that does not fit block by block is watched op by op, and is another engine's.
+    assert told.peak_bytes == max(step.peak_bytes for step in memory.history if not step.ops)
+    assert [one.block for one in told.blocks] == [str(number) for number in range(6)]
+    assert all(one.saved_bytes > 0 and one.kind == "Layer" for one in told.blocks)
+    assert all(one.line.endswith(f"test_origins.py:{FIRST}") for one in told.blocks)
+    assert all((one.held_bytes == 0) is ("recompute" in one.action) for one in told.blocks)
+    assert told.start_bytes + sum(one.held_bytes for one in told.blocks) <= told.peak_bytes
+    assert "What fills memory, by block" in (tmp_path / "page.html").read_text("utf-8")

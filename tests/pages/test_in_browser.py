@@ -217,6 +217,15 @@ def test_memory_at_the_peak_is_told_by_module_op_and_line(browser: Any, folder: 
         assert {"plain peak", "resident set above start"} <= set(opened.page.locator("dt").all_inner_texts())
 
 
+def test_blocks_are_told_by_name_with_what_they_held_and_the_line_of_their_forward(browser: Any, folder: Path) -> None:
+    with Opened(browser, folder / "blocks.html", "wide") as opened:
+        rows = opened.page.locator("h2:has-text('What fills memory, by block') ~ .table tbody tr")
+        cells = [row.locator("td").all_inner_texts() for row in rows.all()]
+        assert [row[0] for row in cells] == [f"layers.{number}" for number in range(6)]
+        assert {row[5] for row in cells} == {"Block"}
+        assert all(re.fullmatch(r".*pages/written\.py:\d+", row[-1]) for row in cells)
+
+
 def test_every_row_of_a_long_run_can_be_had(browser: Any, folder: Path) -> None:
     with Opened(browser, folder / "long.html", "wide") as opened:
         assert opened.find("return document.documentElement.scrollHeight") < 3000

@@ -28,6 +28,7 @@ _NOT_SHOWN: Final = {
 def write_report(
     path: str | os.PathLike[str], header: Mapping[str, Any], steps: Sequence[StepReport],
     timelines: Sequence[Timeline], foresight: Mapping[str, Any] | None = None,
+    blocks: holders.BlocksAtPeak | None = None,
 ) -> None:  # fmt: skip
     """Write a page about a run. A file that stands at `path` is replaced; OSError where the system refuses.
 
@@ -38,13 +39,14 @@ def write_report(
         steps: What every step did.
         timelines: Of some steps, or none: those are drawn.
         foresight: What a referee of pilots tells (`Referee.told`).
+        blocks: What blocks held in the step with the highest peak, of a session of the block engine.
     """
-    Path(path).write_text(render(header, steps, timelines, foresight), encoding="utf-8")
+    Path(path).write_text(render(header, steps, timelines, foresight, blocks), encoding="utf-8")
 
 
 def render(
     header: Mapping[str, Any], steps: Sequence[StepReport], timelines: Sequence[Timeline],
-    foresight: Mapping[str, Any] | None = None,
+    foresight: Mapping[str, Any] | None = None, blocks: holders.BlocksAtPeak | None = None,
 ) -> str:  # fmt: skip
     """The page that `write_report` writes."""
     left_out = max(len(steps) - ROWS, 0)
@@ -69,7 +71,7 @@ def render(
         logged=sorted({name for step in steps for name in step.logged}),
         chart={"width": charts.WIDTH, "height": charts.HEIGHT, "bars_height": charts.BARS_HEIGHT},
         lanes_height=charts.LANES_HEIGHT, window_height=charts.WINDOW_HEIGHT, row=charts.ROW, radius=charts.RADIUS,
-        names_of_work=charts.NAMES, foresight=foresight, holder_rows=holders.ROWS,
+        names_of_work=charts.NAMES, foresight=foresight, blocks=blocks, holder_rows=holders.ROWS,
         no_budget=NO_BUDGET, recomputed_share=recomputed_share,
     )  # fmt: skip
 

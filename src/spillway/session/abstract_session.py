@@ -36,6 +36,7 @@ from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
 from spillway.session.inputs import check_not_sharded, leaves, storages
 from spillway.session.updates import Updates
@@ -303,6 +304,10 @@ class Session(ABC):
     def _header(self) -> dict[str, Any]:
         """What a page says of the whole run."""
 
+    def _held_by_blocks(self) -> BlocksAtPeak | None:
+        """Of the step with the highest peak; None where no blocks ran."""
+        return None
+
     def log(self, **numbers: Any) -> None:
         """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
         if self._running is None:
@@ -318,7 +323,7 @@ class Session(ABC):
         told: dict[str, Any] = {"plan": " ".join(self.explanation)} if self.explanation else {}
         if any(step.peak_rss_bytes for step in self.history):
             told["start_rss_bytes"] = self._beside + file_pages()
-        write_report(path, self._header() | told, self.history, timelines, self.foresight)
+        write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
 
     def __enter__(self) -> Self:
         if self._closed:
