@@ -70,7 +70,7 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.text = ""
+        self.words: list[str] = []
         self.open: list[str] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.rows = 0
@@ -91,7 +91,11 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] not in ("style", "script"):
-            self.text = " ".join([*self.text.split(), *data.split()])
+            self.words += data.split()
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
 
 
 def page(
