@@ -6,6 +6,7 @@ import csv
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
@@ -100,15 +101,16 @@ def _picture(timeline: Timeline) -> dict[str, Any]:
 
 def _as_csv(steps: Sequence[StepReport]) -> str:
     """Every figure of every step, as the address of a file that spreadsheets read; without what is always nothing."""
-    rows = [step.to_json() for step in steps]
-    for row in rows:
-        row |= {f"logged {name}": value for name, value in row.pop("logged").items()}
-        row["refusals"] = _fact(row["refusals"])
+    names = [field.name for field in fields(StepReport) if field.name not in ("logged", "refusals")]
+    names = [name for name in names if name == "step" or any(getattr(step, name) for step in steps)]
+    logged = list(dict.fromkeys(name for step in steps for name in step.logged))
+    refused = any(step.refusals for step in steps)
     text = io.StringIO()
-    names = dict.fromkeys(name for row in rows for name in row if name == "step" or row[name])
-    table = csv.DictWriter(text, list(names), extrasaction="ignore")
-    table.writeheader()
-    table.writerows(rows)
+    table = csv.writer(text)
+    table.writerow([*names, *["refusals"] * refused, *(f"logged {name}" for name in logged)])
+    for step in steps:
+        row = [getattr(step, name) for name in names] + [_fact(step.refusals)] * refused
+        table.writerow([*row, *(step.logged.get(name, "") for name in logged)])
     return f"data:text/csv;charset=utf-8,{quote(text.getvalue())}"
 
 
