@@ -153,6 +153,8 @@ class BlockSession(Session):
     _uninterrupted: tuple[str, ...] = (
         "spillway.session.abstract_session",
     )  # the model's own code runs inside of all others
+    _heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
+    """The step with the highest peak, and the calls of the forward that saved most in it."""
 
     def __init__(
         self,
@@ -187,8 +189,6 @@ class BlockSession(Session):
         self._families: dict[tuple[int, ...], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
-        self._heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
-        """The step with the highest peak, and the calls of the forward that saved most in it."""
         self._told_unseen = self._told_above = False
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
