@@ -35,9 +35,11 @@ from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
 from spillway.internals.machine_memory import machine_memory
 from spillway.internals.private import process_groups
+from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
 from spillway.session.inputs import check_sharding, leaves, storages
 from spillway.session.ranks import Ranks, ranks_now
@@ -203,6 +205,11 @@ class Session(ABC):
         self._ranks: Ranks | None = None
         """The other processes, where this one is in a process group."""
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
+        resident = ResidentSet()
+        held = [one.nbytes() for one in storages(Session._tensors(self, ())) if one.device.type == "cpu"]
+        self._beside = max(resident.read() - sum(held), 0)
+        """What the process takes of memory beside what the budget counts, without pages of files."""
+        resident.close()
 
     @property
     @abstractmethod
@@ -366,6 +373,10 @@ class Session(ABC):
     def _header(self) -> dict[str, Any]:
         """What a page says of the whole run."""
 
+    def _held_by_blocks(self) -> BlocksAtPeak | None:
+        """Of the step with the highest peak; None where no blocks ran."""
+        return None
+
     def log(self, **numbers: Any) -> None:
         """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
         if self._running is None:
@@ -378,8 +389,10 @@ class Session(ABC):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        told = {"plan": " ".join(self.explanation)} if self.explanation else {}
-        write_report(path, self._header() | told, self.history, timelines, self.foresight)
+        told: dict[str, Any] = {"plan": " ".join(self.explanation)} if self.explanation else {}
+        if any(step.peak_rss_bytes for step in self.history):
+            told["start_rss_bytes"] = self._beside + file_pages()
+        write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
 
     def __enter__(self) -> Self:
         if self._closed:

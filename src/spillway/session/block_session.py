@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS
 from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
@@ -24,6 +25,7 @@ from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
+from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
@@ -43,6 +45,7 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.native.arena import Arena
+from spillway.report.holders import BlocksAtPeak, HeldByBlock
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
@@ -155,6 +158,8 @@ class BlockSession(Session):
     _uninterrupted: tuple[str, ...] = (
         "spillway.session.abstract_session",
     )  # the model's own code runs inside of all others
+    _heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
+    """The step with the highest peak, and the calls of the forward that saved most in it."""
 
     def __init__(
         self,
@@ -301,6 +306,23 @@ class BlockSession(Session):
             for method in (self._method, *(family.method for family in self._families.values())):
                 method.does_without_spill()
         super()._leave(step, error)
+
+    def _held_by_blocks(self) -> BlocksAtPeak | None:
+        if self._heaviest is None:
+            return None
+        report, calls = self._heaviest
+        modules = dict(self._model.named_modules())
+        return BlocksAtPeak(
+            step=report.step, peak_bytes=report.peak_bytes, start_bytes=report.start_bytes,
+            blocks=[
+                HeldByBlock(
+                    block=call.block, kind=type(module).__name__ if module is not None else "",
+                    line="" if module is None else line_of_forward(module), action=call.action.value,
+                    saved_bytes=call.own_bytes, held_bytes=max(call.resident_bytes, 0),
+                )
+                for call in calls for module in [modules.get(call.block)]
+            ],
+        )  # fmt: skip
 
     def _header(self) -> dict[str, Any]:
         return header(self._budget.allowed, self._method.name, self._device)
@@ -854,6 +876,9 @@ class _Step(AbstractStep):
             planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
+        if passes and (session._heaviest is None or peak > session._heaviest[0].peak_bytes):
+            forwards = [one.calls for one in passes]
+            session._heaviest = report, max(forwards, key=lambda calls: sum(call.own_bytes for call in calls))
         if report.peak_measured and peak > session.allowed and not session._told_above:
             session._told_above = True  # it has updated the model: the next one is refused before its optimizer begins
             warnings.warn(

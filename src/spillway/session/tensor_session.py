@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from spillway.engines.tensors.cpu_backend import CpuBackend
+from spillway.engines.tensors.history import ByName
+from spillway.engines.tensors.origins import modules_by_id, named_tensors
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.engines.tensors.torch_patches import others_open
@@ -277,9 +279,15 @@ class _Step(AbstractStep):
         self._states, self._versions = session._state_entries(), session._versions()
         if session._plans is not None:
             session._plans.begin(self._circumstances, self._batch)
+        record = None
+        if session._keep_timeline:
+            models = session._models
+            record = ByName(
+                named, lambda: named_tensors(models, session._optimizers), lambda: modules_by_id(models)
+            )  # fmt: skip
         reset_peak()
         engine.begin_step(
-            named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
+            named(), base_rss=session._base_rss, record=record,
             signature=self._signature, recipes=not known_to_fit,
         )  # fmt: skip
         self._calls.begin(session._models)
