@@ -80,6 +80,11 @@ class SpillwayCallback(Callback):
         self._batch: Any = None
         self._stepped = self._in_step = False
 
+    @property
+    def bypassed(self) -> bool:
+        """A compiler may leave out what waits for a first call."""
+        return True
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the first forward."""
         self._stop()
@@ -90,7 +95,7 @@ class SpillwayCallback(Callback):
             self._handles.append(optimizer.register_step_post_hook(self._optimizer_ended))
         for module in pl_module.modules():
             if any(one.requires_grad for one in module.parameters()):
-                self._looking.append(Hook(module, functools.partial(self._called, pl_module, module)))
+                self._looking.append(Hook(module, functools.partial(self._called, pl_module, module), self))
         for hook in self._looking:
             hook.install()
 
