@@ -1,4 +1,11 @@
-"""Bytes, seconds and budgets as users write them: the only place where they are read from text."""
+"""Bytes, seconds and budgets as users write them: the only place where they are read from text.
+
+NOTE [Budgets]. A budget means the same wherever it is written:
+
+ - `6GiB`, `500 MB`, 6000000: bytes;
+ - `50%`: a share of what the device has, a named one or this one; on the CPU, of what this process may use of the RAM;
+ - `0.5x`, or a fraction alone, `0.5`: of the plain peak, where the step has run without a budget before or is recorded.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ _DURATION = re.compile(r"(?P<number>[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>[a-z
 _SECONDS_PER_UNIT: dict[str, Fraction] = {
     "us": Fraction(1, 10**6), "ms": Fraction(1, 1000), "s": Fraction(1), "min": Fraction(60), "h": Fraction(3600)
 }  # fmt: skip
-_SHARE = re.compile(r"(?P<number>[+-]?[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<percent>%?)")
+_SHARE = re.compile(r"(?P<number>[+-]?[0-9]{1,18}(\.[0-9]{1,18})?)\s*(?P<unit>[%x]?)")
 
 APART: Final = Fraction(1, 10)
 """How far the shares of a range are apart that does not say how many it has."""
@@ -52,9 +59,14 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
     Raises BudgetError if it cannot be read, is not positive, or exceeds `device_bytes`.
     """
     share = _SHARE.fullmatch(value.strip()) if isinstance(value, str) else None
-    of_device = share is not None and share["percent"]
-    budget = int(Fraction(share["number"]) * device_bytes / 100) if share and of_device else parse_bytes(value)
     given = reprlib.repr(value)
+    if share is not None and share["unit"] == "x":
+        raise BudgetError(
+            f"{given} is a share of the plain peak, which nobody knows here; write bytes, or a share of the memory, "
+            f"as '80%'."
+        )
+    of_device = share is not None and share["unit"]
+    budget = int(Fraction(share["number"]) * device_bytes / 100) if share and of_device else parse_bytes(value)
     if budget <= 0:
         raise BudgetError(f"A budget has to be more than 0 bytes, and {given} is not.")
     if budget > device_bytes:
@@ -62,41 +74,42 @@ def parse_budget(value: int | str, device_bytes: Bytes) -> Bytes:
     return budget
 
 
-def budget_of_peak(budget: int | float | str, plain_peak: Bytes) -> Bytes:
-    """Read a budget for a recorded step: bytes, 6000000 or `"6GiB"`, or a share of its plain peak, 0.5, "0.5" or "50%".
+def budget_of_peak(budget: int | float | str, plain_peak: Bytes, device_bytes: Bytes) -> Bytes:
+    """Read a budget where the plain peak is known: a float is a share of it. See NOTE [Budgets].
 
     A fraction of a byte is cut off. Raises BudgetError as `parse_budgets` does.
     """
     if not isinstance(budget, float | str):
         return _whole_budget(Fraction(parse_bytes(budget)), budget)
-    return _whole_budget(_budget(repr(budget) if isinstance(budget, float) else budget, plain_peak), budget)
+    text = repr(budget) if isinstance(budget, float) else budget
+    return _whole_budget(_budget(text, plain_peak, device_bytes), budget)
 
 
-def parse_budgets(text: str, plain_peak: Bytes) -> list[Bytes]:
+def parse_budgets(text: str, plain_peak: Bytes, device_bytes: Bytes) -> list[Bytes]:
     """Read budgets, separated by commas; ascending, each once.
 
-    A budget is a share of `plain_peak`, `0.5` or `50%`, or a number of bytes, `6GiB`. `0.3..1.0` is a range, every 0.1;
-    `0.3..1.0:5` are five, evenly spaced. A fraction of a byte is cut off.
+    See NOTE [Budgets]. `0.3..1.0` is a range, every 0.1, and `30%..100%` one every 10 %; `0.3..1.0:5` are five, evenly
+    spaced. A fraction of a byte is cut off.
 
     Raises BudgetError for what cannot be read, for shares of 0 or above 1, and for more than `MOST_BUDGETS` budgets.
     """
     budgets: set[Bytes] = set()
     for part in map(str.strip, text.split(",")):
-        budgets.update(_whole_budget(found, part) for found in _range(part, plain_peak))
+        budgets.update(_whole_budget(found, part) for found in _range(part, plain_peak, device_bytes))
         if len(budgets) > MOST_BUDGETS:
             raise BudgetError(f"{text!r} are more than {MOST_BUDGETS} budgets.")
     return sorted(budgets)
 
 
-def _range(text: str, plain_peak: Bytes) -> Iterator[Fraction]:
+def _range(text: str, plain_peak: Bytes, device_bytes: Bytes) -> Iterator[Fraction]:
     """The exact budgets of one part of a list."""
     begin, dots, rest = text.partition("..")
-    low = _budget(begin, plain_peak)
+    low = _budget(begin, plain_peak, device_bytes)
     if not dots:
         yield low
         return
     end, colon, count = rest.partition(":")
-    high = _budget(end, plain_peak)
+    high = _budget(end, plain_peak, device_bytes)
     if low > high:
         raise BudgetError(f"The range {text!r} ends below its begin.")
     if colon:
@@ -106,35 +119,43 @@ def _range(text: str, plain_peak: Bytes) -> Iterator[Fraction]:
             )
         yield from (low + (high - low) * index / (int(count) - 1) for index in range(int(count)))
         return
-    if not (_share(begin) and _share(rest)):
+    shares = _share(begin), _share(rest)
+    if shares[0] is None or shares[1] is None or shares[0][1] != shares[1][1]:
         raise BudgetError(f"The range {text!r} has to say how many budgets it has: '{text}:5' are five.")
     while low <= high:
         yield low
-        low += APART * plain_peak
+        low += APART * (device_bytes if shares[0][1] else plain_peak)
 
 
-def _share(text: str) -> Fraction | None:
-    """A share of a step's plain peak: with a percent sign, or a number alone that has a point or is at most 1."""
+def _share(text: str) -> tuple[Fraction, bool] | None:
+    """A share, and whether it is one of the device, with a percent sign, or of the plain peak: with an x, or a number
+    alone that has a point or is at most 1."""
     found = _SHARE.fullmatch(text.strip())
     if found is None or found["number"][0] in "+-":
         return None
     number = found["number"]
-    if not found["percent"] and "." not in number and int(number) > 1:
+    if not found["unit"] and "." not in number and int(number) > 1:
         return None
-    return Fraction(number) / (100 if found["percent"] else 1)
+    of_device = found["unit"] == "%"
+    return Fraction(number) / (100 if of_device else 1), of_device
 
 
-def _budget(text: str, plain_peak: Bytes) -> Fraction:
+def _budget(text: str, plain_peak: Bytes, device_bytes: Bytes) -> Fraction:
     """Bytes of one budget, not yet whole."""
-    share = _share(text)
-    if share is not None:
+    found = _share(text)
+    if found is not None:
+        share, of_device = found
         if not 0 < share <= 1:
-            raise BudgetError(f"A share of the plain peak is more than 0 and at most 1 (100%), and {text!r} is not.")
-        return share * plain_peak
+            what, most = ("the device's memory", "100%") if of_device else ("the plain peak", "1")
+            raise BudgetError(f"A share of {what} is more than 0 and at most {most}, and {text!r} is not.")
+        return share * (device_bytes if of_device else plain_peak)
     try:
         return Fraction(parse_bytes(text))
     except BudgetError:
-        raise BudgetError(f"{text!r} is no budget; write for example '0.5', '80%' or '6GiB'.") from None
+        raise BudgetError(
+            f"{text!r} is no budget; write for example '0.5x' (of the plain peak), '80%' (of the device's memory) or "
+            f"'6GiB'."
+        ) from None
 
 
 def _whole_budget(nbytes: Fraction, given: object) -> Bytes:

@@ -17,7 +17,7 @@ COMMAND_LINE = {
         "[--method]",
         "[--spill-directory]",
         "[--seed]",
-        "[--output]",
+        "[--output/-o]",
         "[--json]",
     ],
     "train": [
@@ -29,7 +29,7 @@ COMMAND_LINE = {
         "[--spill-io]",
         "[--return-freed/--keep-freed]",
         "[--run-file]",
-        "[--output]",
+        "[--output/-o]",
         "[--plain-check/--no-plain-check]",
         "[--seed]",
         "[--json]",
@@ -69,7 +69,7 @@ COMMAND_LINE = {
         "[--png]",
         "[--json]",
     ],
-    "report": ["RUN", "[--output]", "[--perfetto]", "[--json]"],
+    "report": ["RUN", "[--output/-o]", "[--perfetto]", "[--json]"],
     "plan": ["STEP", "--budget", "--method", "[--device]", "[--output/-o]", "[--json]"],
     "advise": [
         "[WORKLOAD]",
@@ -156,3 +156,32 @@ def test_the_verbs_and_their_options_are_these() -> None:
 def test_every_verb_can_answer_a_program() -> None:
     # `--json` on every verb is a promise of the command line, for the verbs to come as well.
     assert [verb for verb, words in command_line(app).items() if verb and "[--json]" not in words] == []
+
+
+def test_what_is_written_is_written_where_o_says() -> None:
+    written = {
+        "demo",
+        "train",
+        "record",
+        "simulate",
+        "compare",
+        "report",
+        "plan",
+        "advise",
+        "pilot record",
+        "pilot train",
+    }
+    short = {verb for verb, words in command_line(app).items() if any("/-o" in word for word in words)}
+    assert short == written
+
+
+def test_help_lists_workloads_methods_and_planners() -> None:
+    group: Any = typer.main.get_command(app)
+    for listed in ("deep-narrow", "mimose-published", "Planners among them: auto"):
+        assert listed in group.epilog
+    helps = {verb: " ".join(str(one.help) for one in command.params) for verb, command in group.commands.items()}
+    assert "stdlib-lm" in helps["train"]
+    assert "stdlib-lm" in helps["advise"]
+    assert "mimose-published" in helps["simulate"]
+    assert "checkmate" in helps["plan"]
+    assert "delta" not in helps["plan"]

@@ -375,8 +375,13 @@ def late_session(
     With `costs` its first step measures them, which waits for the device, so that nothing in it is late.
     """
     streams = streams if streams is not None else LateStreams()
-    engine = late_engine(method, budget, streams, host_budget, exchanges=exchanges, costs=costs)
-    return TensorSession([model], optimizers, engine, None, None, keep_timeline=timeline, return_freed=True)
+
+    def opens(allowed: int) -> TensorEngine:
+        return late_engine(method, allowed, streams, host_budget, exchanges=exchanges, costs=costs)
+
+    return TensorSession(
+        [model], optimizers, opens(budget), None, None, opens=opens, keep_timeline=timeline, return_freed=True
+    )
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from spillway import __version__
-from spillway.cli import demo, main
+from spillway import __version__, workloads
+from spillway.cli import common, demo, main
 from spillway.ir import RunWriter, read_run
 from spillway.tiers.disk import DiskTier
 from tests.shared import HANGS
@@ -145,13 +145,40 @@ def sentence(ended: Ended) -> str:
         ("-5MiB", "A number of bytes cannot be negative, as '-5MiB' is."),
         ("5000 TiB", "A budget of '5000 TiB' is more than the "),
         ("101%", "A budget of '101%' is more than the "),
+        ("0.5x", "'0.5x' is a share of the plain peak, which nobody knows here; write bytes, or a share of the memory"),
     ],
 )
 def test_a_budget_that_makes_no_sense_is_refused_before_anything_runs(
     spillway: Command, budget: str, expected: str
 ) -> None:
     assert sentence(spillway("train", "small", "--budget", budget)).startswith(expected)
-    assert sentence(spillway("demo", "--budgets", f"70%,{budget}")).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        ("12 apples", "'12 apples' is no budget; write for example '0.5x' (of the plain peak), '80%' (of the device's"),
+        ("0", "A share of the plain peak is more than 0 and at most 1, and '0' is not."),
+        ("5000 TiB", "A budget of '5000 TiB' is more than the "),
+        ("101%", "A share of the device's memory is more than 0 and at most 100%, and '101%' is not."),
+    ],
+)
+def test_budgets_of_the_demo_may_be_shares_of_its_plain_peak(spillway: Command, budget: str, expected: str) -> None:
+    assert sentence(spillway("demo", "--budgets", f"0.7x,{budget}")).startswith(expected)
+
+
+def test_help_knows_every_workload() -> None:
+    assert tuple(workloads.WORKLOADS) == common.WORKLOADS
+
+
+def test_a_percentage_of_a_device_is_said_to_be_one(spillway: Command) -> None:
+    assert spillway("record", "workloads.py:small", "-o", "step.jsonl").code == 0
+    ended = spillway("simulate", "step.jsonl", "--budget", "50%", "--json")
+    assert json.loads(ended.out)["budget_bytes"] == 40 << 30
+    assert ended.err.splitlines() == [
+        "50%: percentages are of the 80.00 GiB of a100; a share of the plain peak is written with an x, as 0.5x."
+    ]
+    assert spillway("simulate", "step.jsonl", "--budget", "0.5x", "--json").err == ""
 
 
 @pytest.mark.parametrize("command", [("train", "small", "--budget", "1MiB"), ("demo",)])
@@ -249,8 +276,9 @@ def trained(spillway: Command, *options: object) -> dict[str, Any]:
 
 def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway: Command) -> None:
     document = trained(
-        spillway, "--budget", "1MiB", "--plain-check", "--run-file", "run.jsonl", "--output", "page.html"
-    )
+        spillway, "--budget", "1MiB", "--method", "lru", "--plain-check", "--run-file", "run.jsonl",
+        "--output", "page.html",
+    )  # fmt: skip
     assert document["identical"] is True
     assert document["first_difference"] is None
     assert 0 < document["peak_bytes"] <= document["budget_bytes"] == 2**20
@@ -276,10 +304,10 @@ def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
 
 
 def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> None:
-    plainly = trained(spillway, "--budget", "1MiB", "--run-file", "plainly.jsonl")
+    plainly = trained(spillway, "--budget", "1MiB", "--method", "lru", "--run-file", "plainly.jsonl")
     chosen = trained(
-        spillway, "--budget", "1MiB", "--spill-io", "direct", "--keep-freed", "--spill-directory", ".",
-        "--run-file", "chosen.jsonl",
+        spillway, "--budget", "1MiB", "--method", "lru", "--spill-io", "direct", "--keep-freed",
+        "--spill-directory", ".", "--run-file", "chosen.jsonl",
     )  # fmt: skip
     headers = [read_run(path).header for path in ("plainly.jsonl", "chosen.jsonl")]
     assert [header["return_freed"] for header in headers] == [True, False]
@@ -307,7 +335,7 @@ def test_the_demo_has_a_row_for_every_run_and_writes_its_pages(
     spillway: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "WORKLOAD", "workloads.py:blocks")
-    ended = spillway("demo", "--steps", 6, "--budgets", "90%, 80% ,1%", "--output", "page.html", "--json")
+    ended = spillway("demo", "--steps", 6, "--budgets", "0.9x, 0.8x ,0.01x", "--output", "page.html", "--json")
     assert ended.code == 0, ended.err
     plain, most, middle, refused, *methods = json.loads(ended.out)
     assert plain["budget_bytes"] is None

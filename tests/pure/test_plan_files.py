@@ -131,7 +131,15 @@ def test_the_public_function_plans_a_step_a_recorded_one_and_a_file(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("budget", "allowed"),
-    [(9 << 20, 9 << 20), ("9MiB", 9 << 20), (0.9, 9 << 20), ("0.9", 9 << 20), ("90%", 9 << 20), (1.0, 10 << 20)],
+    [
+        (9 << 20, 9 << 20),
+        ("9MiB", 9 << 20),
+        (0.9, 9 << 20),
+        ("0.9", 9 << 20),
+        ("0.9x", 9 << 20),
+        ("10%", 8 << 30),
+        (1.0, 10 << 20),
+    ],
 )
 def test_a_budget_is_bytes_or_a_share_of_the_plain_peak(budget: str | float, allowed: int) -> None:
     assert spillway.plan(STEP, budget=budget, method="sqrt-n", device="a100").allowed == allowed

@@ -30,29 +30,29 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_names_files_and_shares_are_understood(file: Path) -> None:
-    by_name = spillway.simulate(file, "50%", "lru", "a100")
+    by_name = spillway.simulate(file, "0.5x", "lru", "a100")
     assert by_name == spillway.simulate(STEP, PEAK // 2, LRU(), DEVICES["a100"])
     assert by_name.peak_bytes <= PEAK // 2
 
 
 def test_ops_take_the_devices_seconds_unless_the_measured_ones_are_wanted() -> None:
-    assert spillway.simulate(COUNTED, "100%", "keep-all", measured=True).plain_seconds == pytest.approx(32e-3)
+    assert spillway.simulate(COUNTED, "1x", "keep-all", measured=True).plain_seconds == pytest.approx(32e-3)
     modelled = sum(op.seconds or 0 for op in timed(COUNTED, DEVICES["a100"]).ops)
-    assert spillway.simulate(COUNTED, "100%", "keep-all").plain_seconds == pytest.approx(modelled)
+    assert spillway.simulate(COUNTED, "1x", "keep-all").plain_seconds == pytest.approx(modelled)
     assert modelled != pytest.approx(32e-3)
     without = replace(COUNTED, ops=tuple(replace(op, seconds=None) for op in COUNTED.ops))
-    assert spillway.simulate(without, "100%", "keep-all").plain_seconds == pytest.approx(modelled)
+    assert spillway.simulate(without, "1x", "keep-all").plain_seconds == pytest.approx(modelled)
     with pytest.raises(UsageError, match="nothing was measured"):
-        spillway.simulate(without, "100%", "keep-all", measured=True)
+        spillway.simulate(without, "1x", "keep-all", measured=True)
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
     with pytest.raises(UnknownMethodError, match="no method 'best'; choose one of auto, checkmate, checkpoint, delta"):
-        spillway.simulate(STEP, "50%", "best")
+        spillway.simulate(STEP, "0.5x", "best")
     with pytest.raises(UsageError, match="no device 'abacus'"):
-        spillway.simulate(STEP, "50%", "lru", "abacus")
+        spillway.simulate(STEP, "0.5x", "lru", "abacus")
     with pytest.raises(BudgetError, match="more than 0 and at most 1"):
-        spillway.simulate(STEP, "0%", "lru")
+        spillway.simulate(STEP, "0x", "lru")
 
 
 def test_the_verb_prints_its_figures_and_writes_a_run_file_that_can_be_drawn(
@@ -60,10 +60,10 @@ def test_the_verb_prints_its_figures_and_writes_a_run_file_that_can_be_drawn(
 ) -> None:
     run = tmp_path / "run.jsonl"
     with pytest.raises(SystemExit) as ended:
-        main(["simulate", str(file), "--budget", "40%", "--method", "delta", "-o", str(run), "--json"])
+        main(["simulate", str(file), "--budget", "0.4x", "--method", "delta", "-o", str(run), "--json"])
     assert ended.value.code == 0
     told = json.loads(capsys.readouterr().out)
-    ran = spillway.simulate(STEP, "40%", "delta")
+    ran = spillway.simulate(STEP, "0.4x", "delta")
     assert (told["status"], told["peak_bytes"], told["seconds"]) == ("ok", ran.peak_bytes, ran.seconds)
     written = read_run(run)
     assert written.timelines == [ran.timeline]

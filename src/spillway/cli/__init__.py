@@ -16,10 +16,14 @@ import typer
 
 import spillway
 from spillway.cli import advise, build, compare, demo, doctor, pilot, plan, record, report, simulate, train
+from spillway.cli.common import PLANNERS, WORKLOADS
 from spillway.errors import SpillwayError, on_one_line
+from spillway.methods import METHODS
 
 app = typer.Typer(
     name="spillway", help="Train PyTorch models under a memory budget that you name, with bit-identical results.",
+    epilog=f"Workloads: {', '.join(WORKLOADS)}. Methods: {', '.join(METHODS)}. "
+    f"Planners among them: {', '.join(PLANNERS)}.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for _name, _verb in (

@@ -37,11 +37,12 @@ from spillway.advisor.verdict import (
     sentence,
 )
 from spillway.advisor.ways import DEFAULT, PLAIN, WAYS, accumulated, chosen, way_of
-from spillway.budgets import parse_bytes
+from spillway.budgets import parse_budget, parse_bytes
 from spillway.calibration.named_device import device_of
 from spillway.cli import advice_tables as tables
 from spillway.cli.common import (
     INTERRUPTED,
+    WORKLOADS,
     Json,
     Seed,
     check_writable,
@@ -60,7 +61,7 @@ from spillway.report.drawing import check_drawing
 from spillway.units import Bytes, Seconds, format_bytes, format_seconds
 
 Workload = Annotated[str | None, typer.Argument(
-    help="A name that comes with Spillway, or file.py:function; it is measured, or simulated."
+    help=f"It is measured, or simulated: file.py:function, or one of {', '.join(WORKLOADS)}."
 )]  # fmt: skip
 Measurements = Annotated[Path | None, typer.Option(
     "--from", help="Instead of a workload: what steps took, by method and batch size, a CSV file."
@@ -69,7 +70,7 @@ Methods = Annotated[
     str | None, typer.Option(help=f"To compare with plain: {', '.join(WAYS)}.", show_default=",".join(DEFAULT))
 ]
 Memory = Annotated[str | None, typer.Option(
-    help="What steps may take of the device, as 12.8GB; less than it has, because of fragments.",
+    help="What steps may take of the device, as 12.8GB or 80%; less than it has, because of fragments.",
     show_default="nine tenths of what is available, of a GPU eight; with --from the largest peak of the network",
 )]  # fmt: skip
 Simulate = Annotated[str | None, typer.Option(
@@ -128,6 +129,8 @@ class _Setting:
     bench: AbstractBench
     memory: Bytes
     """That steps may take if nobody says."""
+    device_bytes: Bytes
+    """What the device has."""
     gradient_bytes: Bytes
     longest: Seconds
     """A step that takes longer is not tried."""
@@ -140,7 +143,8 @@ class _Setting:
 class _Wanted:
     """What is to be found out and shown."""
 
-    limit: Bytes | None
+    memory: str | None
+    """What steps may take, as it was given."""
     small_batches: bool
     devices: tuple[str | None, str | None, str | None, str | None]
     """Numbers of devices, gradients, link, latency, as they were given."""
@@ -153,6 +157,23 @@ class _Wanted:
     network: str = ""
     """The workload with its options."""
     verify: bool = False
+
+    def limit(self, device_bytes: Bytes | None) -> Bytes | None:
+        """What steps may take of a device with so much memory, if that was said.
+
+        Raises BudgetError for what is none, and for a share where nobody knows of what.
+        """
+        if self.memory is None:
+            return None
+        if device_bytes is None and "%" in self.memory:
+            raise BudgetError(
+                f"--memory {self.memory} is a share of a device's memory, which measurements do not tell; write bytes."
+            )
+        shares = device_bytes is not None and self.memory.strip()[-1:] in ("%", "x")
+        limit = parse_budget(self.memory, device_bytes or 0) if shares else parse_bytes(self.memory)
+        if limit == 0:
+            raise BudgetError("Steps take more than 0 bytes: give --memory what the device has for them.")
+        return limit
 
     def exchange(self, known: Bytes | None = None) -> tables.Exchange | None:
         """Between devices; `known` are the bytes of the gradients where the model is there."""
@@ -195,11 +216,9 @@ def advise_(
     asked that need not be here. Of a file every network and hardware is answered by itself. An answer is a sentence,
     then a table of all methods; with --devices two more have what each gains where gradients are exchanged.
     """
-    limit = None if memory is None else parse_bytes(memory)
-    if limit == 0:
-        raise BudgetError("Steps take more than 0 bytes: give --memory what the device has for them.")
     exchanged = (devices, gradients, link, latency)
-    wanted = _Wanted(limit=limit, small_batches=small_batches, devices=exchanged, output=output, json=json)
+    wanted = _Wanted(memory=memory, small_batches=small_batches, devices=exchanged, output=output, json=json)
+    wanted.limit(None if measurements is not None else machine_memory())  # what is wrong with it is said now
     check_writable(output)
     if output is not None:
         check_drawing("the page", "--output the table and --json need")
@@ -254,7 +273,7 @@ def _from_file(path: Path, wanted: _Wanted) -> None:
     with naming(path):
         experiments = read_measurements(path)
     answers = [
-        advise(there, wanted.limit or default_limit(there), small_batches=wanted.small_batches)
+        advise(there, wanted.limit(None) or default_limit(there), small_batches=wanted.small_batches)
         for there in experiments
     ]  # fmt: skip
     swept = tables.sweeps_over(exchange, answers)
@@ -323,13 +342,16 @@ def _measured(
         key = real.key() | {"spillway": spillway.__version__}
         bench = RememberedBench(real, lambda: real.facts, cache_file(key), key, fresh=fresh)
         memory, gradient_bytes = bench.facts["device_bytes"], int(bench.facts["gradient_bytes"])
+        there = machine_memory() if memory is None else int(memory)
         if memory is None:
             system = on_system.memory().facts
             limits = [limit for limit in (system["available"], system["container_free"]) if limit]
             memory = int(OF_MACHINE * min(limits, default=machine_memory()))
         else:
             memory = int(OF_GPU * memory)
-        yield _Setting(bench=bench, memory=memory, gradient_bytes=gradient_bytes, longest=longest)
+        yield _Setting(
+            bench=bench, memory=memory, device_bytes=there, gradient_bytes=gradient_bytes, longest=longest
+        )  # fmt: skip
         if bench.remembered:
             say(console, f"{bench.remembered} trials were measured by earlier runs; --fresh measures them again.")
 
@@ -347,7 +369,8 @@ def _simulated(
     bench = SimulatedBench(workload, Steps(recorded), device_of(simulated))
     memory = int(OF_GPU * bench.device.memory)
     yield _Setting(
-        bench=bench, memory=memory, gradient_bytes=bench.gradient_bytes(), longest=inf,
+        bench=bench, memory=memory, device_bytes=bench.device.memory, gradient_bytes=bench.gradient_bytes(),
+        longest=inf,
         rules=lambda size: offload_rules(bench.step_of(way_of(PLAIN), size).step, bench.device),
     )  # fmt: skip
 
@@ -436,7 +459,7 @@ def find_out(setting: _Setting, wanted: _Wanted, console: Console, *, layers: st
 
     Raises SpillwayError if plain training cannot be measured, and Exit if nothing was before Ctrl-C.
     """
-    bench, limit = setting.bench, wanted.limit or setting.memory
+    bench, limit = setting.bench, wanted.limit(setting.device_bytes) or setting.memory
     campaign = Campaign(bench, wanted.methods, limit, batches=wanted.batches, longest=setting.longest)
     whole = _interruptible(lambda: _collect(campaign, console))
     if not any(campaign.trials.values()):

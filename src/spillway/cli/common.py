@@ -15,10 +15,24 @@ from rich.console import Console
 
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, RunFile, StepReport, read_run
+from spillway.methods import METHODS
 from spillway.report.html import write_report
+from spillway.units import Bytes, format_bytes
+
+WORKLOADS: Final = (
+    "stdlib-lm", "resnet", "deep-narrow", "tree-lstm", "tree-cnn", "var-lstm", "var-bert", "moe", "unrolled-gan",
+    "evoformer", "resnet50", "bert-base", "bert-large", "gpt2", "swin", "t5", "bert-small", "gpt-small", "vit-small",
+)  # fmt: skip
+"""Names of `spillway.workloads.WORKLOADS`, which cannot be asked without torch; a test holds them to be the same."""
+PLANNERS: Final = tuple(name for name, one in METHODS.items() if one.plans)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
-Method = Annotated[str, typer.Option(help="How to decide what leaves memory.")]
+Method = Annotated[str, typer.Option(help=f"How to decide what leaves memory: {', '.join(METHODS)}.")]
+Workload = Annotated[str, typer.Argument(help=f"file.py:function, or one of {', '.join(WORKLOADS)}.")]
+BudgetOfStep = Annotated[
+    str, typer.Option(help="Bytes, 6GiB; a share of the plain peak, 0.5x; or of the device's memory, 50%.")
+]
+Page = Annotated[Path | None, typer.Option("--output", "-o", help="Where to write a page about the run.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of the model, the data and everything that is drawn.")]
 SpillDirectory = Annotated[
     Path | None,
@@ -61,6 +75,22 @@ def print_json(document: Any) -> None:
     """Print the one document of a verb. Losses that are not numbers are written as Python's `json` writes them."""
     json.dump(document, sys.stdout, indent=2)
     sys.stdout.write("\n")
+
+
+def tell_shares(budgets: str, of: str, nbytes: Bytes) -> None:
+    """Say what a percentage is one of, where a share of the plain peak may have been meant.
+
+    Arguments:
+        budgets: As they were written.
+        of: Whose memory it is.
+        nbytes: All of that.
+    """
+    if "%" in budgets:
+        say(
+            to_terminal(),
+            f"{budgets}: percentages are of the {format_bytes(nbytes)} of {of}; a share of the plain peak is written "
+            f"with an x, as 0.5x.",
+        )
 
 
 def check_writable(path: Path | None) -> None:

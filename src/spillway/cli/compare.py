@@ -13,9 +13,20 @@ from rich.table import Table
 
 from spillway.budgets import parse_budgets
 from spillway.calibration.named_device import device_of
-from spillway.cli.common import INTERRUPTED, Json, check_writable, naming, print_json, say, to_print, to_terminal
+from spillway.cli.common import (
+    INTERRUPTED,
+    Json,
+    check_writable,
+    naming,
+    print_json,
+    say,
+    tell_shares,
+    to_print,
+    to_terminal,
+)
 from spillway.errors import SpillwayError
 from spillway.ir.loading import load_step
+from spillway.methods import METHODS
 from spillway.report.comparison import write_page, write_png
 from spillway.report.drawing import check_drawing
 from spillway.simulation.sweep import (
@@ -39,9 +50,9 @@ def compare_(
     *,
     step: Annotated[str, typer.Argument(help="A recorded step, a log of DTR, or logs.zip:NAME.")],
     budgets: Annotated[
-        str, typer.Option(help='Shares of the plain peak or bytes: "0.3..1.0", "0.3..1.0:5", "50%,6GiB".')
+        str, typer.Option(help="Shares of the plain peak, of the device, or bytes: 0.3..1.0, 0.3x..1x:5, 50%,6GiB.")
     ] = "0.3..1.0",
-    methods: Annotated[str, typer.Option(help="Names, separated by commas, or all.")] = "all",
+    methods: Annotated[str, typer.Option(help=f"Separated by commas, or all: {', '.join(METHODS)}.")] = "all",
     device: Annotated[str, typer.Option(help='A device by name, "here" for this machine, or its .json file.')] = "a100",
     plan_seconds: Annotated[
         float, typer.Option(min=0.1, help="How long a planner that searches, as checkmate does, may take for a plan.")
@@ -69,7 +80,8 @@ def compare_(
     with naming(step):
         recorded = load_step(step)
     problem = sweep_problem_of(recorded, device_of(device))
-    wanted = parse_budgets(budgets, problem.plain_peak)
+    wanted = parse_budgets(budgets, problem.plain_peak, problem.device.memory)
+    tell_shares(budgets, problem.device.name, problem.device.memory)
     if json and output is None and png is None:
         bound_seconds = 0.0  # nobody would see them
     total = len(cells_of(names, wanted, bounds=bound_seconds > 0))

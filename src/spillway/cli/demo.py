@@ -11,7 +11,7 @@ from typing import Annotated, Final
 import typer
 from rich.progress import Progress, TaskID
 
-from spillway.budgets import parse_budget
+from spillway.budgets import budget_of_peak, parse_budget
 from spillway.cli.common import (
     Json,
     Method,
@@ -20,6 +20,7 @@ from spillway.cli.common import (
     Steps,
     check_writable,
     print_json,
+    tell_shares,
     to_terminal,
     write_page,
 )
@@ -33,8 +34,8 @@ from spillway.subprocess_runs.run import STATIC, RunRequest
 
 WORKLOAD: Final = "stdlib-lm"
 STEPS: Final = 8
-BUDGETS: Final = "70%,50%,35%"
-METHOD: Final = "lru"
+BUDGETS: Final = "0.7x,0.5x,0.35x"
+METHOD: Final = "auto"
 OUTPUT: Final = Path("spillway-report.html")
 BY_BLOCK: Final = ("mimose", STATIC, "checkpoint", "delta")
 """Side by side under the middle one of the budgets, in the second table."""
@@ -44,12 +45,15 @@ def demo(
     *,
     steps: Steps = STEPS,
     budgets: Annotated[
-        str, typer.Option(help="Separated by commas; a percentage is one of the plain run's peak.")
+        str,
+        typer.Option(help="Separated by commas: shares of the plain run's peak, 0.5x; of the memory, 50%; or bytes."),
     ] = BUDGETS,
     method: Method = METHOD,
     spill_directory: SpillDirectory = None,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="Where to write the page about the middle one of the budgets.")] = OUTPUT,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Where to write the page about the middle one of the budgets.")
+    ] = OUTPUT,
     json: Json = False,
 ) -> None:
     """Train a language model on Python's standard library: plain, then under smaller and smaller budgets.
@@ -62,9 +66,11 @@ def demo(
     resolve(method)
     check_writable(output)
     check_writable(page_by_size(output))
-    wanted = [text.strip() for text in budgets.split(",")]
+    there, wanted = machine_memory(), [text.strip() for text in budgets.split(",")]
     for text in wanted:
-        parse_budget(text, machine_memory())  # What makes no sense is refused before minutes are spent.
+        if budget_of_peak(text, there, there) > there:  # What makes no sense is refused before minutes are spent.
+            parse_budget(text, there)
+    tell_shares(budgets, "this machine", there)
     spill = None if spill_directory is None else str(spill_directory)
     request = RunRequest(
         workload=WORKLOAD, seed=seed, steps=steps, method=None, budget_bytes=None, spill_directory=spill
@@ -106,7 +112,7 @@ def _run_all(
         run_announced(shown, tasks[1], replace(request, method="keep-all")),
     )
     peak = highest_peak(account.reports)
-    allowed = [parse_budget(text, peak if text.endswith("%") else machine_memory()) for text in wanted]
+    allowed = [budget_of_peak(text, peak, machine_memory()) for text in wanted]
 
     def ran(task: TaskID, asked: RunRequest, run_file: Path | None) -> Row | RefusedRow:
         asked = replace(asked, run_file=None if run_file is None else str(run_file))
@@ -115,9 +121,11 @@ def _run_all(
         except BudgetInfeasible as error:
             return refused_row(budget_bytes=asked.budget_bytes or 0, method=asked.method or "", error=error)
 
+    first = plain_row(request, plain, account)
+
     def show(found: Row | RefusedRow, path: Path, run_file: Path, what: str) -> None:
         if isinstance(found, Row):
-            write_page(path, run_file, page_facts(WORKLOAD, found))
+            write_page(path, run_file, page_facts(WORKLOAD, found, first))
             pages[path] = what
 
     in_time, by_size = folder / "run.jsonl", folder / "by-size.jsonl"
@@ -135,4 +143,4 @@ def _run_all(
         for task, name in zip(tasks[-len(BY_BLOCK) :], BY_BLOCK, strict=True)
     ]
     show(by_block[0], page_by_size(output), by_size, "Memory against input size under Mimose")
-    return [plain_row(request, plain, account), *under], by_block
+    return [first, *under], by_block

@@ -29,7 +29,9 @@ app: Final = typer.Typer(
 )
 
 Device = Annotated[str, typer.Option(help="The device on which fetches ahead are judged.")]
-Room = Annotated[str, typer.Option(help="Of it for parameters: bytes, 1GiB, or a share of all parameters.")]
+Room = Annotated[
+    str, typer.Option(help="Of it for parameters: bytes, 1GiB; a share of all parameters, 0.25x; of the device, 50%.")
+]
 LEARNED: Final = 0.75
 """Of the samples of a file, the share in front that a pilot learns; it is judged by the rest."""
 
@@ -82,7 +84,10 @@ def train(
     width: Annotated[int, typer.Option(min=1, help="Of both hidden layers.")] = 256,
     epochs: Annotated[int, typer.Option(min=1, help="How often every sample is learned.")] = 8,
     budget: Annotated[
-        str, typer.Option(help="For the blocks of `published`: bytes, or a share of what a forward makes and uses.")
+        str,
+        typer.Option(
+            help="For the blocks of `published`: bytes; a share of what a forward uses, 0.5x; of the device, 50%."
+        ),
     ] = "0.5",
     device: Device = "rtx6000",
     room: Room = "0.25",
@@ -101,7 +106,9 @@ def train(
         made = DecisionPilot(program, width=width, seed=seed)
     else:
         largest = max(int(touches_of(program, one).nbytes.sum()) for one in learned[:: max(len(learned) // 16, 1)])
-        made = PublishedPilot(program, allowed=budget_of_peak(budget, largest), width=width, seed=seed)
+        made = PublishedPilot(
+            program, allowed=budget_of_peak(budget, largest, device_of(device).memory), width=width, seed=seed
+        )
     made.fit(learned, epochs=epochs)
     facts = {"samples": len(learned), "epochs": epochs, "seed": seed, "recorded": dict(recorded.facts)}
     saved = SavedPilot(pilot=made, facts=facts)
@@ -171,7 +178,7 @@ def _judged(pilot: TrainedPilot, recorded: RecordedSamples, device: str, room: s
         for one in simple:
             one.learn(sample)
     whole = sum(one.nbytes for one in recorded.architecture.parameters)
-    referee = Referee(program, [*simple, pilot], device=on, room=budget_of_peak(room, whole))
+    referee = Referee(program, [*simple, pilot], device=on, room=budget_of_peak(room, whole, on.memory))
     seconds = modelled_seconds(recorded.architecture, on)
     for sample in recorded.samples[cut:]:
         referee.learn(sample, seconds[sample.signatures])

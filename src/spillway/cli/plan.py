@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import Json, check_writable, naming, print_json
+from spillway.cli.common import PLANNERS, BudgetOfStep, Json, check_writable, naming, print_json, tell_shares
 from spillway.ir import Plan, Recompute, Step, verify
 from spillway.ir.account import comes_back
 from spillway.ir.lives import lives_of
@@ -24,8 +24,8 @@ def plan(
     step: Annotated[
         str, typer.Argument(help="A recorded step: a file of `spillway record`, a log of DTR, or logs.zip:NAME.")
     ],
-    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, or a share of the plain peak: 0.5 or 50%.")],
-    method: Annotated[str, typer.Option(help="Which planner decides.")],
+    budget: BudgetOfStep,
+    method: Annotated[str, typer.Option(help=f"Which planner decides: {', '.join(PLANNERS)}.")],
     device: Annotated[str, typer.Option(help="The device whose seconds the planner counts with.")] = "a100",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this file.", show_default=False)
@@ -36,6 +36,7 @@ def plan(
     check_writable(output)
     planner = planner_named(method)
     problem = problem_of(step, budget=budget, device=device)
+    tell_shares(budget, problem.device.name, problem.device.memory)
     found = planner.plan(problem)
     verify(found, problem.step, problem.allowed)
     facts = {"method": method, "device": problem.device.name, **figures(found, problem.step)}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spillway.cli.common import Json, Seed, check_writable, print_json, record_workload
+from spillway.cli.common import Json, Seed, Workload, check_writable, print_json, record_workload
 from spillway.errors import SpillwayError
 from spillway.ir import Recorded, write_step
 from spillway.units import format_bytes, format_seconds
@@ -16,7 +16,7 @@ from spillway.units import format_bytes, format_seconds
 
 def record(
     *,
-    workload: Annotated[str, typer.Argument(help="A name that comes with Spillway, or file.py:function.")],
+    workload: Workload,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Where to write the step; compressed if it ends in .gz.")
     ],

@@ -17,7 +17,8 @@ def report(
     *,
     run: Annotated[Path, typer.Argument(help="A run file: of `spillway train --run-file`, or of a session.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where to write the page.", show_default="RUN with the ending .html")
+        Path | None,
+        typer.Option("--output", "-o", help="Where to write the page.", show_default="RUN with the ending .html"),
     ] = None,
     perfetto: Annotated[
         Path | None, typer.Option(help="Also write the lanes of the recorded step as a trace, for ui.perfetto.dev.")

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from spillway.cli.common import Json, check_writable, print_json
+from spillway.calibration.named_device import device_of
+from spillway.cli.common import BudgetOfStep, Json, Method, check_writable, print_json, tell_shares
 from spillway.errors import SpillwayError, UsageError
 from spillway.ir import RunWriter
 from spillway.ir.loading import load_step
@@ -28,8 +29,8 @@ FIGURES: Final = (
 def simulate(
     *,
     step: Annotated[str, typer.Argument(help="A recorded step, an operator log of DTR, or logs.zip:NAME.")],
-    budget: Annotated[str, typer.Option(help="Bytes, 6GiB, or a share of the plain peak: 0.5 or 50%.")],
-    method: Annotated[str, typer.Option(help="How to decide what leaves memory.")] = "delta",
+    budget: BudgetOfStep,
+    method: Method = "delta",
     device: Annotated[
         str, typer.Option(help="Whose speed: a preset, here for this machine, or a device's .json file.")
     ] = "a100",
@@ -51,8 +52,10 @@ def simulate(
         recorded = load_step(step)
     except OSError as error:
         raise SpillwayError(f"{step} cannot be read: {error.strerror or error}.") from error
+    on = device_of(device)
+    tell_shares(budget, on.name, on.memory)
     ran = simulate_recorded(
-        recorded, budget, method, device, allocator=allocator, limit=limit, tier=tier, measured=measured,
+        recorded, budget, method, on, allocator=allocator, limit=limit, tier=tier, measured=measured,
         steps=steps,
     )  # fmt: skip
     if run_file is not None:

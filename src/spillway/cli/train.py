@@ -16,11 +16,13 @@ from spillway.budgets import parse_budget
 from spillway.cli.common import (
     Json,
     Method,
+    Page,
     ReturnFreed,
     Seed,
     SpillDirectory,
     SpillIO,
     Steps,
+    Workload,
     check_writable,
     print_json,
     say,
@@ -31,18 +33,17 @@ from spillway.cli.training import announce, board, broken_promises, page_facts, 
 from spillway.errors import SpillwayError
 from spillway.internals.machine_memory import machine_memory
 from spillway.methods import resolve
-from spillway.report.figures import NO_BUDGET
 from spillway.report.live import LiveLine
 from spillway.subprocess_runs.rows import Row, row
 from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
 
 STEPS: Final = 20
-METHOD: Final = "lru"
+METHOD: Final = "auto"
 
 
 def train(
     *,
-    workload: Annotated[str, typer.Argument(help="A name that comes with Spillway, or file.py:function.")],
+    workload: Workload,
     budget: Annotated[str, typer.Option(help='Bytes, "6GiB", "80%" of the machine\'s memory, or "none".')],
     method: Method = METHOD,
     steps: Steps = STEPS,
@@ -50,7 +51,7 @@ def train(
     spill_io: SpillIO = "buffered",
     return_freed: ReturnFreed = True,
     run_file: Annotated[Path | None, typer.Option(help="Where to write the figures of every step.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where to write a page about the run.")] = None,
+    output: Page = None,
     plain_check: Annotated[bool, typer.Option(help="Train plainly too, first, and compare every bit.")] = False,
     seed: Seed = 0,
     json: Json = False,
@@ -96,8 +97,7 @@ def _rows(request: RunRequest, *, plain_check: bool) -> list[Row]:
 
 def _watched(request: RunRequest, console: Console) -> RunResult:
     """Run it behind the live line."""
-    allowed = NO_BUDGET if request.budget_bytes is None else request.budget_bytes
-    with closing(LiveLine(allowed, console=console)) as live:
+    with closing(LiveLine(console=console)) as live:
 
         def step(done: StepDone) -> None:
             if done.report is not None:

@@ -262,6 +262,9 @@ class AbstractBlockMethod(ABC):
     def end(self, step: StepSample, blocks: Sequence[BlockSample] = ()) -> None:
         """Take what a step measured: its peak, and of a step that collects every block."""
 
+    def forget_plans(self) -> None:  # noqa: B027  # not every method plans
+        """The budget is another: nothing that was planned for the one before is used. What was measured is."""
+
     def does_without_spill(self) -> bool:
         """A step has ended because there was no room for what was to leave: whether later ones move nothing."""
         return False

@@ -9,7 +9,7 @@ from typing import final
 
 from spillway.ir import StepReport
 from spillway.report.figures import NO_BUDGET, format_share, recomputed_share
-from spillway.units import Bytes, Seconds, format_bytes
+from spillway.units import Seconds, format_bytes
 
 _stream = random.getstate()
 try:  # rich draws from it when it is imported
@@ -32,8 +32,7 @@ class LiveLine:
     Where standard error is no terminal, nothing is drawn: the last step's line is printed once, at the end.
     """
 
-    def __init__(self, allowed: Bytes, *, console: Console | None = None) -> None:
-        self._allowed = allowed
+    def __init__(self, *, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, soft_wrap=True)
         self._latest: StepReport | None = None
         self._live: Live | None = None
@@ -53,7 +52,7 @@ class LiveLine:
         if latest is None:
             return
         if not self._console.is_terminal:
-            self._console.print(line(latest, self._allowed), markup=False, highlight=False)
+            self._console.print(line(latest), markup=False, highlight=False)
             return
         self._draw(latest)
         if self._live is not None:
@@ -61,7 +60,7 @@ class LiveLine:
             self._live = None
 
     def _draw(self, report: StepReport) -> None:
-        text = Text(line(report, self._allowed), no_wrap=True, overflow="ellipsis")
+        text = Text(line(report), no_wrap=True, overflow="ellipsis")
         if self._live is None:
             # What the training loop prints appears above the line; but not if it goes to a file.
             to_terminal = sys.stdout.isatty()
@@ -70,12 +69,13 @@ class LiveLine:
         self._live.update(text, refresh=True)
 
 
-def line(report: StepReport, allowed: Bytes) -> str:
+def line(report: StepReport) -> str:
     """The line of one step: its number, the loss if it was logged, memory, bytes moved, recomputed share."""
     parts = [f"step {report.step}"]
     if "loss" in report.logged:
         parts.append(f"loss {report.logged['loss']:.4g}")
     peak = f"{'peak' if report.peak_measured else 'expected peak'} {format_bytes(report.peak_bytes)}"
+    allowed = report.allowed
     if allowed < NO_BUDGET:  # a bar: dark up to where the step ended, light up to its peak
         end, most = (min(-(-BAR * nbytes // allowed), BAR) for nbytes in (report.end_bytes, report.peak_bytes))
         bar = "█" * end + "▒" * (most - end) + "░" * (BAR - max(most, end))

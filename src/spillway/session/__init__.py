@@ -14,16 +14,17 @@ import torch
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, UsageError
+from spillway.internals.private import fully_sharded
 from spillway.ir import RunWriter
-from spillway.memory.budget import UNLIMITED
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session.abstract_session import Session, header
+from spillway.session.abstract_session import Session, header, modules_of
 from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
 from spillway.session.options import BlockOptions, ReportOptions, SpillOptions
 from spillway.session.tensor_session import TensorSession, tensor_header
+from spillway.units import Bytes
 
 if TYPE_CHECKING:
     from spillway.report.live import LiveLine
@@ -37,7 +38,7 @@ def manage(
     optimizer: Optimizers = None,
     *,
     budget: int | str | None,
-    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "lru",
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
     spill: SpillOptions = _SPILL,
     blocks: BlockOptions = _BLOCKS,
     report: ReportOptions = _REPORT,
@@ -49,12 +50,13 @@ def manage(
         optimizer: Theirs, or several; used to know their state's storages.
         budget: Bytes, "6GiB", or a share of the memory of the model's device, "80%". It covers every storage that the
             step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
-            hands out to anybody else in the process. None only keeps account.
+            hands out to anybody else in the process. None only keeps account. `Session.budget` names another, later.
         method: How to decide what leaves: a name of `spillway.methods.METHODS`, or an object (of a block engine's
-            method its options count). Policies, such as "lru" and "delta", run on the tensor engine, which watches
-            every op; so do planners, such as "window": a step of each size is recorded, and those after it follow the
-            plan. "mimose", "mimose-published" and "checkpoint" run on the block engine, which recomputes blocks and
-            costs nothing per op.
+            method its options count). "auto" plans for every size of the input what is kept, recomputed or offloaded
+            block by block, and leaves models without blocks to "lru". Policies, such as "lru" and "delta", run on the
+            tensor engine, which watches every op; so do planners, such as "window": a step of each size is recorded,
+            and those after it follow the plan. "auto", "mimose", "mimose-published" and "checkpoint" run on the block
+            engine, which costs nothing per op.
         spill: Where bytes wait that have left.
         blocks: What a method of the block engine is told of the model.
         report: What is told of the run.
@@ -66,48 +68,54 @@ def manage(
     _check_options(spill=spill, blocks=blocks, report=report)
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
-    check_models(models, optimizers)
-    decides, device = resolve(method), device_of(models)
-    if isinstance(decides, AbstractBlockMethod):
-        if decides.needs_blocks:
-            _check_action(decides, spill.host_budget, lossy=blocks.lossy)
-    elif blocks != _BLOCKS:
-        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
-        raise UsageError(
-            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
-        )
+    decides = resolve(method)
+    check_models(models, optimizers, by_block=isinstance(decides, AbstractBlockMethod))
+    device = device_of(models)
+    if not isinstance(decides, AbstractBlockMethod):
+        _check_not_told_of_blocks(method, blocks)
+    elif decides.needs_blocks:
+        _check_action(decides, spill.host_budget, lossy=blocks.lossy)
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
     session: Session
-    falls_back = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and blocks.names is None
-    if falls_back and allowed >= UNLIMITED:
-        decides, falls_back = LRU(), False  # nothing is planned
+    sharded = any(map(fully_sharded, modules_of(models)))  # and none of the tensor engine's
+    pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
+    falls_back = pages and blocks.names is None
 
-    def opened(decides: AbstractPolicy, told: Callable[[TensorEngine], RunWriter | None]) -> TensorSession:
-        engine = engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
+    def opened(
+        decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
+    ) -> TensorSession:
+        def opens(allowed: Bytes) -> TensorEngine:
+            return engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
+
+        engine = opens(allowed)
         undo.callback(engine.close)
         return TensorSession(
-            models, optimizers, engine, told(engine), live, keep_timeline=report.timeline,
+            models, optimizers, engine, told(engine), live, opens=opens, keep_timeline=report.timeline,
             return_freed=spill.return_freed,
         )  # fmt: skip
 
     with contextlib.ExitStack() as undo:
-        live = _live(allowed, report.live)
+        live = _live(report.live)
         if isinstance(decides, AbstractBlockMethod):
             writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
             by_block = functools.partial(
-                BlockSession, models, optimizers, writer, live, method=decides, allowed=allowed,
+                BlockSession, models, optimizers, writer, live, method=decides,
                 traces=report.timeline, pinned=pinned, spill=spill,
-                blocks=dataclasses.replace(blocks, page=blocks.page or not decides.needs_blocks),
+                blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
             if falls_back:
-                session = auto_session(models, by_block, lambda: opened(LRU(), lambda _: writer))
+                storages = functools.partial(opened, LRU(), told=lambda _: writer)
+                session = auto_session(models, lambda allowed: by_block(allowed=allowed), storages, allowed)
             else:
-                session = by_block()
+                session = by_block(allowed=allowed)
         else:
             session = opened(
                 decides,
+                allowed,
                 lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
             )
+        undo.callback(session.close)
+        session._meet_ranks()
         undo.pop_all()
     return session
 
@@ -133,6 +141,14 @@ def _check_options(**given: object) -> None:
             )
 
 
+def _check_not_told_of_blocks(method: object, blocks: BlockOptions) -> None:
+    if blocks != _BLOCKS:
+        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
+        raise UsageError(
+            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
+        )
+
+
 def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *, lossy: bool) -> None:
     action = method.action
     if host_budget is not None and not action.moves:
@@ -148,12 +164,12 @@ def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *,
         )
 
 
-def _live(allowed: int, wanted: bool) -> LiveLine | None:
+def _live(wanted: bool) -> LiveLine | None:
     if not wanted:
         return None
     from spillway.report.live import LiveLine  # and a terminal's library, which nobody else needs
 
-    return LiveLine(allowed)
+    return LiveLine()
 
 
 __all__ = ["BlockOptions", "BlockSession", "ReportOptions", "Session", "SpillOptions", "TensorSession", "manage"]

@@ -8,11 +8,12 @@ from typing import Any, Self, cast, final
 
 import torch
 
-from spillway.engines.blocks.hook import Hook
 from spillway.errors import ModelError
+from spillway.memory.budget import UNLIMITED
 from spillway.session.abstract_session import Session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import leaves
+from spillway.units import Bytes
 
 
 @final
@@ -20,24 +21,49 @@ class AutoSession:
     """A session that is one of the block engine as long as there are blocks to plan, and then one of the tensor engine.
 
     The tensor engine takes over before the first step if a block engine cannot have the model, or if that is entered
-    with no tensor that would tell the size of its input; and before the second if the first found no blocks.
+    with no tensor that would tell the size of its input; and before the second if the first found no blocks. Without a
+    budget there is nothing to plan, and the tensor engine keeps account until one is named.
 
     Args:
         models: That are trained.
-        blocks: Opens a session of the block engine.
+        blocks: Opens a session of the block engine under that many bytes.
         storages: Opens one of the tensor engine.
+        allowed: The budget in bytes.
     """
 
     def __init__(
-        self, models: Sequence[torch.nn.Module], blocks: Callable[[], BlockSession], storages: Callable[[], Session]
+        self,
+        models: Sequence[torch.nn.Module],
+        blocks: Callable[[Bytes], BlockSession],
+        storages: Callable[[Bytes], Session],
+        allowed: Bytes,
     ) -> None:
-        self._storages = storages
+        self._models, self._blocks, self._storages = models, blocks, storages
+        self._unplanned = allowed >= UNLIMITED
+        """Whether blocks were not looked for yet, since there is no budget."""
+        self._now: Session = storages(allowed) if self._unplanned else self._opened(allowed)
+
+    def _opened(self, allowed: Bytes) -> Session:
         try:
-            self._now: Session = blocks()
+            return self._blocks(allowed)
         except ModelError:
-            if any(isinstance(vars(model).get("forward"), Hook) for model in models):
-                raise  # somebody else has it
-            self._now = storages()
+            return self._storages(allowed)
+
+    @property
+    def budget(self) -> Bytes | None:
+        """See `Session.budget`."""
+        return self._now.budget
+
+    @budget.setter
+    def budget(self, named: int | str | None) -> None:
+        now = self._now
+        allowed = now._changed(named)
+        if self._unplanned and allowed < UNLIMITED:
+            self._now = self._opened(allowed)  # first: an interruption may come out of what follows
+            self._unplanned = False
+            now._leave_to(self._now)
+        else:
+            now._allow(allowed)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_now":
@@ -63,7 +89,7 @@ class AutoSession:
         """The session that is to run a step on this batch."""
         now = self._now
         if isinstance(now, BlockSession) and now._idle and (now.blockless or not (now.history or _tells_size(batch))):
-            self._now = self._storages()  # first: an interruption may come out of what follows
+            self._now = self._storages(now.allowed)  # first: an interruption may come out of what follows
             now._leave_to(self._now)
         return self._now
 
@@ -76,7 +102,10 @@ def _tells_size(batch: Any) -> bool:
 
 
 def auto_session(
-    models: Sequence[torch.nn.Module], blocks: Callable[[], BlockSession], storages: Callable[[], Session]
+    models: Sequence[torch.nn.Module],
+    blocks: Callable[[Bytes], BlockSession],
+    storages: Callable[[Bytes], Session],
+    allowed: Bytes,
 ) -> Session:
     """See `AutoSession`."""
-    return cast(Session, AutoSession(models, blocks, storages))
+    return cast(Session, AutoSession(models, blocks, storages, allowed))

@@ -61,6 +61,10 @@ class Paging:
         """They need not be."""
         self._sizes.discard(size)
 
+    def forget_all(self) -> None:
+        """Whether they need be is found out again: the budget is larger."""
+        self._sizes.clear()
+
     def knows(self, size: Like) -> bool:
         """Whether a step like this one is paged from its begin, whatever is away."""
         return size in self._sizes

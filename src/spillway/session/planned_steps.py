@@ -93,6 +93,10 @@ class PlannedSteps:
         self._recorder: Recorder | None = None
         self._open = ExitStack()
 
+    def forget(self) -> None:
+        """All plans, between steps: the budget is another. Each kind of step is recorded anew."""
+        self._kinds = {kind: _Known(seen=known.seen) for kind, known in self._kinds.items()}
+
     def begin(self, kind: Hashable, batch: Any) -> None:
         """Before the engine begins a step of that kind."""
         self._now = now = self._kinds.setdefault(kind, _Known())

@@ -34,7 +34,7 @@ def simulate(
 
     Arguments:
         step: As recorded, or the path of a file: of a recorded step, an operator log of DTR, or `logs.zip:NAME`.
-        budget: Bytes, "6GiB", or a share of the plain peak: 0.5, "0.5" or "50%".
+        budget: Bytes, "6GiB"; a share of the plain peak, 0.5 or "0.5x"; or one of the device's memory, "50%".
         method: A name, a policy, a planner, or a plan for this step.
         device: One of `costs.DEVICES`, "here" for this machine, a file that `costs.write_device` wrote, or a device.
         allocator: The model that `reserved_bytes` is read from: "exact", "caching" as PyTorch's, or "chunks".
@@ -52,8 +52,9 @@ def simulate(
     found, on = step_of(step), device_of(device)
     chosen = method_named(method) if isinstance(method, str) else method
     return simulate_step(
-        with_seconds(found, on, measured=measured), allowed=budget_of_peak(budget, found.plain_peak()), method=chosen,
-        device=on, allocator=allocator, limit=None if limit is None else parse_bytes(limit), tier=tier, steps=steps,
+        with_seconds(found, on, measured=measured), method=chosen, device=on, allocator=allocator, tier=tier,
+        allowed=budget_of_peak(budget, found.plain_peak(), on.memory), steps=steps,
+        limit=None if limit is None else parse_bytes(limit),
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def plan(
 
     Arguments:
         step: A recorded step, or a file: of `spillway.record`, or a log of DTR.
-        budget: Bytes, `"6GiB"`, or a share of the step's plain peak: 0.5, `"0.5"` or `"50%"`.
+        budget: Bytes, `"6GiB"`; a share of the plain peak, 0.5 or `"0.5x"`; or one of the device's memory, `"50%"`.
         method: A planner, or the name of one.
         device: Whose seconds the planner counts with: the name of a preset, or a device.
 

@@ -51,7 +51,7 @@ def with_seconds(step: Step, device: Device, *, measured: bool = False) -> Step:
 def problem_of(step: StepLike, *, budget: int | float | str, device: str | Device) -> Problem:
     """What a planner is given. Raises what `spillway.plan` raises, but for what planners do."""
     found, chosen = step_of(step), device_of(device)
-    allowed = budget_of_peak(budget, found.plain_peak())
+    allowed = budget_of_peak(budget, found.plain_peak(), chosen.memory)
     if allowed > chosen.memory:
         there = f"more than the {format_bytes(chosen.memory)} that the device {chosen.name} has"
         raise BudgetError(f"The budget {budget} is {format_bytes(allowed)}, {there}.")

@@ -178,7 +178,7 @@ class CpuBackend(AbstractBackend):
     def _reserve(self) -> Bytes:
         """Let the step do without what is to be reserved. Returns the budget."""
         budget = self._attached().budget
-        budget.reserve(self._learned, spendable=True)
+        budget.reserve(min(self._learned, int(budget.named * MOST_RESERVED)), spendable=True)
         return budget.named
 
     def _learn(self, base_rss: Bytes) -> None:

@@ -221,6 +221,10 @@ class Auto(AbstractBlockMethod):
             if not self._pending[action] or self._menus.knows(action):
                 del self._pending[action]
 
+    def forget_plans(self) -> None:
+        """Of every bucket."""
+        self._plans.clear()
+
     def does_without_spill(self) -> bool:
         """Nothing is moved from here on."""
         self._moves = False

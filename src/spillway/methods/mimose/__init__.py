@@ -134,6 +134,10 @@ class Mimose(AbstractBlockMethod):
                 self._collected.add(step.size)
             self._settled |= self.options.ends_early and self._steps >= FEWEST and self._planning.settled
 
+    def forget_plans(self) -> None:
+        """Those that were remembered, whatever they trust."""
+        self.cache.forget()
+
     def nbytes(self, block: int, size: InputSize) -> Bytes:
         """What a block is expected to save at this size. Raises ValueError if it was not measured."""
         return self._planning.nbytes(block, size)

@@ -1,0 +1,89 @@
+"""Loops of Hugging Face Accelerate under a memory budget.
+
+    from spillway.integrations.accelerate import prepare
+    model, optimizer, loader, scheduler = prepare(accelerator, model, optimizer, loader, scheduler, budget="8GiB")
+
+The rest of the loop stays as it is. A step is what comes between two updates of the optimizer: with
+`accelerator.accumulate(model)` all micro-batches of an update, since Accelerate's optimizer steps for real only with
+the last. Where steps begin and end is found by `FoundSteps`, as its note says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-untyped]
+
+from spillway.errors import UsageError
+from spillway.integrations.found_steps import FoundSteps
+from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.methods.by_block import AbstractBlockMethod
+from spillway.session import BlockOptions, ReportOptions, SpillOptions
+
+_SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
+_ENDS: Final = ("end_training", "free_memory")
+"""Methods of an accelerator after which what it has prepared trains no more."""
+
+
+def prepare(
+    accelerator: Accelerator,
+    *objects: Any,
+    budget: int | str | None,
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
+    spill: SpillOptions = _SPILL,
+    blocks: BlockOptions = _BLOCKS,
+    report: ReportOptions = _REPORT,
+    device_placement: list[bool] | None = None,
+) -> Any:
+    """What `accelerator.prepare(*objects)` returns, trained under a memory budget from here on.
+
+    The session closes with `accelerator.end_training()`, `free_memory()` or `clear()`, or when nobody holds the model
+    any more. Before that it stands in `accelerator.spillway`: `with accelerator.spillway: ...` closes it whatever the
+    loop raises, `accelerator.spillway.session.history` has a report per step, and `.session.report("run.html")`
+    writes a page. Evaluation and `save_state` run as they do without a session.
+
+    Arguments:
+        accelerator: Prepares the objects.
+        objects: In the order in which they come back; the model and its optimizer have to be among them. Several models
+            train in one session where the method allows it, as those of the tensor engine do.
+        budget, method, spill, blocks, report: As for `spillway.manage`; a batch is a tuple of what the model is called
+            with, keyword arguments last.
+        device_placement: As for `accelerator.prepare`.
+
+    Raises:
+        UsageError: No model and optimizer that belong together are among the objects, or the accelerator's last session
+            is open; and as `spillway.manage` does.
+        ModelError, SpillDirectoryError: As `spillway.manage`.
+    """
+    there = vars(accelerator).get("spillway")
+    if isinstance(there, FoundSteps) and not there.closed:
+        raise UsageError(
+            "This accelerator trains under a budget already, and steps of two sessions do not nest: prepare all models "
+            "and optimizers in one call, or call accelerator.free_memory() before the next training."
+        )
+    prepared = accelerator.prepare(*objects, device_placement=device_placement)
+    each = prepared if isinstance(prepared, tuple) else (prepared,)
+    optimizers = [one for one in each if isinstance(one, torch.optim.Optimizer)]
+    updated = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    modules = [one for one in each if isinstance(one, torch.nn.Module)]
+    models = [one for one in modules if any(id(p) in updated for p in one.parameters())]
+    if not models:
+        raise UsageError(
+            f"prepare() needs a model and the optimizer that updates it among what it prepares, and found "
+            f"{len(modules)} models and {len(optimizers)} optimizers: prepare(accelerator, model, optimizer, loader, "
+            f"budget=...)."
+        )
+    steps = FoundSteps(models, optimizers, budget=budget, method=method, spill=spill, blocks=blocks, report=report)
+    accelerator.spillway = steps
+    for name in _ENDS:
+        if not isinstance(vars(accelerator).get(name), functools.partial):
+            setattr(accelerator, name, functools.partial(_end, accelerator, getattr(accelerator, name)))
+    return prepared
+
+
+def _end(accelerator: Accelerator, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    accelerator.spillway.close()
+    return method(*args, **kwargs)
