@@ -9,8 +9,8 @@ it. The rest of what a session needs no callback is told, so methods of the trai
 length of one `train()`, have something in front of them:
 
  1. Which trainer it is: the nearest caller that has this callback.
- 2. `get_batch_samples`, `training_step`: the micro-batches, whose shapes are the signature of the step. They are fetched
-    before `on_step_begin`, and a method of the block engine plans each by its own size.
+ 2. `get_batch_samples`, `training_step`: the micro-batches, whose shapes are the signature of the step. They are
+    fetched before `on_step_begin`, and a method of the block engine plans each by its own size.
  3. `log`: what Spillway has to say is added to the trainer's own records, since callbacks that write them to
     TensorBoard or Weights & Biases come before those of the user.
  4. `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the session is closed
