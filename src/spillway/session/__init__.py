@@ -84,10 +84,10 @@ def manage(
     def opened(
         decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
     ) -> TensorSession:
-        def opens(allowed: Bytes) -> TensorEngine:
-            return engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
-
-        engine = opens(allowed)
+        opens = functools.partial(
+            engine_for, device, decides, pinned=pinned, spill_directory=spill.directory, spill_io=spill.io
+        )
+        engine = opens(allowed=allowed)
         undo.callback(engine.close)
         return TensorSession(
             models, optimizers, engine, told(engine), live, opens=opens, keep_timeline=report.timeline,
@@ -109,11 +109,8 @@ def manage(
             else:
                 session = by_block(allowed=allowed)
         else:
-            session = opened(
-                decides,
-                allowed,
-                lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
-            )
+            in_header = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
+            session = opened(decides, allowed, lambda engine: _writer(report, in_header(engine), undo))
         undo.callback(session.close)
         session._meet_ranks()
         undo.pop_all()

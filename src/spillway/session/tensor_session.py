@@ -57,7 +57,7 @@ class TensorSession(Session):
         writer: RunWriter | None,
         live: LiveLine | None,
         *,
-        opens: Callable[[Bytes], TensorEngine],
+        opens: Callable[..., TensorEngine],
         keep_timeline: bool,
         return_freed: bool,
     ) -> None:
@@ -120,7 +120,7 @@ class TensorSession(Session):
                 self._plans.forget()
             before.budget.allow(allowed)
             return
-        self._take(self._opens(allowed))
+        self._take(self._opens(allowed=allowed))
         self._fits.clear()
         self._unwatched.clear()
         before.close()
