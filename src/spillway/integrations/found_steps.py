@@ -25,13 +25,24 @@ from typing import Any, Self, final
 import torch
 from torch._compile import _disable_dynamo
 
-from spillway.errors import BudgetInfeasible
+from spillway.errors import BudgetInfeasible, UsageError
 from spillway.session import Session, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
 
 
 class _Failed(Exception):
     """Stands for what the loop raised, and has dealt with since."""
+
+
+@final
+class _Deaf:
+    """What the hooks of a copied model tell, by whatever means it was copied."""
+
+    closed, _running = True, False
+
+    def _forward_begins(self, *_: Any) -> None: ...
+
+    _forward_ended = _forward_begins
 
 
 @final
@@ -58,6 +69,8 @@ class FoundSteps:
     ) -> None:
         models: list[torch.nn.Module] = several(model, torch.nn.Module)
         optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
+        if not optimizers:
+            raise UsageError("The end of a step is found by its update: give FoundSteps the optimizer as well.")
         self.session: Session = manage(models, optimizers, **options)
         """With `history`, one report per step."""
         self._when_ended = when_ended
@@ -83,6 +96,9 @@ class FoundSteps:
         if not sys.is_finalizing():
             with contextlib.suppress(Exception):  # such as of a constructor that failed, or in another thread
                 self.close()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _Deaf, ()
 
     def __enter__(self) -> Self:
         return self
@@ -148,14 +164,21 @@ class FoundSteps:
     def _end(self, *, failed: bool = False) -> None:
         self._running = False
         if failed:
-            try:
-                raise sys.exception() or _Failed()
-            except Exception as error:
-                end_failed(self.session, error)
+            self._end_failed()
             return
         self.session.end()
         if self._when_ended is not None:
             self._when_ended(self.session)
+
+    def _end_failed(self) -> None:
+        error = sys.exception()
+        if error is not None:
+            end_failed(self.session, error)
+            return
+        try:
+            raise _Failed
+        except _Failed as failed:
+            end_failed(self.session, failed)
 
 
 def end_failed(session: Session, error: BaseException) -> None:

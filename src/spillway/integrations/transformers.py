@@ -9,8 +9,8 @@ it. The rest of what a session needs no callback is told, so methods of the trai
 length of one `train()`, have something in front of them:
 
  1. Which trainer it is: the nearest caller that has this callback.
- 2. `get_batch_samples`: the micro-batches, whose shapes are the signature of the step. They are fetched before
-    `on_step_begin`.
+ 2. `get_batch_samples`, `training_step`: the micro-batches, whose shapes are the signature of the step. They are
+    fetched before `on_step_begin`, and a method of the block engine plans each by its own size.
  3. `log`: what Spillway has to say is added to the trainer's own records, since callbacks that write them to
     TensorBoard or Weights & Biases come before those of the user.
  4. `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the session is closed
@@ -23,6 +23,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Final, final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,7 +42,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @final
-class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no annotations
+class SpillwayCallback(TrainerCallback):
     """Trains whatever a `Trainer` trains under a memory budget; see `spillway.manage`.
 
     The budget is kept in every optimizer step, with all its micro-batches. Evaluation, prediction and checkpoints run
@@ -61,7 +62,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         budget: As for `manage`.
         method: As for `manage`; "auto" plans the model's layers together, and watches every op where it has none.
         spill: As for `manage`.
-        blocks: As for `manage`; a batch is the list of a step's micro-batches.
+        blocks: As for `manage`; a batch is a micro-batch.
         report: As for `manage`.
 
     Raises:
@@ -98,7 +99,8 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         trainer = self._caller()
         self.memory = self._manage(trainer.model_wrapped, trainer.optimizer)
         self._told = 0
-        in_front = {"get_batch_samples": self._fetch, "log": self._log} | dict.fromkeys(_GUARDED, self._guard)
+        in_front: dict[str, Callable[..., Any]] = dict.fromkeys(_GUARDED, self._guard)
+        in_front |= {"get_batch_samples": self._fetch, "training_step": self._go_on, "log": self._log}
         self._patched = trainer, list(in_front)
         for name, function in in_front.items():
             setattr(trainer, name, functools.partial(function, getattr(trainer, name)))
@@ -108,7 +110,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
     ) -> None:
         """The micro-batches are there, and nothing has run."""
         if self.memory is not None and self._patched is not None:
-            self.memory.begin(self._batches)
+            self.memory.begin(self._batches[0] if self._batches else None)
             self._in_step = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -125,7 +127,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             _LOG.info(
                 "%d steps took at most %s%s; %s left memory; of their %s, %s were spent waiting for copies and %s "
                 "recomputing.",
-                len(steps), format_bytes(told["spillway_peak_bytes"]),
+                len(steps), format_bytes(max(step.peak_bytes for step in steps)),
                 f" of {format_bytes(self.memory.allowed)}" if "spillway_budget_bytes" in told else "",
                 format_bytes(sum(step.bytes_out + step.dropped_bytes for step in steps)),
                 format_seconds(sum(step.seconds for step in steps)), format_seconds(told["spillway_stall_seconds"]),
@@ -141,6 +143,12 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         fetched = fetch(*args, **kwargs)
         self._batches = fetched[0]
         return fetched
+
+    def _go_on(self, train: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See (2)."""
+        if self.memory is not None and self._in_step and any(inputs is one for one in self._batches[1:]):
+            self.memory.micro_batch(inputs)
+        return train(model, inputs, *args, **kwargs)
 
     def _log(self, log: Callable[..., None], logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """See (3)."""
@@ -165,7 +173,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
     def _caller(self) -> Trainer:
         """See (1)."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
             if isinstance(caller, Trainer) and any(one is self for one in caller.callback_handler.callbacks):

@@ -18,7 +18,9 @@ FOREIGN: Final = frozenset(
     }
 )  # fmt: skip
 """Packages whose objects have nothing to do with what a model computes."""
-LIBRARIES: Final = FOREIGN | sys.stdlib_module_names | {"transformers", "accelerate", "peft", "triton"}
+LIBRARIES: Final = FOREIGN | sys.stdlib_module_names | {
+    "transformers", "accelerate", "peft", "triton", "lightning", "pytorch_lightning", "lightning_fabric",
+}  # fmt: skip
 """Packages whose code is not looked into."""
 _STANDARD: Final = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED: Final = ("site-packages", "dist-packages")
@@ -27,8 +29,11 @@ _DYNAMIC: Final = frozenset({"setattr", "delattr", "vars", "__dict__", "globals"
 
 
 @functools.cache
-def package(module: str) -> str:
-    """The first part of a module's name; "" for a module of the user's that has the name of one of Python's own."""
+def package(module: object) -> str:
+    """The first part of a module's name; "" for a module of the user's that has the name of one of Python's own, and
+    for what is no name, as the `__module__` of some classes."""
+    if not isinstance(module, str):
+        return ""
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names:
         file = getattr(sys.modules.get(top), "__file__", None)
