@@ -37,7 +37,7 @@ def timeline_of(model: nn.Module, *, budget: str | None = None, run: Any = None)
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters())
     report = spillway.ReportOptions(timeline=True, run_file=run)
-    with spillway.manage(model, optimizer, budget=budget, report=report) as memory:
+    with spillway.manage(model, optimizer, budget=budget, method="lru", report=report) as memory:
         for _ in range(3):
             batch = torch.randn(32, 64)
             with memory.step(batch):
@@ -148,7 +148,7 @@ def test_nobody_looks_at_the_stack_where_no_timeline_is_kept(monkeypatch: pytest
     for timeline, looked in ((False, False), (True, True)):
         model = Layer()
         report = spillway.ReportOptions(timeline=timeline)
-        with spillway.manage(model, budget=None, report=report) as memory, memory.step():
+        with spillway.manage(model, budget=None, method="lru", report=report) as memory, memory.step():
             model(torch.randn(32, 64)).sum().backward()
         assert bool(looks) is looked
 

@@ -152,7 +152,7 @@ def test_pointing_at_a_column_tells_what_was_resident_and_what_changed() -> None
 
 def test_a_page_without_a_timeline_says_how_to_get_one() -> None:
     text = page().text
-    assert "spillway.manage(..., report=spillway.ReportOptions(timeline=True))" in text
+    assert 'spillway.manage(..., method="lru", report=spillway.ReportOptions(timeline=True))' in text
     assert "spillway train WORKLOAD --budget BUDGET --run-file run.jsonl --output report.html" in text
 
 

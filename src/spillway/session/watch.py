@@ -386,6 +386,11 @@ class StepWatch:
                 if not one.ended[call].there[1]:
                     return
             expected, returning = self._going_back(one, call)
+            # What was measured of recomputed blocks and new gradients is without the result of a kept one, and without
+            # what is added to a gradient.
+            expected += one.ended[call].report.result_bytes
+            if one.forecast is not None and one.knows(call) and not one.missing:
+                expected += one.forecast.gradients[call]
             most = max(expected - passed, taken + returning if call == number else 0)
             room = min(room, allowed - most)
             passed += one.ended[call].there[0]
