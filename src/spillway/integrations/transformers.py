@@ -111,9 +111,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             self.memory.begin(self._batches)
             self._in_step = True
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The optimizer has stepped, and gradients are gone."""
         self._end_step()
 
@@ -202,7 +200,11 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
 def _figures(steps: Sequence[StepReport], allowed: int) -> dict[str, float]:
     budget = {"spillway_budget_bytes": allowed} if allowed < UNLIMITED else {}
-    return {"spillway_peak_bytes": max((step.peak_bytes for step in steps), default=0)} | budget | {
-        "spillway_stall_seconds": sum(step.stall_seconds for step in steps),
-        "spillway_recompute_seconds": sum(step.recomputed_seconds for step in steps),
-    }
+    return (
+        {"spillway_peak_bytes": max((step.peak_bytes for step in steps), default=0)}
+        | budget
+        | {
+            "spillway_stall_seconds": sum(step.stall_seconds for step in steps),
+            "spillway_recompute_seconds": sum(step.recomputed_seconds for step in steps),
+        }
+    )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 import torch
 
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
-from spillway.engines.blocks.compiled_blocks import HOOKS
+from spillway.engines.blocks.compiled_blocks import HOOKS, is_compiled
 from spillway.engines.blocks.discovery import find_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
@@ -512,7 +512,9 @@ class _Step(AbstractStep):
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        if session._method.needs_blocks:
+        # Watched, what is compiled runs op by op, to other bits than compiled.
+        compiled = session._engine is not None and any(map(is_compiled, session._model.modules()))
+        if session._method.needs_blocks or compiled:
             rise = self.recomputing(call)
             if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
                 return False  # or nobody can tell, and the next one like it is
