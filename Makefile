@@ -13,7 +13,7 @@ WITHOUT_NATIVE := $(patsubst %,tests/cpu/test_%.py,exactness soft_budget reclaim
 # The interpreter that sees a GPU, with torch, pytest and hypothesis installed: nothing is downloaded for these two.
 GPU_PYTHON ?= python3
 
-.PHONY: demo test test-gpu check bench bench-gpu papers clean
+.PHONY: demo test test-gpu check docs bench bench-gpu papers clean
 
 # Compiled now, so that nothing waits for it later; where there is no compiler everything runs without it.
 demo: $(INSTALLED)
@@ -33,6 +33,10 @@ check: $(INSTALLED)
 	$(RUN)/ruff format --check
 	$(RUN)/mypy
 
+# The documentation site, into site/; a link that leads nowhere is an error.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --strict --quiet
+
 bench: $(INSTALLED)
 	$(RUN)/python -m benchmarks
 
@@ -46,7 +50,7 @@ bench-gpu:
 	PYTHONPATH=src:. $(GPU_PYTHON) -m benchmarks gpu device_arena
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and alone: it is by far the largest, and nothing else may choose its version.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -22,6 +22,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-torch", action="store_true", help="refuse every import of torch")
+    parser.addoption("--screenshots", metavar="FOLDER", help="write the pictures of the documents, from tests/pages")
 
 
 def pytest_configure(config: pytest.Config) -> None:

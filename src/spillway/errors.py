@@ -42,6 +42,9 @@ def on_one_line(text: str) -> str:
 class SpillwayError(Exception):
     """Base of every error of this package. Its text is one sentence, ready to be shown to a user."""
 
+    rank: int | None = None
+    """The process of a group that has stopped all of them with it; None of what concerns one process."""
+
     def __reduce__(self) -> tuple[object, ...]:
         # The default calls the class with `args` alone, which loses keyword-only arguments between processes.
         return _restored, (type(self), self.args, dict(self.__dict__))

@@ -67,7 +67,10 @@ def ran(make: Callable[[Tensor], Any], moment: str, *, parameter: bool, managed:
     found: list[Any] = []
     alias = make(t.detach() if parameter else t) if moment == MOMENTS[0] else None
     model = nn.ParameterList([t]) if parameter else nn.Linear(2, 2)
-    with torch.no_grad(), spillway.manage(model, budget=PLENTY) if managed else contextlib.nullcontext() as memory:
+    with (
+        torch.no_grad(),
+        spillway.manage(model, budget=PLENTY, method="lru") if managed else contextlib.nullcontext() as memory,
+    ):
 
         @contextlib.contextmanager
         def step() -> Iterator[None]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).parents[2]
+PROGRAM: Final = "tests.cpu.process_programs"
 LIMIT: Final = 300
 """Seconds after which processes are killed that have not answered."""
 TRIES: Final = 8
@@ -37,8 +38,9 @@ class Verdict(NamedTuple):
 class Group:
     """Processes that wait for runs. A run after one in which processes were killed begins with new ones."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, program: str = PROGRAM) -> None:
         self.world = world
+        self._program = program
         self._folder = folder
         self._started = 0
         self._processes: list[subprocess.Popen[str]] = []
@@ -51,13 +53,7 @@ class Group:
         Raises:
             GroupDied: One does not.
         """
-        if not self._processes:
-            self._start()
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(json.dumps(line) + "\n")
-                process.stdin.flush()
+        self._tell(line)
         try:
             said = [answers.get(timeout=LIMIT) for answers in self._answers]
         except queue.Empty:
@@ -66,6 +62,22 @@ class Group:
             codes = self.kill()
             raise GroupDied(f"processes ended with {codes}: {self._complaints()}")
         return [json.loads(one) for one in said]
+
+    def ending(self, rank: int, **line: Any) -> tuple[int, str]:
+        """With what one rank ends in a run that it does not survive, and what it has said on standard error by then."""
+        self._tell(line)
+        code = self._processes[rank].wait(LIMIT)
+        self.kill()
+        return code, (self._folder / f"stderr{rank}").read_text()
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        if not self._processes:
+            self._start()
+        for process in self._processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(line) + "\n")
+                process.stdin.flush()
 
     def kill(self) -> list[int]:
         for process in self._processes:
@@ -87,7 +99,7 @@ class Group:
         for rank in range(self.world):
             with (self._folder / f"stderr{rank}").open("w") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.cpu.process_programs", str(rank), str(self.world), str(store)],
+                    [sys.executable, "-m", self._program, str(rank), str(self.world), str(store)],
                     cwd=ROOT, env=environment | {"TMPDIR": str(self._folder)}, text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 )  # fmt: skip
@@ -111,8 +123,8 @@ def _listen(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
 
 
 @contextlib.contextmanager
-def group(world: int, folder: Path) -> Iterator[Group]:
-    processes = Group(world, folder)
+def group(world: int, folder: Path, program: str = PROGRAM) -> Iterator[Group]:
+    processes = Group(world, folder, program)
     try:
         yield processes
     finally:

@@ -60,7 +60,7 @@ def test_tensors_of_torch_that_share_a_storage_do_not_keep_it(name: str) -> None
     net, optimizer = network()
     batch = torch.ones(4 * SIDE, SIDE)[SIDE:]
     held = WITHOUT_OTHERS[name](net, optimizer, batch)
-    with spillway.manage(net, optimizer, budget=PLENTY) as memory:
+    with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
         for _ in range(2):
             with memory.step(batch):
                 train(net, optimizer, batch)
@@ -71,7 +71,7 @@ def test_tensors_of_torch_that_share_a_storage_do_not_keep_it(name: str) -> None
 def test_a_batch_of_slices_is_looked_for_by_its_base_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     net, optimizer = network()
     monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("all objects were gone through"))
-    with spillway.manage(net, optimizer, budget=PLENTY) as memory:
+    with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
         for _ in range(2):
             with memory.step(part := torch.ones(4 * SIDE, SIDE).chunk(2)):
                 train(net, optimizer, part[0])
@@ -90,7 +90,7 @@ def test_what_a_capsule_holds_stays_and_is_counted(number: int) -> None:
     batch = torch.ones(SIDE, SIDE)
     train(net, optimizer, batch)
     tensor, array = list(exported(net))[number]
-    with spillway.manage(net, optimizer, budget=PLENTY) as memory:
+    with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
         with memory.step(batch):
             assert not put_away(memory, tensor, Move)
             assert put_away(memory, net[2].weight, Move)  # type: ignore[arg-type, index, union-attr]
@@ -101,7 +101,7 @@ def test_what_a_capsule_holds_stays_and_is_counted(number: int) -> None:
 def test_a_tensor_met_in_a_step_whose_bytes_a_capsule_holds_stays() -> None:
     net, table = nn.Linear(SIDE, SIDE), torch.ones(SIDE, SIDE)
     array = numpy.from_dlpack(table.view(-1))
-    with spillway.manage(net, budget=PLENTY) as memory:
+    with spillway.manage(net, budget=PLENTY, method="lru") as memory:
         with memory.step():
             net(table).sum().backward()
             assert not put_away(memory, table, Move)
@@ -116,7 +116,7 @@ def test_a_second_session_finds_who_holds_what_anew() -> None:
     weight: Tensor = net[0].weight  # type: ignore[assignment, index, union-attr]
     array: Any = None
     for escaped in (0, 1, 0):
-        with spillway.manage(net, optimizer, budget=PLENTY) as memory:
+        with spillway.manage(net, optimizer, budget=PLENTY, method="lru") as memory:
             with memory.step(batch):
                 train(net, optimizer, batch)
                 assert put_away(memory, weight, Move) == (not escaped)
@@ -129,7 +129,7 @@ def test_a_tensor_over_the_memory_of_another_keeps_it_where_it_is(together: bool
     own, other = nn.Parameter(torch.ones(SIDE, SIDE)), torch.ones(SIDE, SIDE)
     part = (ctypes.c_char * 4096).from_address(own.data_ptr() + 4096)
     alias = torch.frombuffer(part, dtype=torch.float32)
-    with spillway.manage(nn.ParameterList([own]), budget=PLENTY) as memory:
+    with spillway.manage(nn.ParameterList([own]), budget=PLENTY, method="lru") as memory:
         if not together:
             with memory.step(other):
                 assert put_away(memory, other, Move)
@@ -153,7 +153,7 @@ def test_first_steps_of_several_threads_may_begin_at_once() -> None:
             shared, own = torch.ones(64, 64), torch.nn.Parameter(torch.ones(64, 64))
             array = numpy.from_dlpack(shared)
             try:
-                with spillway.manage(torch.nn.ParameterList([own]), budget=PLENTY) as memory:
+                with spillway.manage(torch.nn.ParameterList([own]), budget=PLENTY, method="lru") as memory:
                     begin.wait()
                     with memory.step(shared):
                         assert not put_away(memory, shared, Move)

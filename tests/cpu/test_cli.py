@@ -276,8 +276,9 @@ def trained(spillway: Command, *options: object) -> dict[str, Any]:
 
 def test_a_users_workload_trains_under_a_budget_bit_for_bit_as_without(spillway: Command) -> None:
     document = trained(
-        spillway, "--budget", "1MiB", "--plain-check", "--run-file", "run.jsonl", "--output", "page.html"
-    )
+        spillway, "--budget", "1MiB", "--method", "lru", "--plain-check", "--run-file", "run.jsonl",
+        "--output", "page.html",
+    )  # fmt: skip
     assert document["identical"] is True
     assert document["first_difference"] is None
     assert 0 < document["peak_bytes"] <= document["budget_bytes"] == 2**20
@@ -303,10 +304,10 @@ def test_without_a_budget_a_run_only_keeps_account(spillway: Command) -> None:
 
 
 def test_how_bytes_are_spilled_and_freed_can_be_chosen(spillway: Command) -> None:
-    plainly = trained(spillway, "--budget", "1MiB", "--run-file", "plainly.jsonl")
+    plainly = trained(spillway, "--budget", "1MiB", "--method", "lru", "--run-file", "plainly.jsonl")
     chosen = trained(
-        spillway, "--budget", "1MiB", "--spill-io", "direct", "--keep-freed", "--spill-directory", ".",
-        "--run-file", "chosen.jsonl",
+        spillway, "--budget", "1MiB", "--method", "lru", "--spill-io", "direct", "--keep-freed",
+        "--spill-directory", ".", "--run-file", "chosen.jsonl",
     )  # fmt: skip
     headers = [read_run(path).header for path in ("plainly.jsonl", "chosen.jsonl")]
     assert [header["return_freed"] for header in headers] == [True, False]

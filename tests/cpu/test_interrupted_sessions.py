@@ -181,7 +181,7 @@ def test_a_step_that_failed_has_no_report_and_its_own_error_is_seen(method: str)
 
 def test_a_refused_step_between_begin_and_end_names_a_budget() -> None:
     training = Training()
-    memory = spillway.manage(training.model, training.optimizer, budget="36 KiB")
+    memory = spillway.manage(training.model, training.optimizer, budget="36 KiB", method="lru")
     with pytest.raises(spillway.BudgetInfeasible) as refusal:
         try:
             memory.begin(BATCH)

@@ -175,7 +175,9 @@ def test_where_no_timeline_is_kept_handlers_stand_alone(monkeypatch: pytest.Monk
 
 
 def test_after_a_recorded_step_nothing_is_left_of_it() -> None:
-    with spillway.manage(nn.Linear(64, 64), budget=PLENTY, report=spillway.ReportOptions(timeline=True)) as memory:
+    with spillway.manage(
+        nn.Linear(64, 64), budget=PLENTY, method="lru", report=spillway.ReportOptions(timeline=True)
+    ) as memory:
         with memory.step():
             torch.ones(ITEMS) + 1
         dispatch = memory._engine._dispatch

@@ -67,7 +67,7 @@ def _value(name: str, kind: str, place: int) -> Any:
 
 
 def _under(budget: int | None, run: Callable[[], Any]) -> tuple[Any, list[spillway.StepReport]]:
-    with spillway.manage(nn.Linear(2, 2), budget=budget) as memory:
+    with spillway.manage(nn.Linear(2, 2), budget=budget, method="lru") as memory:
         with memory.step():
             found = run()
         return frozen(found), memory.history
@@ -89,7 +89,7 @@ def _called(op: Any) -> Any:
 def test_an_op_over_lists_needs_no_more_than_its_largest_element(lists: int) -> None:
     ops = [op for op in _list_ops() if _lists(op) == lists]
     expected = [_called(op) for op in ops]
-    with spillway.manage(nn.Linear(2, 2), budget=max(lists, 2) * ONE + 12 * 1024) as memory:
+    with spillway.manage(nn.Linear(2, 2), budget=max(lists, 2) * ONE + 12 * 1024, method="lru") as memory:
         for op, plainly in zip(ops, expected, strict=True):
             with memory.step():
                 assert _called(op) == plainly, op
@@ -105,7 +105,7 @@ CUT = ["_fused_adamw_", "_fused_sgd_", "_foreach_addcmul_", "_foreach_addcmul", 
 def test_an_element_of_many_tensors_needs_no_more_than_two(name: str) -> None:
     ops = [op for op in _list_ops() if op._schema.name == f"aten::{name}"]
     expected = [_called(op) for op in ops]
-    with spillway.manage(nn.Linear(2, 2), budget=2 * ONE + 12 * 1024) as memory:
+    with spillway.manage(nn.Linear(2, 2), budget=2 * ONE + 12 * 1024, method="lru") as memory:
         for op, plainly in zip(ops, expected, strict=True):
             with memory.step():
                 assert _called(op) == plainly, op
@@ -113,7 +113,7 @@ def test_an_element_of_many_tensors_needs_no_more_than_two(name: str) -> None:
 
 
 def test_an_element_without_numbers_has_no_parts() -> None:
-    with spillway.manage(nn.Linear(2, 2), budget=ONE) as memory, memory.step():
+    with spillway.manage(nn.Linear(2, 2), budget=ONE, method="lru") as memory, memory.step():
         lists, engine = [[torch.zeros(0) + 1] for _ in range(3)], memory._engine
         info = engine.info_of(torch.ops.aten._foreach_addcmul.Scalar)
         assert Elements(engine.find, info, lists, {}).parts(slice(None)) == []
@@ -124,7 +124,7 @@ def test_lists_that_do_not_match_are_complained_of_by_torch_or_refused(scalars: 
     lists = [list(torch.ones(4, WIDTH, WIDTH).unbind()) for _ in range(3)]
     with (
         pytest.raises((RuntimeError, spillway.BudgetInfeasible)),
-        spillway.manage(nn.Linear(2, 2), budget=8 * ONE) as memory, memory.step(),
+        spillway.manage(nn.Linear(2, 2), budget=8 * ONE, method="lru") as memory, memory.step(),
     ):  # fmt: skip
         made = [[one + 0 for one in each] for each in lists]
         torch._foreach_addcmul(*made, scalars)

@@ -223,7 +223,7 @@ def test_a_step_that_fits_the_budget_but_not_what_is_left_of_it_is_managed() -> 
             optimizer.step()
         return session.history[-1].managed
 
-    with manage(model, optimizer, budget=100 * MiB) as session:
+    with manage(model, optimizer, budget=100 * MiB, method="lru") as session:
         assert [managed(session) for _ in range(4)][-1] is False
         assert isinstance(session, TensorSession)
         controller = session._engine.controller

@@ -122,8 +122,9 @@ def test_a_run_file_holds_what_the_history_holds(tmp_path: Path, timeline: bool)
     model, path = network(), tmp_path / "run.jsonl"
     optimizer = adam(model)
     with spillway.manage(
-        model, optimizer, budget="380 KiB", report=spillway.ReportOptions(run_file=path, timeline=timeline)
-    ) as memory:
+        model, optimizer, budget="380 KiB", method="lru",
+        report=spillway.ReportOptions(run_file=path, timeline=timeline),
+    ) as memory:  # fmt: skip
         for number in range(3):
             with memory.step(batch_of(number)):
                 memory.log(loss=train(model, optimizer, number))
@@ -178,7 +179,7 @@ def test_a_size_known_to_fit_is_watched_without_recipes(monkeypatch: pytest.Monk
     expected = trained(None, plain, adam(plain))
     model = network()
     optimizer = adam(model)
-    with spillway.manage(model, optimizer, budget="2 MiB") as memory:
+    with spillway.manage(model, optimizer, budget="2 MiB", method="lru") as memory:
         assert difference(expected, trained(memory, model, optimizer)) is None
         # The first step makes the optimizer's state, the second is the first of its kind, 48 rows were not seen before.
         assert [report.managed for report in memory.history] == [True, True, False, False, True, False]
@@ -192,7 +193,7 @@ def test_a_size_that_no_longer_fits_comes_back_under_management() -> None:
     model = network()
     optimizer = adam(model)
     kept: list[Tensor] = []
-    with spillway.manage(model, optimizer, budget="900 KiB") as memory:
+    with spillway.manage(model, optimizer, budget="900 KiB", method="lru") as memory:
         for number in range(8):
             batch = batch_of(number, 96 if number != 4 else 128)
             with memory.step(batch):

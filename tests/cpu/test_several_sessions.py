@@ -106,8 +106,8 @@ def test_two_sessions_take_turns_step_by_step(order: str) -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_a_step_inside_a_step_of_another_session_is_refused_and_both_go_on(known: bool) -> None:
-    outer = spillway.manage(nn.Linear(4, 4), budget=PLENTY)
-    inner = spillway.manage(nn.Linear(4, 4), budget=PLENTY)
+    outer = spillway.manage(nn.Linear(4, 4), budget=PLENTY, method="lru")
+    inner = spillway.manage(nn.Linear(4, 4), budget=PLENTY, method="lru")
     batch, x = torch.ones(2, 4), torch.arange(5000.0)
     for _ in range(3):
         with outer.step(batch if known else None):
@@ -126,7 +126,7 @@ def test_a_step_inside_a_step_of_another_session_is_refused_and_both_go_on(known
 def test_one_model_under_two_sessions_takes_what_the_other_wrote() -> None:
     model = nn.Linear(64, 64, bias=False)
     weight = model.weight
-    sessions = [spillway.manage(model, budget=PLENTY) for _ in range(2)]
+    sessions = [spillway.manage(model, budget=PLENTY, method="lru") for _ in range(2)]
     expected = weight.detach().clone()
     for turn in range(6):
         memory = sessions[turn % 2]

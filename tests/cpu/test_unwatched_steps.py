@@ -65,7 +65,7 @@ class Training:
 
 def peak_of(turns: int, batch: Tensor = BATCH, width: int = WIDTH) -> int:
     """To the byte, as every op of it is seen; of what ops take for themselves there is nothing here."""
-    with spillway.manage((one := Training(width)).model, one.optimizer, budget=None) as memory:
+    with spillway.manage((one := Training(width)).model, one.optimizer, budget=None, method="lru") as memory:
         for _ in range(2):
             with memory.step(batch):
                 one.step(batch, turns)
@@ -248,7 +248,7 @@ def test_a_session_that_closes_in_such_a_step_or_is_dropped_counts_for_nobody() 
         else:
             del memory
             gc.collect()
-            with spillway.manage(nn.Linear(2, 2), budget="1 MiB") as another, another.step():
+            with spillway.manage(nn.Linear(2, 2), budget="1 MiB", method="lru") as another, another.step():
                 pass
         before = cells[HELD]
         kept = torch.ones(MiB)

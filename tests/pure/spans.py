@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from spillway.ir import Change, Event, Kind, Lane, Span, StorageLine, Timeline, Work
 
 
@@ -63,3 +65,10 @@ LANES = Timeline(
     ),
     spans=SPANS,
 )
+
+
+def told_by(text: str) -> list[list[str]]:
+    """What stands as text below the first picture, column by column, and is shown to who points at a column."""
+    listed = re.search(r'<details class="as-text">.*?</details>', text, flags=re.DOTALL)
+    assert listed is not None
+    return [re.findall("<span>(.*?)</span>", item) for item in re.findall("<li>(.*?)</li>", listed[0])]

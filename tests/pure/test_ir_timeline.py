@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spillway.ir import Change, Event, Kind, Lane, Span, StorageLine, Timeline, Work
+from spillway.ir import Change, Event, Kind, Lane, Origin, Span, StorageLine, Timeline, Work
 from spillway.ir.timeline import WindowAt
 
 
@@ -254,3 +254,43 @@ def test_what_a_window_did_survives_json_and_a_timeline_without_one_says_nothing
 def test_a_window_over_other_ops_is_refused(untils: tuple[int, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         replace(TIMELINE, window=tuple(at(until) for until in untils))
+
+
+def test_the_storages_of_the_fullest_moments_add_up_to_what_was_resident() -> None:
+    timeline = Timeline(
+        step=0, allowed=100, ops=3,
+        storages=(line(0, 10, present=True), line(1, 20), line(2, 30), line(3, 40)),
+        events=(
+            Event(op=0, storage=1, change=Change.CREATE), Event(op=0, storage=1, change=Change.DROP),
+            Event(op=1, storage=2, change=Change.CREATE), Event(op=2, storage=2, change=Change.DIE),
+            Event(op=2, storage=1, change=Change.RECOMPUTE), Event(op=3, storage=3, change=Change.PAGE_IN),
+        ),
+    )  # fmt: skip
+    found = timeline.present_at(range(4))
+    assert {op: {one.storage for one in lines} for op, lines in found.items()} == {
+        0: {0, 1}, 1: {0, 2}, 2: {0, 2}, 3: {0, 1, 3}
+    }  # fmt: skip
+    assert [sum(one.nbytes for one in found[op]) for op in range(4)] == [nbytes for _, nbytes in timeline.resident()]
+    assert timeline.present_at([2]) == {2: found[2]}
+
+
+def test_the_plain_peak_counts_what_was_absent_and_what_was_absent_from_the_start() -> None:
+    timeline = Timeline(
+        step=0, allowed=100, ops=3, storages=(line(0, 10, present=True), line(1, 20), line(2, 30), line(3, 5)),
+        events=(
+            Event(op=0, storage=1, change=Change.CREATE), Event(op=0, storage=1, change=Change.DROP),
+            Event(op=1, storage=2, change=Change.CREATE), Event(op=1, storage=2, change=Change.DIE),
+            Event(op=1, storage=1, change=Change.DIE), Event(op=2, storage=3, change=Change.PAGE_IN),
+        ),
+    )  # fmt: skip
+    assert timeline.peak() == 40
+    assert timeline.plain_peak() == 10 + 20 + 30 + 5
+
+
+def test_origins_come_back_from_json_and_are_left_out_where_nobody_knows_any() -> None:
+    origin = Origin(storage=0, name="layers.0.weight", op="", module="layers.0", line="train.py:7")
+    bare = Timeline(step=0, allowed=1, ops=0, storages=(line(0, 10, present=True),), events=())
+    timeline = replace(bare, origins=(origin,))
+    assert timeline.to_json()["origins"] == [[0, "layers.0.weight", "", "layers.0", "train.py:7"]]
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    assert "origins" not in bare.to_json()

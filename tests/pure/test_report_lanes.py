@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from xml.etree import ElementTree
 
@@ -23,7 +22,7 @@ from spillway.report.charts import (
     ticks,
 )
 from spillway.report.html import render
-from tests.pure.spans import LANES, op, stall
+from tests.pure.spans import LANES, op, stall, told_by
 
 Box = tuple[float, float, float]
 
@@ -114,7 +113,7 @@ def test_the_axis_has_round_numbers_of_seconds() -> None:
 def test_the_page_has_three_pictures_on_one_axis_and_says_what_was_hidden() -> None:
     text = render({"budget_bytes": 100}, [], [LANES])
     pictures = [ElementTree.fromstring(picture) for picture in re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)]
-    assert [picture.get("viewBox", "").split()[0::2] for picture in pictures] == [["-78", str(WIDTH + 86)]] * 3
+    assert [picture.get("viewBox", "").split()[0::2] for picture in pictures] == [["-90", str(WIDTH + 100)]] * 3
     lanes = pictures[1]
     assert [rect.get("height") for rect in lanes.iter("rect")] == [str(ROW)] * len(Lane)
     named = [text.text for text in lanes.iter("text") if text.get("text-anchor") == "end"]
@@ -123,9 +122,7 @@ def test_the_page_has_three_pictures_on_one_axis_and_says_what_was_hidden() -> N
     assert "Copies took 4.00 s in all, out and in: 50 % of that (2.00 s) was hidden behind compute." in said
     assert "Compute stalled for 2.00 s of 10.00 s." in said
     assert "Memory over the time of step 4" in said
-    held = re.search(r'<script type="application/json">(.*?)</script>', text)
-    assert held is not None
-    told = json.loads(held[1])
+    told = told_by(text)
     assert told[COLUMNS // 2 + 1][-3:] == ["stall: 20.8 ms", "copy-in: 20.8 ms", "disk: 20.8 ms"]
 
 

@@ -63,8 +63,9 @@ def advice_page(
         _section(rows, kinds if len(answered) == 1 else {}, own, styles, f"e{number}")
         for number, (rows, own) in enumerate(zip(answered, of_each, strict=True), start=1)
     ]
+    seen = {rows[0].experiment.seen for rows in answers if rows}
     return template("advice.html.jinja").render(
-        title=title, facts=facts, sections=sections,
+        title=title, how=seen.pop() if len(seen) == 1 else "", facts=facts, sections=sections,
         unanswered=[sentence(rows) for rows in answers if rows and rows not in answered],
         sweeps=[_swept(sweep, styles, f"s{number}") for number, sweep in enumerate(rest, start=1)],
         colours=[(colour.variable, *colour) for colour in COLOURS],
@@ -81,6 +82,7 @@ def _section(
 ) -> dict[str, object]:
     """One experiment, as the template reads it."""
     there, times = rows[0].experiment, ratios(rows)
+    made = [(row.method, _cells(row, times.get(row.method))) for row in rows]
     drawn = (
         figures.throughput(rows, styles, name), figures.memory(rows, kinds, name), figures.fits(rows, styles, name),
         figures.scores(rows, styles, name),
@@ -88,7 +90,11 @@ def _section(
     return {
         "title": there.about, "answer": sentence(rows), "limit": format_bytes(round(rows[0].limit)),
         "heads": [("R" if head[:2] == "R " else there.seen if head == "seen" else head, HEADS[head]) for head in HEADS],
-        "rows": [(row.method, _cells(row, times.get(row.method))) for row in rows],
+        "rows": made, "seen": there.seen,
+        "intervals": [
+            (method, "; ".join(f"{head} {cell['told'].removeprefix('95 %: ')}" for head, cell in told))
+            for method, row in made if (told := [(h, cell) for h, cell in zip(HEADS, row, strict=True) if cell["told"]])
+        ],
         "warnings": [(row.method, warning) for row in rows for warning in row.warnings],
         "pictures": [picture for picture in drawn if picture is not None],
         "sweeps": [_swept(sweep, styles, f"{name}d{number}") for number, sweep in enumerate(sweeps)],

@@ -35,7 +35,7 @@ from spillway.subprocess_runs.run import STATIC, RunRequest
 WORKLOAD: Final = "stdlib-lm"
 STEPS: Final = 8
 BUDGETS: Final = "0.7x,0.5x,0.35x"
-METHOD: Final = "lru"
+METHOD: Final = "auto"
 OUTPUT: Final = Path("spillway-report.html")
 BY_BLOCK: Final = ("mimose", STATIC, "checkpoint", "delta")
 """Side by side under the middle one of the budgets, in the second table."""
@@ -121,9 +121,11 @@ def _run_all(
         except BudgetInfeasible as error:
             return refused_row(budget_bytes=asked.budget_bytes or 0, method=asked.method or "", error=error)
 
+    first = plain_row(request, plain, account)
+
     def show(found: Row | RefusedRow, path: Path, run_file: Path, what: str) -> None:
         if isinstance(found, Row):
-            write_page(path, run_file, page_facts(WORKLOAD, found))
+            write_page(path, run_file, page_facts(WORKLOAD, found, first))
             pages[path] = what
 
     in_time, by_size = folder / "run.jsonl", folder / "by-size.jsonl"
@@ -141,4 +143,4 @@ def _run_all(
         for task, name in zip(tasks[-len(BY_BLOCK) :], BY_BLOCK, strict=True)
     ]
     show(by_block[0], page_by_size(output), by_size, "Memory against input size under Mimose")
-    return [plain_row(request, plain, account), *under], by_block
+    return [first, *under], by_block

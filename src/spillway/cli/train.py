@@ -38,7 +38,7 @@ from spillway.subprocess_runs.rows import Row, row
 from spillway.subprocess_runs.run import Listener, RunRequest, RunResult, StepDone, run
 
 STEPS: Final = 20
-METHOD: Final = "lru"
+METHOD: Final = "auto"
 
 
 def train(

@@ -42,9 +42,12 @@ def print_rows(workload: str, rows: Sequence[Row | RefusedRow], method: str | No
     to_print().print(table)
 
 
-def page_facts(workload: str, row: Row) -> dict[str, Any]:
-    """What a page says of a run besides its run file."""
-    facts: dict[str, Any] = {"workload": workload}
+def page_facts(workload: str, row: Row, plain: Row | None = None) -> dict[str, Any]:
+    """What a page says of a run besides its run file; `plain` is the row of the plain run, if anybody knows its
+    peak."""
+    facts: dict[str, Any] = {"workload": workload, "rss_above_start_bytes": row.peak_rss_bytes}
+    if plain is not None and plain.peak_bytes is not None:
+        facts["plain_peak_bytes"] = plain.peak_bytes
     if row.ratio is not None:
         facts |= {"time per step, times plain": f"{row.ratio:.2f}", "compared with plain": _verdict(row)}
     return facts

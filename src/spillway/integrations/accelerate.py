@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 
 from spillway.errors import UsageError
 from spillway.integrations.found_steps import FoundSteps

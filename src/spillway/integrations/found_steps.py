@@ -25,7 +25,7 @@ from typing import Any, Self, final
 import torch
 from torch._compile import _disable_dynamo
 
-from spillway.errors import SpillwayError
+from spillway.errors import BudgetInfeasible
 from spillway.session import Session, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
 
@@ -79,6 +79,11 @@ class FoundSteps:
         """End a step that is running, give everything back, and watch nothing any more. Calling it again is fine."""
         self.__exit__(None, None, None)
 
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            with contextlib.suppress(Exception):  # such as of a constructor that failed, or in another thread
+                self.close()
+
     def __enter__(self) -> Self:
         return self
 
@@ -99,10 +104,13 @@ class FoundSteps:
             return
         if self._running and (self._waiting != self._all or self._was_refused()):
             self._end(failed=self._was_refused())
-        if not self._running:
-            self._waiting = set(self._all)
-            self.session.begin((*args, kwargs))
-            self._running = True
+        if self._running:
+            self.session.micro_batch((*args, kwargs))
+            return
+        self._waiting = set(self._all)
+        self.session.begin((*args, kwargs))
+        self._running = True
+        self.session.call_began(model, args, kwargs)
 
     @_disable_dynamo
     def _forward_ended(self, model: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -139,13 +147,24 @@ class FoundSteps:
 
     def _end(self, *, failed: bool = False) -> None:
         self._running = False
-        if not failed:
-            self.session.end()
-            if self._when_ended is not None:
-                self._when_ended(self.session)
-            return
-        with contextlib.suppress(_Failed, SpillwayError):
+        if failed:
             try:
-                raise _Failed
-            except _Failed:
-                self.session.end()
+                raise sys.exception() or _Failed()
+            except Exception as error:
+                end_failed(self.session, error)
+            return
+        self.session.end()
+        if self._when_ended is not None:
+            self._when_ended(self.session)
+
+
+def end_failed(session: Session, error: BaseException) -> None:
+    """End a step of which `error` is being handled. A refusal says then which budget works: only now it is known."""
+    try:
+        session.end()
+    except BudgetInfeasible as told:
+        if isinstance(error, BudgetInfeasible):
+            error.args = told.args
+            vars(error).update(vars(told))
+    except Exception as fault:
+        error.add_note(f"Ending the step failed as well: {type(fault).__name__}: {fault}")

@@ -223,11 +223,51 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor lies in this process: of a `DTensor` its part."""
+    return cast(torch.Tensor, cast(Any, tensor)._local_tensor) if is_distributed(tensor) else tensor
+
+
+def fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` gathers parameters around its forward."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return False
+    return bool(cast(Any, module)._get_fsdp_state()._fsdp_param_groups)
+
+
 def process_groups() -> list[Any]:
     """Those of which this process is a part."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return []
     return list(cast(Any, torch.distributed.distributed_c10d)._world.pg_map)
+
+
+def default_store() -> Any:
+    """The store by which the processes of the default process group found each other."""
+    return cast(Any, torch.distributed.distributed_c10d)._get_default_store()
+
+
+def ports_of(store: Any) -> set[int]:
+    """The port of a store that is served over TCP; none of others."""
+    port = getattr(getattr(store, "_underlying_non_prefix_store", store), "port", None)
+    return set() if port is None else {int(port)}
+
+
+def nccl_backends() -> list[Any]:
+    """Of the process groups that have one."""
+    if not torch.cuda.is_available():
+        return []
+    every = [backend for group in process_groups() for backend in _backends_of(group)]
+    return [backend for backend in every if backend.name() == "nccl"]
+
+
+def _backends_of(group: Any) -> list[Any]:
+    found = []
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):
+            found.append(group._get_backend(device))
+    return found
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:

@@ -192,7 +192,8 @@ class HeldHeap:
                 _holders.discard(id(self))
 
     def __del__(self) -> None:
-        self.release()
+        if _holding is not None:  # as it is when the interpreter takes modules apart
+            self.release()
 
 
 def _set_thresholds(*, trim: Bytes) -> None:
@@ -284,14 +285,15 @@ class PeakMemory:
         memory.trim()
         memory.close()
         reset_peak()
-        self._peak, self._files = peak_rss(), _file_pages()
+        self._peak, self._files = peak_rss(), file_pages()
 
     def above_start(self) -> Bytes:
         """The highest point since the start or, if a session runs, since its last step began."""
-        return max(peak_rss() - self._peak - (_file_pages() - self._files), 0)
+        return max(peak_rss() - self._peak - (file_pages() - self._files), 0)
 
 
-def _file_pages() -> Bytes:
+def file_pages() -> Bytes:
+    """Bytes of files that are mapped and in memory; 0 where the system does not say."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_bytes().split()[2]) * _PAGE
     return 0

@@ -6,7 +6,7 @@ from spillway.ir.spans import Lane, Span, Transfers, Work
 from spillway.ir.step import Op, Phase, Saving, Step, StorageId, StorageInfo, Value, ValueId
 from spillway.ir.step_files import Recorded, read_step, write_step
 from spillway.ir.step_report import StepReport
-from spillway.ir.timeline import Change, Event, Kind, StorageLine, Timeline
+from spillway.ir.timeline import Change, Event, Kind, Origin, StorageLine, Timeline
 from spillway.ir.verify import Rule, verify
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Op",
+    "Origin",
     "Packed",
     "Phase",
     "Plan",

@@ -7,8 +7,8 @@ op `k`, or were deaths right after it. Events numbered `ops` happened after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, final
 
@@ -83,6 +83,23 @@ class Event:
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a storage comes from, as far as anybody knows; what is not known is empty."""
+
+    storage: int
+    """The storage's number."""
+    name: str
+    """What the model calls it, of parameters, buffers and what belongs to them."""
+    op: str
+    """The operator that created it in this step, `aten.mm.default`."""
+    module: str
+    """Qualified name of the module whose forward, or the backward of that, asked for it."""
+    line: str
+    """The innermost line that is neither torch's nor Spillway's, `train.py:42`."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WindowAt:
     """What a window that slides over a step did in front of one op and behind it."""
 
@@ -121,6 +138,8 @@ class Timeline:
     """What the lanes did, by when it began; empty if nobody looked at the clock."""
     window: tuple[WindowAt, ...] = ()
     """For every op what the window did that planned the step; empty if none did."""
+    origins: tuple[Origin, ...] = ()
+    """Where storages come from; of those of which anything is known."""
 
     def __post_init__(self) -> None:
         if len({line.storage for line in self.storages}) < len(self.storages):
@@ -137,6 +156,39 @@ class Timeline:
     def peak(self) -> Bytes:
         """The most bytes resident at any moment of the step."""
         return max(nbytes for _, nbytes in self.resident())
+
+    def plain_peak(self) -> Bytes:
+        """What the peak would have been had nothing left: the most bytes of storages at once, absent ones included."""
+        first = dict[int, Change]()
+        for event in self.events:
+            first.setdefault(event.storage, event.change)
+        nbytes = {line.storage: line.nbytes for line in self.storages}
+        level = peak = sum(size for storage, size in nbytes.items() if first.get(storage) is not Change.CREATE)
+        for event in self.events:
+            level += {Change.CREATE: 1, Change.DIE: -1}.get(event.change, 0) * nbytes[event.storage]
+            peak = max(peak, level)
+        return peak
+
+    def present_at(self, ops: Iterable[int]) -> dict[int, tuple[StorageLine, ...]]:
+        """The storages that are resident at the moments of these ops that `resident` tells of."""
+        wanted, totals = set(ops), [nbytes for _, nbytes in self.resident()]
+        lines = {line.storage: line for line in self.storages}
+        present = {line.storage for line in self.storages if line.present_at_start}
+        level, reached = sum(lines[storage].nbytes for storage in present), 0
+        found = dict[int, tuple[StorageLine, ...]]()
+
+        def look(ops: Iterable[int]) -> None:
+            for op in ops:
+                if op in wanted and op not in found and level == totals[op]:
+                    found[op] = tuple(lines[storage] for storage in sorted(present))
+
+        for event in self.events:
+            look(range(reached, event.op + 1))
+            reached = event.op + 1
+            level += _apply(event, lines[event.storage].nbytes, present)
+            look((event.op,))
+        look(range(reached, self.ops + 1))
+        return found
 
     def seconds(self) -> Seconds:
         """When the last span ended; 0.0 without spans."""
@@ -163,7 +215,8 @@ class Timeline:
         """The timeline as JSON can hold it: a row `[storage, kind, bytes, present at start]` per storage,
         `[op, storage, change]` per event, and per span
         `[lane, work, began, ended, op, name, storage, bytes, stalled]`, times in seconds; and a row
-        `[until, bytes swapped in, cancelled, waited for, precleared]` per op, if a window planned the step."""
+        `[until, bytes swapped in, cancelled, waited for, precleared]` per op, if a window planned the step; and
+        `[storage, name, op, module, line]` for every storage whose origin is known."""
         window = [[at.until, at.swapped_in, at.cancelled, at.waited, at.precleared] for at in self.window]
         return {
             "step": self.step,
@@ -173,6 +226,7 @@ class Timeline:
             "events": [[event.op, event.storage, event.change.value] for event in self.events],
             "spans": [_span_row(span) for span in self.spans],
             **({"window": window} if window else {}),
+            **({"origins": [list(astuple(origin)) for origin in self.origins]} if self.origins else {}),
         }
 
     @classmethod

@@ -156,7 +156,7 @@ class Arena:
                 _holders.discard(id(self))
 
     def __del__(self) -> None:
-        if hasattr(self, "_library"):
+        if hasattr(self, "_library") and _lock is not None:  # as it is when the interpreter takes modules apart
             self.release()
 
 

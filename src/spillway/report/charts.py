@@ -8,6 +8,7 @@ closer than half a unit become one, so that a step of a hundred thousand ops is 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,8 @@ class Column:
     """The first op."""
     last: int
     """The last op; the number of ops stands for what came after the last one."""
+    fullest: int
+    """The op of the fullest moment."""
     by_kind: dict[Kind, Bytes]
     """Bytes resident at the fullest moment."""
     changed: dict[Change, Bytes]
@@ -171,6 +174,8 @@ class Chart:
     """What came back and what left; empty if nothing did."""
     budget_y: float | None
     """Height of the budget line; None if there is no budget, or if it lies far above everything."""
+    plain_y: float | None
+    """Height of the line of what the step needs where nothing leaves; None if that is the peak, or far above it."""
     bytes_ticks: list[Tick]
     """Of the areas."""
     bar_ticks: list[Tick]
@@ -179,12 +184,13 @@ class Chart:
     """Of both, from left to right."""
 
 
-def draw(timeline: Timeline) -> Chart:
-    """Lay a timeline out."""
+def draw(timeline: Timeline, plain: Bytes = 0) -> Chart:
+    """Lay a timeline out. `plain` is what the step needs where nothing leaves, 0 if nobody knows."""
     columns = columns_of(timeline)
     peak = max(column.resident for column in columns)
     budget_seen = timeline.allowed <= max(4 * peak, 1) and timeline.allowed < NO_BUDGET
-    top = max(peak, timeline.allowed if budget_seen else 0, 1) * 1.06
+    plain_seen = peak < plain <= 4 * peak
+    top = max(peak, timeline.allowed if budget_seen else 0, plain if plain_seen else 0, 1) * 1.06
     areas, below = list[Area](), [0] * len(columns)
     for kind in columns[0].by_kind:
         above = [base + column.by_kind[kind] for base, column in zip(below, columns, strict=True)]
@@ -194,7 +200,8 @@ def draw(timeline: Timeline) -> Chart:
     bars, bar_ticks = _bars([column.changed for column in columns], CAME_BACK, LEFT)
     return Chart(
         columns=columns, areas=[area for area in areas if area.most], bars=bars,
-        budget_y=_height(timeline.allowed, top) if budget_seen else None, bytes_ticks=_bytes_ticks(top),
+        budget_y=_height(timeline.allowed, top) if budget_seen else None,
+        plain_y=_height(plain, top) if plain_seen else None, bytes_ticks=_bytes_ticks(top),
         bar_ticks=bar_ticks, ticks=ticks(timeline),
     )  # fmt: skip
 
@@ -214,7 +221,7 @@ def columns_of(timeline: Timeline, most: int = COLUMNS) -> list[Column]:
     for (first, end), changes in zip(ranges, changed, strict=True):
         fullest = max(range(first, end), key=totals.__getitem__)
         by_kind = {kind: row[fullest][1] for kind, row in kinds.items()}
-        columns.append(Column(first=first, last=end - 1, by_kind=by_kind, changed=changes))
+        columns.append(Column(first=first, last=end - 1, fullest=fullest, by_kind=by_kind, changed=changes))
     return columns
 
 
@@ -329,6 +336,137 @@ def draw_window(timeline: Timeline) -> WindowChart | None:
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------------- over all steps
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """One number over all steps."""
+
+    name: str
+    """What it is: a class of the page's, or what the user called it."""
+    path: str
+    """The line, as SVG writes one; broken where there is no number."""
+    budget_y: float | None = None
+    """Heights of further lines; None where there is none."""
+    plain_y: float | None = None
+    resident: str = ""
+    """The line of the resident set above start; empty if nobody knows it, or where it lies far above everything."""
+    height: float
+    ticks: list[Tick]
+    """From the bottom upwards."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepsChart:
+    """Everything that the page's template draws of all steps."""
+
+    curves: list[Curve]
+    """The peak, the time, and what the user logged."""
+    ticks: list[Tick]
+    """From left to right."""
+    told: list[list[str]]
+    """For every column what it shows, line by line."""
+
+
+CURVES: Final = 4
+"""Most numbers of the user's that are drawn."""
+CURVE_HEIGHT: Final = 90
+"""Of all curves but the first."""
+
+
+def draw_steps(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes, start: Bytes) -> StepsChart | None:
+    """Lay a run out, step by step; None if that would be a single point.
+
+    Several steps share a column where there are more than fit: of their peaks the highest is drawn, of their times and
+    of what was logged the mean.
+
+    Arguments:
+        plain: What a step needs where nothing leaves; 0 if nobody knows.
+        start: The resident set without what the budget counts; 0 if nobody knows.
+    """
+    if len(steps) < 2:
+        return None
+    number = min(len(steps), COLUMNS)
+    groups = [steps[len(steps) * at // number : len(steps) * (at + 1) // number] for at in range(number)]
+    peaks: list[float] = [max(step.peak_bytes for step in group) for group in groups]
+    resident = [float(max(step.peak_rss_bytes for step in group) - start) for group in groups]
+    resident = [above if start and above > 0 else math.nan for above in resident]
+    highest = max([*peaks, 1.0])
+    resident_seen = [above if above <= 4 * highest else math.nan for above in resident]
+    highest = max([highest, *(above for above in resident_seen if above > 0)])
+    known = [line for line in (budget, plain or None) if line is not None and line < NO_BUDGET]
+    top = 1.06 * max([highest, *(line for line in known if line <= 4 * highest)])
+    seen = {line: _height(line, top) for line in known if line <= top}
+    curves = [
+        Curve(
+            name="peak", path=_line(peaks, top, HEIGHT), height=HEIGHT, ticks=_bytes_ticks(top),
+            budget_y=None if budget is None else seen.get(budget), plain_y=seen.get(plain) if plain else None,
+            resident=_line(resident_seen, top, HEIGHT),
+        )
+    ]  # fmt: skip
+    logged = [name for name in dict.fromkeys(name for step in steps for name in step.logged) if name != "time"][:CURVES]
+    means = {"time": [_mean([step.seconds for step in group]) for group in groups]} | {
+        name: [_mean([step.logged.get(name, math.nan) for step in group]) for group in groups] for name in logged
+    }
+    curves += [_curve(name, values, zero=name == "time") for name, values in means.items()]
+    apart = next(number for number in round_numbers() if len(steps) / number <= 8)
+    told = [
+        _steps_told(group, peak, above, {name: values[at] for name, values in means.items()})
+        for at, (group, peak, above) in enumerate(zip(groups, peaks, resident, strict=True))
+    ]
+    return StepsChart(
+        curves=curves, told=told,
+        ticks=[
+            Tick(at=WIDTH * (at + 0.5) / len(steps), text=f"step {steps[at].step}" if not at else str(steps[at].step))
+            for at in range(0, len(steps), apart)
+        ],
+    )  # fmt: skip
+
+
+def _steps_told(group: Sequence[StepReport], peak: float, resident: float, means: Mapping[str, float]) -> list[str]:
+    first, last = group[0].step, group[-1].step
+    lines = [f"step {first}" if first == last else f"steps {first} to {last}", f"peak: {format_bytes(int(peak))}"]
+    if not math.isnan(resident):
+        lines.append(f"resident set above start: {format_bytes(int(resident))}")
+    shown = {name: format_seconds(mean) if name == "time" else f"{mean:.6g}" for name, mean in means.items()}
+    return [*lines, *(f"{name}: {text}" for name, text in shown.items())]
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    """Of those that are numbers; of none it is none."""
+    finite = [number for number in numbers if math.isfinite(number)]
+    return sum(finite) / len(finite) if finite else math.nan
+
+
+def _curve(name: str, values: Sequence[float], *, zero: bool) -> Curve:
+    """Of any numbers: from 0 where that means something, else from the lowest to the highest."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = (0.0 if zero else min(finite, default=0.0)), max(finite, default=1.0)
+    reach = (high - low) or abs(high) or 1.0
+    ticks = [
+        Tick(at=CURVE_HEIGHT * (1 - (mark - low) / (1.06 * reach)), text=short_seconds(mark) if zero else f"{mark:.4g}")
+        for mark in (low, low + reach)
+    ]
+    path = _line([value - low for value in values], 1.06 * reach, CURVE_HEIGHT)
+    return Curve(name=name, path=path, height=CURVE_HEIGHT, ticks=ticks)
+
+
+def _line(values: Sequence[float], top: float, height: float) -> str:
+    """A line through the middles of columns, with a mark where a number stands alone."""
+    wide, parts, open_ = WIDTH / len(values), list[str](), False
+    for at, value in enumerate(values):
+        if not math.isfinite(value):
+            open_ = False
+            continue
+        point = f"{(at + 0.5) * wide:.1f},{height * (1 - value / top):.1f}"
+        parts.append(f"L{point}" if open_ else f"M{point}h0.1")
+        open_ = True
+    return "".join(parts)
+
+
 # ---------------------------------------------------------------------- by input size
 
 
@@ -353,20 +491,23 @@ class SizeChart:
     points: list[Point]
     budget_y: float | None
     """Height of the budget line; None if there is no budget."""
+    plain_y: float | None
+    """Height of the line of the plain peak; None if nobody knows it."""
     bytes_ticks: list[Tick]
     ticks: list[Tick]
     axis: str
     """What runs along the bottom."""
 
 
-def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None) -> SizeChart | None:
-    """Lay the steps out by input size, as Fig. 14 of the Mimose paper has them; None if no step has one."""
+def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None, plain: Bytes = 0) -> SizeChart | None:
+    """Lay the steps out by input size, as Fig. 14 of the Mimose paper has them; None if no step has one. `plain` is the
+    plain peak of the largest size, 0 if nobody knows."""
     sized = [(step, prod(step.input_size)) for step in steps if step.input_size]
     if not sized:
         return None
     dimensions = max(len(step.input_size or ()) for step, _ in sized)
     allowed = budget if budget is not None and budget < NO_BUDGET else None
-    top = 1.06 * max([step.peak_bytes for step, _ in sized] + [allowed or 1])
+    top = 1.06 * max([step.peak_bytes for step, _ in sized] + [allowed or 1, plain])
     right = 1.02 * max(size for _, size in sized)
     apart, points = next(number for number in round_numbers() if right / number <= 8), []
     for step, number in sized:
@@ -379,7 +520,8 @@ def draw_sizes(steps: Sequence[StepReport], budget: Bytes | None) -> SizeChart |
         )
         points.append(Point(x=WIDTH * number / right, y=_height(step.peak_bytes, top), name=name, told=told))
     return SizeChart(
-        points=points, budget_y=None if allowed is None else _height(allowed, top), bytes_ticks=_bytes_ticks(top),
+        points=points, budget_y=None if allowed is None else _height(allowed, top),
+        plain_y=_height(plain, top) if plain else None, bytes_ticks=_bytes_ticks(top),
         ticks=[Tick(at=WIDTH * number / right, text=str(number)) for number in range(0, int(right) + 1, apart)],
         axis="input size" if dimensions == 1 else "input size, all numbers multiplied",
     )  # fmt: skip

@@ -81,7 +81,7 @@ def draw(comparison: Comparison) -> Figure:
     problem = comparison.problem
     figure.text(0.02, 0.95, f"{problem.workload} on {problem.device.name}", color=INK, fontsize=13, weight="bold")
     figure.text(
-        0.02, 0.91, f"seconds of a step against its peak; plain: {format_seconds(problem.plain_seconds)} in "
+        0.02, 0.91, f"simulated seconds of a step against its peak; plain: {format_seconds(problem.plain_seconds)} in "
         f"{format_bytes(problem.plain_peak)}. {missing_sentence(comparison)}", color=SOFT, fontsize=9.5,
     )  # fmt: skip
     lines = defaultdict[str, list[Row]](list)

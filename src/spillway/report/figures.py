@@ -13,10 +13,11 @@ NO_BUDGET: Bytes = 1 << 62
 
 
 def recomputed_share(steps: Sequence[StepReport]) -> float:
-    """Ops that were run again, as a share of the steps' own ops, or blocks of the steps' own blocks; 0.0 if nothing was
-    watched."""
-    own = sum(step.ops + step.blocks for step in steps)
-    return sum(step.recomputed_ops + step.recomputed_blocks for step in steps) / own if own else 0.0
+    """Ops that were run again, as a share of the steps' own ops, or blocks, where there are any, of the steps' own
+    blocks; 0.0 if nothing was watched."""
+    own = sum(step.blocks or step.ops for step in steps)
+    again = sum(step.recomputed_blocks if step.blocks else step.recomputed_ops for step in steps)
+    return again / own if own else 0.0
 
 
 def hidden_share(steps: Sequence[StepReport]) -> float:

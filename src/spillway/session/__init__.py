@@ -14,10 +14,11 @@ import torch
 from spillway.engines.tensors.devices import allowed_bytes, device_of, engine_for, pinned_bytes
 from spillway.engines.tensors.tensor_engine import TensorEngine
 from spillway.errors import BudgetError, UsageError
+from spillway.internals.private import fully_sharded
 from spillway.ir import RunWriter
 from spillway.methods import LRU, METHODS, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
-from spillway.session.abstract_session import Session, header
+from spillway.session.abstract_session import Session, header, modules_of
 from spillway.session.auto_session import auto_session
 from spillway.session.block_session import BlockSession
 from spillway.session.inputs import Models, Optimizers, check_models, several, unwrapped
@@ -37,7 +38,7 @@ def manage(
     optimizer: Optimizers = None,
     *,
     budget: int | str | None,
-    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "lru",
+    method: str | AbstractPolicy | AbstractPlanner | AbstractBlockMethod = "auto",
     spill: SpillOptions = _SPILL,
     blocks: BlockOptions = _BLOCKS,
     report: ReportOptions = _REPORT,
@@ -51,10 +52,11 @@ def manage(
             step touches: parameters, gradients, optimizer state, inputs, activations; on CUDA also what the allocator
             hands out to anybody else in the process. None only keeps account. `Session.budget` names another, later.
         method: How to decide what leaves: a name of `spillway.methods.METHODS`, or an object (of a block engine's
-            method its options count). Policies, such as "lru" and "delta", run on the tensor engine, which watches
-            every op; so do planners, such as "window": a step of each size is recorded, and those after it follow the
-            plan. "mimose", "mimose-published" and "checkpoint" run on the block engine, which recomputes blocks and
-            costs nothing per op.
+            method its options count). "auto" plans for every size of the input what is kept, recomputed or offloaded
+            block by block, and leaves models without blocks to "lru". Policies, such as "lru" and "delta", run on the
+            tensor engine, which watches every op; so do planners, such as "window": a step of each size is recorded,
+            and those after it follow the plan. "auto", "mimose", "mimose-published" and "checkpoint" run on the block
+            engine, which costs nothing per op.
         spill: Where bytes wait that have left.
         blocks: What a method of the block engine is told of the model.
         report: What is told of the run.
@@ -66,8 +68,9 @@ def manage(
     _check_options(spill=spill, blocks=blocks, report=report)
     models: list[torch.nn.Module] = several(model, torch.nn.Module)
     optimizers: list[torch.optim.Optimizer] = [unwrapped(one) for one in several(optimizer, torch.optim.Optimizer)]
-    check_models(models, optimizers)
-    decides, device = resolve(method), device_of(models)
+    decides = resolve(method)
+    check_models(models, optimizers, by_block=isinstance(decides, AbstractBlockMethod))
+    device = device_of(models)
     if isinstance(decides, AbstractBlockMethod):
         if decides.needs_blocks:
             _check_action(decides, spill.host_budget, lossy=blocks.lossy)
@@ -78,7 +81,9 @@ def manage(
         )
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
     session: Session
-    falls_back = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and blocks.names is None
+    sharded = any(map(fully_sharded, modules_of(models)))  # and none of the tensor engine's
+    pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
+    falls_back = pages and blocks.names is None
 
     def opened(
         decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
@@ -100,7 +105,7 @@ def manage(
             by_block = functools.partial(
                 BlockSession, models, optimizers, writer, live, method=decides,
                 traces=report.timeline, pinned=pinned, spill=spill,
-                blocks=dataclasses.replace(blocks, page=blocks.page or not decides.needs_blocks),
+                blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
             if falls_back:
                 storages = functools.partial(opened, LRU(), told=lambda _: writer)
@@ -113,6 +118,8 @@ def manage(
                 allowed,
                 lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
             )
+        undo.callback(session.close)
+        session._meet_ranks()
         undo.pop_all()
     return session
 

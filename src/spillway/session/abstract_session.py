@@ -28,16 +28,21 @@ from typing import TYPE_CHECKING, Any, Final, Self, final
 import torch
 
 from spillway.engines.tensors.devices import allowed_bytes, device_of
+from spillway.engines.tensors.tensor_engine import TensorEngine
+from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.turns import end_lost_steps, may_end
 from spillway.errors import BudgetInfeasible, SessionError, SpillwayError
 from spillway.internals.interrupts import WATCHED, DeferredInterrupts, deliver
 from spillway.internals.machine_memory import machine_memory
 from spillway.internals.private import process_groups
+from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
-from spillway.session.inputs import check_not_sharded, leaves, storages
+from spillway.session.inputs import check_sharding, leaves, storages
+from spillway.session.ranks import Ranks, ranks_now
 from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
@@ -116,6 +121,10 @@ class AbstractStep(ABC):
         """What it was refused with last, said again."""
         return None
 
+    @abstractmethod
+    def micro_batch(self, batch: Any) -> None:
+        """It goes on with inputs of another size."""
+
     @property
     def lost(self) -> bool:
         """Whether nobody can leave it any more, so that the running thread may."""
@@ -166,6 +175,8 @@ class Session(ABC):
 
     _uninterrupted: tuple[str, ...] = WATCHED
     """Modules in which signals wait while a step runs, by how their names begin."""
+    _takes_shards = False
+    """Whether parameters may be sharded by `fully_shard`."""
 
     def __init__(
         self,
@@ -190,8 +201,15 @@ class Session(ABC):
         self._given_up = False
         """Whether closing is done."""
         self._closes_with_step = False
-        self._told_left_out = self._grouped = False
+        self._told_left_out = self._told_eager = self._grouped = False
+        self._ranks: Ranks | None = None
+        """The other processes, where this one is in a process group."""
         self._updates = Updates(parameter for model in models for parameter in model.parameters())
+        resident = ResidentSet()
+        held = [one.nbytes() for one in storages(Session._tensors(self, ())) if one.device.type == "cpu"]
+        self._beside = max(resident.read() - sum(held), 0)
+        """What the process takes of memory beside what the budget counts, without pages of files."""
+        resident.close()
 
     @property
     @abstractmethod
@@ -262,6 +280,26 @@ class Session(ABC):
         """
         self._enter(batch, weakref.ref(self))
 
+    def micro_batch(self, batch: Any) -> None:
+        """Tell the running step, before a further forward, what that is called with: where gradients of several
+        micro-batches are added up, a method of the block engine plans each by its own size. The first is given to
+        `step` or `begin`.
+
+        Raises:
+            SessionError: No step is running.
+        """
+        if self._running is None:
+            raise SessionError("micro_batch() belongs inside a step, between its forwards.")
+        self._running.micro_batch(batch)
+
+    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
+        """Tell a session whose step begins within a call of the model how that was called, for refusals. Of all later
+        calls it hears by itself."""
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # some need not be told
+        """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something.
+        Of all later updates it hears by itself."""
+
     def end(self) -> None:
         """End the step that is running. While an exception of the step is being handled, in `except` or `finally`, the
         step counts as failed, and that exception is the one that is seen. Closing ends a running step too.
@@ -299,6 +337,10 @@ class Session(ABC):
                 step.release()
             self._closed = True
             self._updates.close()
+            if self._ranks is not None:
+                if step is not None and step.refused is not None:  # and nobody has ended it since
+                    self._ranks.stop(step.refused)
+                self._ranks.close()
             self._give_up()
             deferred.shut()
             self._given_up = True
@@ -315,7 +357,7 @@ class Session(ABC):
 
     def _leave_to(self, other: Session) -> None:
         """Close, and have another session go on with what is reported, which writes where this one did."""
-        other.history = self.history
+        other.history, other._told_eager = self.history, self._told_eager
         self._writer = self._live = None
         self.close()
 
@@ -331,6 +373,10 @@ class Session(ABC):
     def _header(self) -> dict[str, Any]:
         """What a page says of the whole run."""
 
+    def _held_by_blocks(self) -> BlocksAtPeak | None:
+        """Of the step with the highest peak; None where no blocks ran."""
+        return None
+
     def log(self, **numbers: Any) -> None:
         """Attach numbers to the running step: `memory.log(loss=loss)`. Tensors of one element are fine."""
         if self._running is None:
@@ -343,8 +389,10 @@ class Session(ABC):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
         timelines = [] if self.timeline is None else [self.timeline]
-        told = {"plan": " ".join(self.explanation)} if self.explanation else {}
-        write_report(path, self._header() | told, self.history, timelines, self.foresight)
+        told: dict[str, Any] = {"plan": " ".join(self.explanation)} if self.explanation else {}
+        if any(step.peak_rss_bytes for step in self.history):
+            told["start_rss_bytes"] = self._beside + file_pages()
+        write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
 
     def __enter__(self) -> Self:
         if self._closed:
@@ -358,6 +406,10 @@ class Session(ABC):
             if error is None:
                 raise
             _add_note(error, "Closing the session", fault)
+        if self._ranks is not None and isinstance(error, Exception) and getattr(error, "rank", None) is None:
+            told = self._ranks.after(error)
+            if told is not error:
+                raise told from None
 
     def _deliver(self) -> None:
         """Raise what waited, now that the books are closed."""
@@ -369,9 +421,8 @@ class Session(ABC):
         """See NOTE [Entering and leaving]."""
         if self._closed:
             raise SessionError("This session is closed; call spillway.manage() again.")
-        self._grouped = bool(process_groups())
-        if self._grouped:
-            check_not_sharded(self._models, self._optimizers)  # since the session was opened
+        check_not_compiling()
+        self._meet_ranks()
         running = self._running
         if running is not None:
             if not running.lost:
@@ -390,10 +441,30 @@ class Session(ABC):
             self._deliver()
         except BaseException as error:
             step.give_back()
-            if isinstance(error, BudgetInfeasible) and (told := _told(step, error)) is not error:
+            told = _told(step, error) if isinstance(error, BudgetInfeasible) else error
+            told = self._stopped(told)
+            if told is not error:
                 raise told from None
             raise
         return step
+
+    def _meet_ranks(self) -> None:
+        """Raises what one of them has stopped all of them with."""
+        self._grouped = bool(process_groups())
+        if self._grouped:
+            check_sharding(self._models, self._optimizers, by_block=self._takes_shards)  # since it was opened
+        if self._grouped or self._ranks is not None:
+            before, self._ranks = self._ranks, ranks_now(self._ranks)
+            if self._ranks is not None and self._ranks is not before:
+                weakref.finalize(self, self._ranks.listen_no_more).atexit = False
+        if self._ranks is not None and (word := self._ranks.word) is not None:
+            raise word
+
+    def _stopped(self, error: BaseException) -> BaseException:
+        """What is to be raised where an error leaves a step: see NOTE [Stopping together] in `ranks.py`."""
+        if self._ranks is None or not isinstance(error, Exception):
+            return error
+        return self._ranks.stop(error) if isinstance(error, SpillwayError) else self._ranks.after(error)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
         """`error` is what the user's own code raised in it."""
@@ -426,6 +497,7 @@ class Session(ABC):
         if isinstance(error, RuntimeError) and step.refused is not None and str(step.refused) in str(error):
             refusal = step.refused  # it passed through C++, as out of a callback, which tells its sentence on
         told = _told(step, refusal) if isinstance(refusal, BudgetInfeasible) else refusal
+        told = self._stopped(told) if told is not None else None
         if told is not error and told is not None:
             raise told from None
 
@@ -463,6 +535,17 @@ class Session(ABC):
                 stack.callback(self._live.update, report)
             if self._writer is not None:
                 self._write({"step": report.to_json()})
+
+    def _say_what_ran_eagerly(self, engine: TensorEngine) -> None:
+        """Of a step that this engine watched."""
+        if engine.ran_eagerly and not self._told_eager:
+            self._told_eager = True
+            warnings.warn(
+                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
+                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
+                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
+                stacklevel=6,
+            )
 
     def _write(self, record: Mapping[str, Any]) -> None:
         """Into the run file, if there is one and it could be read afterwards."""

@@ -8,7 +8,6 @@ from typing import Any, Self, cast, final
 
 import torch
 
-from spillway.engines.blocks.hook import Hook
 from spillway.errors import ModelError
 from spillway.memory.budget import UNLIMITED
 from spillway.session.abstract_session import Session
@@ -48,8 +47,6 @@ class AutoSession:
         try:
             return self._blocks(allowed)
         except ModelError:
-            if any(isinstance(vars(model).get("forward"), Hook) for model in self._models):
-                raise  # somebody else has it
             return self._storages(allowed)
 
     @property

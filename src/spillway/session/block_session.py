@@ -13,19 +13,23 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
 from spillway.engines.blocks.compiled_blocks import HOOKS, is_compiled
-from spillway.engines.blocks.discovery import find_blocks
+from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
 from spillway.engines.blocks.meter import meter_for
 from spillway.engines.blocks.trace import AbstractTrace, trace_for
 from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
+from spillway.engines.tensors.origins import line_of_forward
+from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
 from spillway.internals.interrupts import by_signal, deliver
-from spillway.internals.private import unheard_by_modes
+from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
 from spillway.ir import Kind, RunWriter, StepReport
 from spillway.memory.budget import Budget
@@ -41,6 +45,7 @@ from spillway.methods.by_block import (
     StepSample,
 )
 from spillway.native.arena import Arena
+from spillway.report.holders import BlocksAtPeak, HeldByBlock
 from spillway.session.abstract_session import AbstractStep, Session, header
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
@@ -48,6 +53,7 @@ from spillway.session.inputs import leaves, signature_of, storages
 from spillway.session.needs import Call, least, needs_of, recomputing
 from spillway.session.options import BlockOptions, SpillOptions
 from spillway.session.paging import UNINTERRUPTED, Paging
+from spillway.session.ranks import Agreement
 from spillway.session.tensor_session import report_of
 from spillway.session.watch import StepWatch
 from spillway.tiers.disk import DiskTier
@@ -145,11 +151,15 @@ class BlockSession(Session):
     """What planned the latest step."""
     _told_nothing = 0
     """Steps in a row of which nothing was learned."""
+    _agreement: Agreement | None = None
+    """On which blocks run again, where that adds collectives."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
         "spillway.session.abstract_session",
     )  # the model's own code runs inside of all others
+    _heaviest: tuple[StepReport, Sequence[CallReport]] | None = None
+    """The step with the highest peak, and the calls of the forward that saved most in it."""
 
     def __init__(
         self,
@@ -167,6 +177,7 @@ class BlockSession(Session):
     ) -> None:
         super().__init__(models, optimizers, writer, live)
         self._model = _one(models)
+        self._takes_shards = any(map(fully_sharded, self._model.modules()))
         check_runs_once(self._model)
         self._method = method
         self._budget = Budget(allowed)
@@ -200,14 +211,29 @@ class BlockSession(Session):
         self._pages = blocks.page
         try:
             self._limit()
-            if blocks.names is not None:
-                self._open(blocks.names)
-            else:
-                self._finder = Hook(self._model, self._find)
-                self._finder.install()
+            self._open_or_find(blocks.names, replicated=self._model is not models[0])
         except BaseException:
             self.close()
             raise
+
+    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the first step."""
+        names = named if named is not None else sharded_blocks(self._model)
+        if names or named is not None:
+            self._open([name.removeprefix("module.") for name in names] if replicated else names)
+            return
+        self._finder = Hook(self._model, self._find, self)
+        self._finder.install()
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether nobody has named the blocks, or found them yet, and a model without any is left to another engine."""
+        return self._finder is not None and self._engine is None and not self._method.needs_blocks
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether nobody looks for blocks now, or it does not matter if a forward runs without that."""
+        return self._running is None or not self._method.needs_blocks
 
     @property
     def allowed(self) -> Bytes:
@@ -281,8 +307,30 @@ class BlockSession(Session):
                 method.does_without_spill()
         super()._leave(step, error)
 
+    def _held_by_blocks(self) -> BlocksAtPeak | None:
+        if self._heaviest is None:
+            return None
+        report, calls = self._heaviest
+        modules = dict(self._model.named_modules())
+        return BlocksAtPeak(
+            step=report.step, peak_bytes=report.peak_bytes, start_bytes=report.start_bytes,
+            blocks=[
+                HeldByBlock(
+                    block=call.block, kind=type(module).__name__ if module is not None else "",
+                    line="" if module is None else line_of_forward(module), action=call.action.value,
+                    saved_bytes=call.own_bytes, held_bytes=max(call.resident_bytes, 0),
+                )
+                for call in calls for module in [modules.get(call.block)]
+            ],
+        )  # fmt: skip
+
     def _header(self) -> dict[str, Any]:
         return header(self._budget.allowed, self._method.name, self._device)
+
+    @property
+    def _leaves_to_ops(self) -> bool:
+        """Whether a model without blocks is left to the tensor engine."""
+        return self._paging is not None and not self._method.needs_blocks
 
     def _watch_resident_set(self) -> Reclaimer:
         self._resident_set = resident_set = ResidentSet()
@@ -305,6 +353,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
     def _find(self, *args: Any, **kwargs: Any) -> Any:
@@ -324,10 +373,12 @@ class BlockSession(Session):
         if self._method.needs_blocks:
             check_runs_once(self._model)
         try:
+            if self._unknown and running_compiled():
+                raise NoBlocksError("What calls the model is compiled, and passes blocks by.", reason="compiled")
             names, failure = self._found(forward, args, kwargs)
         except NoBlocksError as error:
             names, failure = [], error
-        if isinstance(failure, NoBlocksError) and not self._method.needs_blocks and not self._given_up:
+        if isinstance(failure, NoBlocksError) and self._leaves_to_ops and not self._given_up:
             running.page_from_here()
             output = forward(*args, **kwargs)  # which may have failed before, and then fails again
             self._finder.remove()
@@ -378,21 +429,22 @@ class BlockSession(Session):
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """With a closure, which runs forward and backward, it begins each time that the closure is through."""
-        step = self._running
-        if not isinstance(step, _Step):
-            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            step.optimizer_begins(self._needs_of(optimizer))
+            self.update_begins(optimizer)
             return None
 
         @wraps(closure)
         def asked(*given: Any, **named: Any) -> Any:
-            loss = closure(*given, **named)
-            step.optimizer_begins(self._needs_of(optimizer))
+            loss = closure(*given, **named)  # in which the step may have begun
+            self.update_begins(optimizer)
             return loss
 
         return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if isinstance(self._running, _Step):
+            self._running.optimizer_begins(self._needs_of(optimizer))
 
     def _optimizer_ended(self, *_: Any) -> None:
         if isinstance(self._running, _Step):
@@ -412,6 +464,9 @@ class BlockSession(Session):
 
     def _tensors(self, batch: Any) -> Iterator[tuple[Kind, torch.Tensor]]:
         yield from super()._tensors(batch)
+        if self._takes_shards:  # which wholes take the place of, after an evaluation also between steps
+            groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+            yield from ((Kind.PARAMETER, one) for group in groups for one in group["params"])
         if self._before is not None:
             yield from ((Kind.BUFFER, copy) for copy in self._before.copies)
 
@@ -451,6 +506,8 @@ class _Step(AbstractStep):
         """What could not be put back, once that was tried."""
         self._alone: Bytes = 0
         """What a step without a forward of the model took, above what was there when it began."""
+        self._asked: list[tuple[_Family, Shape]] = []
+        """Of each forward that a method was asked about, what it was called with."""
         self._paged = self._tries = False
         """Whether every op is watched, and whether blocks are recomputed besides, to see if that is enough."""
 
@@ -461,8 +518,8 @@ class _Step(AbstractStep):
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
         self._signature = signature_of(self._batch)
-        size = self._signature, self._dimensions
-        session._remember(large=session._paging is None or not session._paging.knows(size))
+        self._entered = self._family, self._signature, self._dimensions
+        session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
         known = storages(session._tensors(self._batch))
         self._known = {storage.data_ptr(): storage.nbytes() for storage in known}
         self._start = sum(self._known.values())
@@ -476,9 +533,11 @@ class _Step(AbstractStep):
         self._key = self._dimensions, collecting, self._start
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
-        if session._paging is not None and session._paging.wanted((self._signature, self._dimensions), self._start):
-            self._page(0)
-            return
+        if session._paging is not None:
+            self._tries = session._unknown
+            if session._paging.wanted(self._entered[1:], self._start) or self._tries:
+                self._page(0)
+                return
         session._budget.begin(self._start)
         wanted = session._traces or self._new or session._budget.limited
         self._trace = trace_for(session._device, self._known) if wanted else None
@@ -487,11 +546,24 @@ class _Step(AbstractStep):
         if session._engine is not None:
             self.watch()
 
+    def micro_batch(self, batch: Any) -> None:
+        """Forwards from here on are planned by the size of this batch, and teach what they take at this one."""
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch)):
+            return
+        family = self._session._family(batch)
+        dimensions = family.reader.dimensions(batch)
+        if (family, dimensions) == (self._family, self._dimensions):
+            return
+        self._family, self._dimensions, self._size = family, dimensions, family.size(dimensions)
+        self._signature += f", {signature_of(batch)}"
+        if self._watch is not None:
+            self._watch.path += f"{list(dimensions)}"
+
     def _page(self, nameless: Bytes) -> None:
         """From here on every op is watched, see `session.paging`; so many bytes were made that have no name."""
         session = self._session
         assert session._paging is not None
-        session._paging.remember((self._signature, self._dimensions))
+        session._paging.remember(self._entered[1:])
         self._paged = True
         if self._watch is not None:
             self._watch.stop()
@@ -503,6 +575,8 @@ class _Step(AbstractStep):
 
     def page_from_here(self) -> None:
         """Watch every op of the rest of the step."""
+        if self._paged:
+            return
         level = self._trace.level() if self._trace is not None else None
         if level is None:
             level = self._session._meter.read() - self._base
@@ -545,7 +619,7 @@ class _Step(AbstractStep):
             budget=session._budget,
             known=partial(session._named_bytes, self._batch),
             foresight=self,
-            measured=partial(self._family.measured, self._key),
+            measured=partial(self._entered[0].measured, self._key),
             decide=self._decide,
             new=self._new or session._traces or session._method.moves,
             largest=session._largest,
@@ -565,10 +639,14 @@ class _Step(AbstractStep):
         enough = self._session._budget.allowed - level
         if not self._session._budget.limited or self._family.allows(self._dimensions, enough):
             return None
+        if self._session._takes_shards:
+            return None  # a sharded model has no copy without content
         return least(call, environment_of(self._session._model, self._session._generators), enough)
 
     def recomputing(self, call: Call, *, loss: bool = True) -> Bytes | None:
         """And the state that the optimizers add, with which the next step begins."""
+        if self._session._takes_shards:
+            return None
         rise = recomputing(call, environment_of(self._session._model, self._session._generators), loss=loss)
         return None if rise is None else rise + self.state
 
@@ -580,12 +658,26 @@ class _Step(AbstractStep):
     def update(self) -> Bytes:
         groups = [group for optimizer in self._session._optimizers for group in optimizer.param_groups]
         without = [one for group in groups for one in group["params"] if one.requires_grad and one.grad is None]
-        missing: Bytes = sum(one.numel() * one.element_size() for one in without)
+        missing: Bytes = sum(local_of(one).numel() * one.element_size() for one in without)
         needs = needs_of(self._session._optimizers)
         return missing + needs.state + needs.working + LOSS
 
     def _decide(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
+        decision, forecast, size, bypassed = self._decide_alone(available)
+        session = self._session
+        if session._agreement is None:
+            return decision, forecast, size, bypassed
+        plan, method = decision.plan, session._method
+        again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
+        everything = not plan.actions and plan.otherwise.recomputes and not bypassed
+        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+            return decision, forecast, size, bypassed
+        nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
+        return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
+
+    def _decide_alone(self, available: Bytes) -> tuple[Decision, Forecast | None, InputSize, bool]:
         deliver(self._session._pending)  # a signal at the last line of entering
+        self._asked.append((self._family, self._dimensions))
         engine = self._session._engine
         assert engine is not None
         if not self._session._budget.limited:  # nothing is in want of room
@@ -595,7 +687,8 @@ class _Step(AbstractStep):
         began = time.perf_counter()
         method = self._family.method
         if not method.needs_blocks:  # a gradient that is there has the new one beside it for a moment
-            there = [one.grad.nbytes for one in self._session._model.parameters() if one.grad is not None]
+            gradients = [one.grad for one in self._session._model.parameters() if one.grad is not None]
+            there = [local_of(one).nbytes for one in gradients]
             available -= max(there, default=0)
         decision = method.begin(self._size, available)
         self._session._planner = method
@@ -675,7 +768,7 @@ class _Step(AbstractStep):
         if session._paging is not None:
             if self._paged:
                 return session._paging.told(refusal, session._models, session._optimizers, self._batch)
-            session._paging.remember((self._signature, self._dimensions))
+            session._paging.remember(self._entered[1:])
             refusal.add_note(
                 "The next step of this size is watched op by op, so that it fits (BlockOptions(page=True))."
             )
@@ -692,11 +785,16 @@ class _Step(AbstractStep):
 
     def conclude(self) -> None:
         seconds = time.perf_counter() - self._began
+        session = self._session
+        if session._unknown and (self._optimized or any(one.grad is not None for one in session._model.parameters())):
+            session.blockless = True  # it was trained without being called
         try:
-            if self._session._before is not None:
-                self._session._before.learn()
+            if session._before is not None:
+                session._before.learn()
             self._learn()
             self._report(seconds)
+            if self._paged and session._paging is not None:
+                session._say_what_ran_eagerly(session._paging.engine)
         finally:
             self._say_if_unseen()
 
@@ -722,26 +820,29 @@ class _Step(AbstractStep):
         moves = any(one.moves for one in watch.passes)  # how long copies take is not the same in every step
         if not (self._new or more or moves or watch.unmeasured):
             return  # there is nothing to learn from it
+        entered, _, dimensions = self._entered
         if not watch.traced:
-            self._family.traced.pop(self._key, None)  # measure it the next time
+            entered.traced.pop(self._key, None)  # measure it the next time
             return
-        self._family.rises[self._dimensions] = max(
-            self._family.rises.get(self._dimensions, 0), watch.peak - self._start
-        )
+        shapes = [dimensions, *(shape for family, shape in self._asked if family is entered)]
+        largest = tuple(map(max, zip(*shapes, strict=False)))
+        entered.rises[largest] = max(entered.rises.get(largest, 0), watch.peak - self._start)
         samples = watch.samples()
         self._session._told_nothing = 0 if samples or not watch.passes else self._session._told_nothing + 1
-        if self._session._told_nothing == TELLING and not self._session._method.needs_blocks:
+        if self._session._told_nothing == TELLING and self._session._leaves_to_ops:
             self._session.blockless = True
             warnings.warn(
                 f"{TELLING} steps of {type(self._session._model).__name__} have told nothing of its blocks, as where "
                 f"two forwards come before their backward: from here on every op is watched (method='lru').",
                 stacklevel=6,
             )
+        asked = dict(zip(map(id, watch.passes), self._asked, strict=True))
         for one, step, blocks in samples:
-            self._family.learn(self._dimensions, step, blocks)
+            family, dimensions = asked[id(one)]
+            family.learn(dimensions, step, blocks)
             unlimited = not self._session._budget.limited
             if unlimited or step.peak <= one.decision.plan.projected or one.decision.phase is Phase.COLLECTING:
-                self._family.traced.setdefault(self._key, set()).add(watch.path)
+                entered.traced.setdefault(self._key, set()).add(watch.path)
 
     def _report(self, seconds: Seconds) -> None:
         session, watch = self._session, self._watch
@@ -758,7 +859,7 @@ class _Step(AbstractStep):
             told = report_of(engine, number, self._signature, seconds, self.logged)
             most = max(told.peak_bytes, told.device_peak_bytes)
             if self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
-                session._paging.forget((self._signature, self._dimensions))
+                session._paging.forget(self._entered[1:])
                 self._family.rises[self._dimensions] = most - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)
             session._finish(replace(told, input_size=list(self._size), blocks=len(ran), recomputed_blocks=twice))
@@ -777,6 +878,9 @@ class _Step(AbstractStep):
             planning_seconds=self._planning, room_seconds=room, peak_measured=watch is not None and watch.traced,
         )  # fmt: skip
         session._finish(report)
+        if passes and (session._heaviest is None or peak > session._heaviest[0].peak_bytes):
+            forwards = [one.calls for one in passes]
+            session._heaviest = report, max(forwards, key=lambda calls: sum(call.own_bytes for call in calls))
         if report.peak_measured and peak > session.allowed and not session._told_above:
             session._told_above = True  # it has updated the model: the next one is refused before its optimizer begins
             warnings.warn(
@@ -793,6 +897,8 @@ def _one(models: Sequence[torch.nn.Module]) -> torch.nn.Module:
             f"such as method='delta'."
         )
     model = models[0]
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its own forward prepares a backward, so that an extra one would leave something
     if isinstance(vars(model).get("forward"), Hook):
         raise ModelError("This model is managed by another session; close that first.")
     return model

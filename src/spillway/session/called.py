@@ -49,8 +49,10 @@ class Calls:
         """Those of different sizes."""
         return list(self._found.values())
 
-    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if torch.compiler.is_compiling():  # dynamo, which looks into a hook as into the model
+            return
+        if kwargs is None:  # removed by a hook of the same call, which ended the step
             return
         with torch._C.DisableTorchFunction():  # nothing of it is news to the user's modes and tensor classes
             key = id(model), signature_of((args, kwargs))

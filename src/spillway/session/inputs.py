@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from spillway.engines.tensors.devices import device_of
 from spillway.errors import ModelError
-from spillway.internals.private import is_distributed
+from spillway.internals.private import fully_sharded, is_distributed, local_of
 from spillway.ir import Kind
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
@@ -63,7 +63,8 @@ def leaves(batch: Any) -> Iterator[torch.Tensor | bool | int | float]:
 
 def storages(tensors: Iterable[tuple[Kind, torch.Tensor]]) -> list[torch.UntypedStorage]:
     """The storages of tensors, each once."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage() for _, t in tensors if t.layout is torch.strided}
+    parts = (local_of(one) for _, one in tensors if one.layout is torch.strided)
+    found = {one.untyped_storage()._cdata: one.untyped_storage() for one in parts}
     return list(found.values())
 
 
@@ -83,15 +84,17 @@ def unwrapped(optimizer: Any) -> Any:
     return unwrapped(inner) if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer else optimizer
 
 
-def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ModelError for what one session cannot manage."""
+def check_models(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, by_block: bool
+) -> None:
+    """Raises ModelError for what one session cannot manage, by the block engine or by the tensor engine."""
     for given, kind, what in ((models, torch.nn.Module, "model"), (optimizers, torch.optim.Optimizer, "optimizer")):
         for item in given:
             if not isinstance(item, kind):
                 raise ModelError(f"manage() needs a {kind.__name__} as {what} (or several), got {type(item).__name__}.")
     if not models:
         raise ModelError("manage() needs at least one model.")
-    check_not_sharded(models, optimizers)
+    check_sharding(models, optimizers, by_block=by_block)
     device_of(models)
     if any(
         isinstance(t, UninitializedParameter | UninitializedBuffer)
@@ -103,15 +106,31 @@ def check_models(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.o
         warnings.warn("No parameter of the model requires a gradient.", stacklevel=3)
 
 
-def check_not_sharded(models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raises ModelError for what FSDP or `distribute_tensor` has in its hands: it frees, resizes and exchanges storages
-    of parameters, which a session does as well.
+def check_sharding(
+    models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], *, by_block: bool
+) -> None:
+    """Raises ModelError for parameters that lie in several processes, in a way that nobody manages.
+
+    What shards them frees, resizes and exchanges their storages, as the tensor engine does. The block engine leaves
+    parameters alone; `fully_shard` has them gathered when a block runs again, as `torch.utils.checkpoint` finds them.
     """
     given = [parameter for model in models for parameter in model.parameters()]
     given += [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
-    if any(getattr(parameter, "_fsdp_flattened", False) or is_distributed(parameter) for parameter in given):
+    flattened = any(getattr(parameter, "_fsdp_flattened", False) for parameter in given)
+    parts: list[Any] = [parameter for parameter in given if is_distributed(parameter)]
+    if not (flattened or parts):
+        return
+    sharded = any(fully_sharded(module) for model in models for module in model.modules())
+    twice = any(sum(one.is_shard() for one in part.placements) > 1 for part in parts)
+    if flattened or twice or not sharded:
         raise ModelError(
-            "The parameters of this model are sharded over several processes (by FSDP, fully_shard or "
-            "distribute_tensor), which no session manages yet: train it without manage(), or replicate it with "
-            "DistributedDataParallel, which sessions manage."
+            "The parameters of this model are sharded over several processes by FullyShardedDataParallel, "
+            "distribute_tensor or in two ways at once, which no session manages: shard it with fully_shard alone, for "
+            "a method of the block engine such as method='auto', or replicate it with DistributedDataParallel."
+        )
+    if not by_block:
+        raise ModelError(
+            "The parameters of this model are sharded over several processes by fully_shard, and methods that watch "
+            "every op do not manage that: take one of the block engine, such as method='auto', 'mimose' or "
+            "'checkpoint', and shard the model before manage()."
         )

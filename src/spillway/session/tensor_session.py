@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from spillway.engines.tensors.cpu_backend import CpuBackend
+from spillway.engines.tensors.history import ByName
+from spillway.engines.tensors.origins import modules_by_id, named_tensors
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.engines.tensors.tensor_engine import TensorEngine
-from spillway.engines.tensors.torch_compile import check_not_compiling
 from spillway.engines.tensors.torch_patches import others_open
 from spillway.engines.tensors.turns import end_turn, take_turn
 from spillway.errors import BudgetInfeasible, SessionError, SpillFullError, SpillwayError
@@ -74,7 +75,7 @@ class TensorSession(Session):
         self._varying: set[tuple[Any, ...]] = set()
         """Of those that did and took more than the budget: they are watched."""
         self._most_pressure = (-1, 0)
-        self._told_eager = self._told_other = False
+        self._told_other = False
         self._unwritten: Timeline | None = None
         """The timeline, until it stands in the run file."""
         self._plans: PlannedSteps | ForeseenSteps | None = None
@@ -93,6 +94,10 @@ class TensorSession(Session):
     def foresight(self) -> dict[str, Any] | None:
         """See `Session.foresight`."""
         return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
+
+    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(self._running, _Step) and not self._running._unwatched:
+            self._running._calls(model, args, kwargs)
 
     def _take(self, engine: TensorEngine) -> None:
         """Steps run under this engine from here on."""
@@ -209,16 +214,6 @@ class TensorSession(Session):
         engine = self._engine
         engine.bring_into_memory(tensor for _, tensor in self._tensors(()))
 
-    def _say_what_ran_eagerly(self) -> None:
-        if self._engine.ran_eagerly and not self._told_eager:
-            self._told_eager = True
-            warnings.warn(
-                "What torch.compile made ran op by op, with the results and at the speed of eager PyTorch, because "
-                "this step was watched; outside of watched steps it runs compiled. A method of the block engine, such "
-                "as method='mimose', keeps blocks compiled that were compiled by themselves (block.compile()).",
-                stacklevel=6,
-            )
-
     def _say_that_the_plan_is_of_another_step(self) -> None:
         policy, ops = self._engine.controller.policy, self._engine.ops
         if not isinstance(policy, Planned) or self._told_other or self._engine.following is None:
@@ -257,15 +252,14 @@ class _Step(AbstractStep):
         super().__init__(session, batch, owner)
         self._engine = session._engine
         self._calls = Calls()
-        self._ended = self._unwatched = False
+        self._ended = self._unwatched = self._varies = False
         self._taken = (0, 0)
 
     @unheard
     def begin(self) -> None:
         session, engine = self._session, self._engine
         session._check_no_nccl()
-        check_not_compiling()
-        self._signature = signature_of(self._batch)
+        self._signature = self._latest = signature_of(self._batch)
         self._circumstances = session._circumstances(self._signature)
         self._began = time.perf_counter()
         named = functools.partial(session._tensors, self._batch)
@@ -285,12 +279,25 @@ class _Step(AbstractStep):
         self._states, self._versions = session._state_entries(), session._versions()
         if session._plans is not None:
             session._plans.begin(self._circumstances, self._batch)
+        record = None
+        if session._keep_timeline:
+            models = session._models
+            record = ByName(
+                named, lambda: named_tensors(models, session._optimizers), lambda: modules_by_id(models)
+            )  # fmt: skip
         reset_peak()
         engine.begin_step(
-            named(), base_rss=session._base_rss, record=named if session._keep_timeline else None,
+            named(), base_rss=session._base_rss, record=record,
             signature=self._signature, recipes=not known_to_fit,
         )  # fmt: skip
         self._calls.begin(session._models)
+
+    def micro_batch(self, batch: Any) -> None:
+        """Nothing is learned of a step whose sizes differ: the next one that begins like it may go on otherwise."""
+        told = signature_of(batch)
+        if told and told != self._latest:
+            self._varies, self._latest = True, told
+            self._signature += f", {told}"
 
     def end(self) -> SpillwayError | None:
         self._calls.end()
@@ -332,6 +339,9 @@ class _Step(AbstractStep):
     def conclude(self) -> None:
         session, engine = self._session, self._engine
         seconds = time.perf_counter() - self._began
+        if self._varies:
+            session._varying.add(self._circumstances)
+            session._forget_to_fit(self._circumstances)
         if self._unwatched:
             session._finish(self._unwatched_report(seconds))
             return
@@ -339,14 +349,14 @@ class _Step(AbstractStep):
         kept_all = not (report.moves or report.drops or report.refusals or engine.controller.away)
         if not kept_all:
             session._forget_to_fit(self._circumstances)
-        elif self._signature and self._is_whole():
+        elif self._signature and not self._varies and self._is_whole():
             session._learn_to_fit(self._circumstances, report)
         timeline = None
         if engine.history is not None:
             timeline = engine.history.stop(len(session.history) if session._presses_most(report) else None)
             engine.history = None
         session._conclude(report, timeline)
-        session._say_what_ran_eagerly()
+        session._say_what_ran_eagerly(engine)
         if self._is_whole():  # a first one makes the optimizer's state
             session._say_that_the_plan_is_of_another_step()
         if session._plans is not None:

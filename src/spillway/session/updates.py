@@ -7,6 +7,7 @@ too; with the last one it is gone.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import warnings
@@ -76,10 +77,33 @@ def _forget() -> None:
             _handles.pop().remove()
 
 
-def _heard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    here, sessions = threading.current_thread(), tuple(_open)
-    if not any(session.stepping is here for session in sessions):
-        for session in sessions:
-            session.outside(optimizer)
+def _heard(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """With a closure, in which a step may begin, the update comes when that is through."""
+    if torch.compiler.is_compiling() or _inside():
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _tell(optimizer)
+        return None
+
+    @functools.wraps(closure)
+    def heard(*given: Any, **named: Any) -> Any:
+        loss = closure(*given, **named)
+        if not _inside():
+            _tell(optimizer)
+        return loss
+
+    return ((args[0], heard, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": heard})
+
+
+def _inside() -> bool:
+    """Whether this thread is in a step of any session."""
+    here = threading.current_thread()
+    return any(session.stepping is here for session in tuple(_open))
+
+
+def _tell(optimizer: torch.optim.Optimizer) -> None:
+    for session in tuple(_open):
+        session.outside(optimizer)

@@ -40,7 +40,7 @@ from spillway.engines.blocks.block_engine import BlockEngine, HeldCall, without_
 from spillway.engines.blocks.meter import AbstractMeter
 from spillway.engines.blocks.trace import AbstractTrace, Window
 from spillway.engines.tensors.optimizers import Update
-from spillway.internals.private import unheard_by_modes
+from spillway.internals.private import local_of, unheard_by_modes
 from spillway.internals.process_memory import Reclaimer
 from spillway.memory.budget import Budget
 from spillway.methods.actions import Action
@@ -630,7 +630,7 @@ class StepWatch:
         for number in reversed(range(self._engine.begun)):
             own = {id(one): one for one in self._engine.module(number).parameters() if id(one) in missing}
             missing = missing - own.keys()
-            found.append(sum(one.numel() * one.element_size() for one in own.values()))
+            found.append(sum(local_of(one).numel() * one.element_size() for one in own.values()))
         return found[::-1]
 
     # ------------------------------------------------------------------------------------------------ when it is over

@@ -30,7 +30,7 @@ from spillway.errors import BudgetInfeasible, DeviceFullError, EngineError, Spil
 from spillway.ir.plan import Plan
 from spillway.ir.spans import total
 from spillway.ir.step import Op, Phase, Step, StorageId
-from spillway.ir.timeline import Timeline
+from spillway.ir.timeline import Origin, Timeline
 from spillway.memory.chronicle import Chronicle, Ran
 from spillway.memory.controller import Controller
 from spillway.memory.following import Following
@@ -244,6 +244,7 @@ class _Run:
         self._python: Seconds = 0.0
         self._calls = tuple(_calls(step))
         self._storages: dict[StorageId, Storage] = {}
+        self._recorded_as: dict[int, StorageId] = {}
         self._counted: dict[Storage, None] = {}  # these, and what lives on for a copy of it that is under way
         self._foresees = controller.policy.foresees and controller.budget.limited
         self._following = Following(controller) if controller.policy.follows else None
@@ -320,6 +321,7 @@ class _Run:
         controller, counters, log = self._controller, self._controller.counters, self._machine.log
         events = self._chronicle.stop()
         timeline = self._chronicle.timeline(self._number, events, log, self._began, ops=len(self._calls))
+        timeline = replace(timeline, origins=tuple(self._origins(timeline)))
         if isinstance(controller.policy, Planned) and controller.policy.plan.window:
             timeline = replace(timeline, window=controller.policy.plan.window)
         hidden = transfers_beside(log.transfers, stalled_intervals(counters.stalls)).hidden_seconds
@@ -334,6 +336,20 @@ class _Run:
             drops=counters.drops, moves=counters.moves, refusals=dict(counters.refusals),
             remark=controller.policy.plan.remark if isinstance(controller.policy, Planned) else "",
         )  # fmt: skip
+
+    def _origins(self, timeline: Timeline) -> Iterator[Origin]:
+        """Where storages come from, as it was recorded."""
+        for line in timeline.storages:
+            number = self._recorded_as.get(line.storage)
+            if number is None:
+                continue
+            info = self._step.storages[number]
+            op, module = "", ""
+            if not info.present_at_start and info.alive_from < len(self._step.ops):
+                maker = self._step.ops[info.alive_from]
+                op, module = maker.name, maker.module
+            if info.name or op:
+                yield Origin(storage=line.storage, name=info.name, op=op, module=module, line="")
 
     # ------------------------------------------------------------------ around an op
 
@@ -424,6 +440,7 @@ class _Run:
         handle = self._machine.create(info.nbytes) if sheet is None else sheet
         self._storages[number] = storage = self._controller.adopt(number, info.nbytes, handle)
         self._counted[storage] = None
+        self._recorded_as[storage.number] = number
         storage.kind = info.kind.value
         storage.handle.pinned = number in self._escaped
         if info.nbytes >= LARGE and sheet is not None:

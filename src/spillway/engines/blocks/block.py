@@ -12,7 +12,7 @@ from torch import nn
 
 from spillway.engines.blocks.compiled_blocks import is_compiled
 from spillway.engines.blocks.module_state import ModuleState
-from spillway.internals.private import is_distributed, process_groups
+from spillway.internals.private import fully_sharded, process_groups
 from spillway.methods.actions import Action
 from spillway.units import Bytes, Seconds
 
@@ -29,6 +29,8 @@ class Block:
         calls: How many calls there were since the model's forward began.
         judged: Calls that a backward has come back to: it is known whether their arguments are written to.
         written: Pairs of a call and the number of a tensor among its arguments that is written to.
+        gathers: Parts of it that `fully_shard` gathers by themselves. A second run adds collectives, so that the plan
+            alone says whether there is one, and ranks agree on it.
         communicates: Whether a call of it began a collective; None before the first. Other processes would have to run
             it again as well, and theirs may have other plans.
         overwritten: Pairs of a call and the number of a selected op whose result is written to.
@@ -46,6 +48,7 @@ class Block:
         self.written: set[tuple[int, int]] = set()
         self.overwritten: set[tuple[int, int]] = set()
         self.communicates: bool | None = None
+        self.gathers = [part for part in module.modules() if part is not module and fully_sharded(part)]
         self._may_checkpoint = hasattr(type(module), "gradient_checkpointing")
 
     def learn_from(self, other: Block) -> None:
@@ -60,12 +63,14 @@ class Block:
 
     def may_communicate(self) -> bool:
         """Whether it does, or nobody knows yet and there are others."""
-        return self.communicates or (self.communicates is None and bool(process_groups()))
+        unknown = self.communicates is None and bool(process_groups())
+        return bool(self.communicates or self.gathers or unknown)
 
     def has_begun(self, collectives: int) -> None:
-        """A call of it began so many. FSDP exchanges parts and wholes itself, also in second runs."""
-        sharded = collectives and any(map(is_distributed, self.module.parameters()))
-        self.communicates = bool(self.communicates or (collectives and not sharded))
+        """A call of it began so many. Those of parts that `fully_shard` gathers are begun again in a second run; its
+        own parameters, which a compiled block has gathered within its call, are there by then."""
+        gathers = self.gathers or (self.compiled and fully_sharded(self.module))
+        self.communicates = bool(self.communicates or (collectives and not gathers))
 
 
 def collectives_begun() -> int:

@@ -339,6 +339,11 @@ class BlockEngine:
             self._runtime.store.settle()
 
     @property
+    def gathered(self) -> nn.Module | None:
+        """A part of a block that `fully_shard` gathers by itself, if there is one: see `Block.gathers`."""
+        return next((part for block in self._found for part in block.gathers), None)
+
+    @property
     def reports(self) -> Sequence[CallReport]:
         """What `calls` copies: it goes on to change as long as the calls are run again."""
         return self._reports
@@ -407,7 +412,7 @@ class BlockEngine:
             hook.remove()
 
     def _install(self, module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
-        hook = hook_for(module, instead)
+        hook = hook_for(module, instead, self)
         self._hooks.append(hook)
         hook.install()
         return hook

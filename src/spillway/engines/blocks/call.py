@@ -433,7 +433,7 @@ class BlockCall:
 
         Those of arguments and results are not counted: somebody else holds them.
         """
-        if not self.ended or self._is_wanted() or not self._holds() or not self._may_go():
+        if not self.ended or self.block.gathers or self._is_wanted() or not self._holds() or not self._may_go():
             return 0
         shared = self._shared_with_others()
         freed = sum(

@@ -9,7 +9,7 @@ from typing import Any, Final, cast, final
 import torch
 from torch import nn
 
-from spillway.engines.blocks.hook import Hook
+from spillway.engines.blocks.hook import Bypassed, Hook
 from spillway.errors import ModelError
 
 _NAME: Final = "_compiled_call_impl"
@@ -67,9 +67,9 @@ def in_front_of(module: nn.Module) -> Callable[..., Any]:
 HOOKS: Final = (Hook, CompiledHook)
 
 
-def hook_for(module: nn.Module, instead: Callable[..., Any]) -> Hook | CompiledHook:
+def hook_for(module: nn.Module, instead: Callable[..., Any], owner: Bypassed) -> Hook | CompiledHook:
     """A hook for a block, compiled or not."""
-    return Hook(module, instead) if vars(module).get(_NAME) is None else CompiledHook(module, instead)
+    return Hook(module, instead, owner) if vars(module).get(_NAME) is None else CompiledHook(module, instead)
 
 
 def check_compiled(model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:

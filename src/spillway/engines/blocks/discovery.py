@@ -23,7 +23,7 @@ from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import PLAIN, empty_witness
 from spillway.engines.environment import Environment
 from spillway.errors import ModelError, NoBlocksError
-from spillway.internals.private import heard, unheard_by_modes
+from spillway.internals.private import fully_sharded, heard, unheard_by_modes
 from spillway.internals.private import storage_address as address
 from spillway.units import Bytes
 
@@ -238,6 +238,18 @@ def _family_inside(module: nn.Module, watch: Watch) -> bool:
             if len(family) >= 2:
                 most = max(most, sum(watch.nbytes(child) for child in family))
     return most > 0 and most >= DESCEND_SHARE * watch.nbytes(module)
+
+
+def sharded_blocks(model: nn.Module) -> list[str]:
+    """Names of the modules below the root that `fully_shard` gathers by themselves, of the outermost ones those with
+    modules inside; empty without. Before such a block runs again its parameters have been gathered for its backward, so
+    that its second run adds no collective, whatever other processes plan."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{one}.") for one in found)
+        if name and not inside and fully_sharded(module) and _has_children(module):
+            found.append(name)
+    return found
 
 
 def _has_children(module: nn.Module) -> bool:

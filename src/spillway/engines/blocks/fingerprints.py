@@ -93,7 +93,7 @@ def remember(tensors: Iterable[SavedTensor]) -> None:
     """Fingerprints of what saved tensors are about to give up, unless somebody has written to it since it was saved."""
     seen: Seen = {}
     for saved in tensors:
-        if saved.unwritten and type(saved.value) is Tensor and saved.address() is not None:
+        if saved.unwritten and type(saved.value) is Tensor and saved.address() is not None and _is_there(saved.value):
             saved.fingerprint = fingerprint(saved.value, seen)
 
 
@@ -104,7 +104,7 @@ def remember_some(tensors: Sequence[SavedTensor], given: Set[int | None]) -> Non
     for saved in reversed(tensors):
         value = saved.value
         told = saved.unwritten and saved.differentiable  # no masks, and nothing that an op leaves unwritten
-        if told and type(value) is Tensor and value.dtype in _TELLING and value.numel():
+        if told and type(value) is Tensor and value.dtype in _TELLING and value.numel() and _is_there(value):
             key = saved.address()
             odd = value.is_nested or value.is_neg() or value.device.type != "cpu"
             if key is not None and key not in given and not odd:
@@ -112,6 +112,11 @@ def remember_some(tensors: Sequence[SavedTensor], given: Set[int | None]) -> Non
                 left -= 1
                 if not left:
                     return
+
+
+def _is_there(tensor: Tensor) -> bool:
+    """Unlike a parameter that `fully_shard` has gathered and let go of again."""
+    return tensor.untyped_storage().nbytes() > 0 or not tensor.numel()
 
 
 def _some(tensor: Tensor) -> list[int]:

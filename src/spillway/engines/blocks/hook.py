@@ -7,7 +7,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
@@ -18,18 +18,32 @@ from spillway.errors import ModelError
 _NAME: Final = "forward"
 
 
+class Bypassed(Protocol):
+    """Whoever has put a hook there."""
+
+    @property
+    def bypassed(self) -> bool:
+        """Whether it does nothing at the moment."""
+
+
 @final
 class Hook:
     """Called in place of `module.forward`; a copy of the module, by whatever means, has a plain forward again.
 
     A closure would fail to pickle, and a deep copy of it would run the weights of the original without a word.
 
+    Args:
+        module: Whose forward it is.
+        instead: Called in its place.
+        owner: Says whether a compiler may leave `instead` out at the moment, as between steps.
+
     Raises:
         TypeError: The module has no forward of its own to stand in front of.
     """
 
-    def __init__(self, module: nn.Module, instead: Callable[..., Any]) -> None:
+    def __init__(self, module: nn.Module, instead: Callable[..., Any], owner: Bypassed) -> None:
         self.module = module
+        self._owner = owner
         self.patched = vars(module).get(_NAME)
         """A forward that somebody else had put there; None if there was none."""
         self.original: Callable[..., Any] = module.forward
@@ -40,9 +54,16 @@ class Hook:
             self.__signature__ = inspect.signature(self.original)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # what is compiled is good for as long as `bypassed` stays as it is
+            if self._owner.bypassed:
+                return self.original(*args, **kwargs)
             _refuse(type(self.module).__name__)
         return self._instead(*args, **kwargs)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What Accelerate asks for when it takes its own wrappers off a model, also from below this one."""
+        return self.original
 
     def install(self) -> None:
         """Stand there."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spillway.engines.tensors.tally import Tally
 from spillway.engines.tensors.twins import bare_step
 from spillway.internals.interrupts import by_signal
-from spillway.internals.private import grad_mode
+from spillway.internals.private import grad_mode, local_of
 from spillway.units import Bytes
 
 NUMBERS: Final[Bytes] = 64
@@ -66,7 +66,7 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Up
         return total.beside(_measured(optimizer, group, trained, new=new), fresh=int(new))
     alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
     for one in trained:
-        alike[one.shape, one.dtype].append(one)
+        alike[local_of(one).shape, one.dtype].append(one)
     alone: dict[Any, Bytes] = {}
     left: dict[Any, Bytes] = {}
     for kind, several in alike.items():
@@ -76,7 +76,7 @@ def _of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any], total: Up
         alone[kind] = measured.working
         if len(trained) > 1:  # what it leaves to the next one: its names are given to others one by one
             left[kind] = _measured(optimizer, group, several[:1] * 2, new=fresh > 0).working - measured.working
-    kinds = [(one.shape, one.dtype) for one in trained]
+    kinds = [(local_of(one).shape, one.dtype) for one in trained]
     for before, kind in pairwise(kinds):
         total = total._replace(working=max(total.working, left[before] + alone[kind]))
     return total
@@ -88,7 +88,7 @@ def _measured(
     """The first makes state, which is there already unless they are new. Some do more after many steps."""
     twin: Any = copy.copy(optimizer)
     with FakeTensorMode(allow_non_fake_inputs=True), grad_mode(enabled=True):
-        fakes = [torch.nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in parameters]
+        fakes = [torch.nn.Parameter(torch.empty(local_of(one).shape, dtype=one.dtype)) for one in parameters]
         gradients = [torch.empty(fake.shape, dtype=fake.dtype) for fake in fakes]
         for fake, gradient in zip(fakes, gradients, strict=True):
             fake.grad = gradient

@@ -24,7 +24,7 @@ from spillway.engines.tensors.collectives import Collectives
 from spillway.engines.tensors.cpu_backend import CpuBackend
 from spillway.engines.tensors.cpu_machine import Watch, real_storage
 from spillway.engines.tensors.followed import Followed
-from spillway.engines.tensors.history import StepHistory
+from spillway.engines.tensors.history import ByName, StepHistory
 from spillway.engines.tensors.mode import Dispatch
 from spillway.engines.tensors.ops import OpInfo
 from spillway.engines.tensors.sizes import READS_CONTENT, Sizes
@@ -202,6 +202,8 @@ class TensorEngine(AbstractTensorEngine):
             with self.controller.lock:
                 self.controller.make_room(_storage_of(tensor).nbytes(), "first use of a tensor from outside the step")
         storage = self.register(tensor, key)
+        if self.history is not None:
+            self.history.note_found(storage)
         storage.escaped = key in self._given_away
         if storage.nbytes >= SMALLEST_MOVABLE and self.budget.limited:
             self._newcomers.append(tensor)
@@ -519,12 +521,12 @@ class TensorEngine(AbstractTensorEngine):
 
     def begin_step(
         self, tensors: Iterable[tuple[str, torch.Tensor]], *, base_rss: Bytes | None = None,
-        record: Named | None = None, signature: str = "", recipes: bool = True,
+        record: ByName | None = None, signature: str = "", recipes: bool = True,
     ) -> None:  # fmt: skip
         """Take the given tensors into account, come under the budget, and start watching.
 
         `base_rss` is the resident set without any of this; it and the budget together are what the resident set is
-        kept to, and without it freed memory stays with the allocator. `record` gives the tensors known by name to a
+        kept to, and without it freed memory stays with the allocator. `record` gives what is known by name to a
         timeline; steps of one `signature` are expected to be alike. One that is known to fit needs no `recipes`.
 
         Raises:

@@ -42,6 +42,14 @@ def check_not_compiling() -> None:
         raise SessionError(STEP_COMPILED)
 
 
+def running_compiled() -> bool:
+    """Whether this thread is within something compiled, also if that runs as it was written."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != _EVAL_FRAME:
+        frame = frame.f_back
+    return frame is not None
+
+
 def begin_eagerly(tell: Callable[[], None]) -> None:
     """From here on nothing runs compiled in this thread; `tell` hears of everything that would have."""
     with _lock:

@@ -1,0 +1,213 @@
+"""The processes of a group, each with a session of its own: where one cannot go on, all of them stop.
+
+NOTE [Stopping together]. A rank that stops leaves the others in their next collective, for as long as the timeout of
+the process group, half an hour.
+
+ 1. The rank that stops leaves a word in the store of the default process group: its number, its sentence. The first
+    word counts, whoever stops next raises that.
+ 2. In every rank a thread looks for a word four times a second, whatever the others of its process wait for. It answers
+    with the connections that its process has, so that the last rank to look needs no store that others may take along.
+ 3. When all have answered, or a while later, each hangs up on the others: connections of which both ends are ranks, but
+    not those of the store. Whatever waits in a collective of gloo fails at once. Communicators of NCCL are aborted.
+ 4. What fails in a step, or within the `with` of a session, after there was a word, is raised as that word; so is the
+    begin of any later step or session in this process group, whose store keeps it. A store serves one process group.
+ 5. Where no connection could be told, as behind a translation of addresses, nobody can be called out of a collective: a
+    process that has not come back by then says the word and ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import sys
+import threading
+import uuid
+import zlib
+from collections.abc import Collection, Iterator
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+
+from spillway import errors
+from spillway.errors import SpillwayError
+from spillway.internals.private import (
+    default_store,
+    is_distributed,
+    local_of,
+    nccl_backends,
+    ports_of,
+    process_groups,
+)
+from spillway.units import Seconds
+
+LOOKS: Final[Seconds] = 0.25
+"""Between two looks for a word."""
+PATIENCE: Final[Seconds] = 3.0
+"""For the answers of the others: one that has no session gives none."""
+LAST: Final[Seconds] = 4.0
+"""After that, for whoever cannot be called out of a collective."""
+
+_WORD: Final = "spillway word"
+
+Connection = tuple[str, int, str, int]
+"""Own address and port, those of the other end."""
+
+
+@final
+class Agreement:
+    """Ranks whose second runs of blocks gather parameters, so that all have to run the same blocks again.
+
+    Args:
+        part: A module that `fully_shard` gathers.
+    """
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        given: Any = next(one for one in part.parameters() if is_distributed(one))
+        mesh, placements = given.device_mesh, given.placements
+        self._group = mesh.get_group(next(at for at, one in enumerate(placements) if one.is_shard()))
+        self._device = local_of(given).device
+
+    def on(self, recomputed: Collection[int], calls: int) -> bool:
+        """Whether all ranks run these again, of so many calls that they know of. All have to ask at once."""
+        number = zlib.crc32(repr((sorted(recomputed), calls if recomputed else 0)).encode())
+        told = torch.tensor([number, -number], device=self._device)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, self._group)
+        most, least = told.tolist()
+        return bool(most == -least)
+
+
+@final
+class Ranks:
+    """This process among those of the default process group, from here until `close`."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.rank: int = group.rank()
+        self._world: int = group.size()
+        self._store: Any = default_store().clone()  # with a connection of its own: others block theirs
+        self._lock = threading.Lock()
+        self._word: dict[str, Any] | None = None
+        self._closed, self._hung_up, self._raised = threading.Event(), threading.Event(), threading.Event()
+        self._store.set_timeout(timedelta(seconds=PATIENCE))
+        self._look()
+        self._thread = threading.Thread(target=self._listen, name="spillway ranks", daemon=True)
+        self._thread.start()
+
+    @property
+    def word(self) -> SpillwayError | None:
+        """What a rank has stopped with, to be raised."""
+        if self._word is None:
+            return None
+        self._raised.set()
+        return _restored(self._word)
+
+    def stop(self, error: SpillwayError) -> SpillwayError:
+        """All ranks stop with this, or with what another has stopped with before. Returns what is to be raised, when
+        the others know."""
+        attributes = {name: value for name, value in vars(error).items() if isinstance(value, int | float | str)}
+        mine = {
+            "kind": type(error).__name__, "sentence": str(error), "rank": self.rank, "attributes": attributes,
+            "answers": uuid.uuid4().hex,
+        }  # fmt: skip
+        with contextlib.suppress(Exception):  # the store is gone, and so is who kept it
+            self._hear(self._store.compare_set(_WORD, "", json.dumps(mine)))
+            self._hung_up.wait(2 * PATIENCE)
+        told = self.word or error
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        return told
+
+    def after(self, error: Exception) -> Exception:
+        """What is to be raised where something failed: the word, if there is one by now."""
+        with contextlib.suppress(Exception):
+            self._look()
+        return self.word or error
+
+    def listen_no_more(self) -> None:
+        """As soon as the thread looks up."""
+        self._closed.set()
+        self._raised.set()
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.listen_no_more()
+        self._thread.join()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(Exception):  # as soon as nobody keeps the store
+            while not self._look():
+                if self._closed.wait(LOOKS):
+                    return
+            assert self._word is not None
+            hung_up = self._hang_up(self._word)
+            self._hung_up.set()
+            if not (hung_up or self._raised.wait(LAST) or self._closed.is_set()):
+                print(_restored(self._word), file=sys.stderr, flush=True)
+                os._exit(1)
+        self._hung_up.set()
+
+    def _look(self) -> bool:
+        if self._word is None and self._store.check([_WORD]):
+            self._hear(self._store.get(_WORD))
+        return self._word is not None
+
+    def _hear(self, said: bytes) -> None:
+        with self._lock:
+            self._word = self._word or json.loads(said)
+
+    def _hang_up(self, word: dict[str, Any]) -> bool:
+        """Whether anybody who waits for another rank is called out of that, or none listens."""
+        mine = dict(_connections(ports_of(self._store)))
+        answers = [f"{word['answers']} {rank}" for rank in range(self._world)]
+        self._store.set(answers[self.rank], json.dumps([*mine.values()]))
+        for _ in range(int(PATIENCE / LOOKS)):
+            if self._store.check(answers) or self._closed.wait(LOOKS):
+                break
+        theirs = [one for one in answers if one != answers[self.rank] and self._store.check([one])]
+        ends = {(*one[2:], *one[:2]) for answer in theirs for one in json.loads(self._store.get(answer))}
+        backends = nccl_backends()
+        for backend in backends:
+            backend.abort()
+        found = [number for number, connection in mine.items() if connection in ends]
+        for number in found:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
+                line.shutdown(socket.SHUT_RDWR)
+        return bool(found or backends) or not theirs
+
+
+def ranks_now(before: Ranks | None) -> Ranks | None:
+    """Those of the default process group as it is now, with more than one; None without."""
+    groups = process_groups()
+    group = groups[0] if groups and groups[0].size() > 1 else None
+    if before is not None and before.group is group:
+        return before
+    if before is not None:
+        before.close()
+    try:
+        return Ranks(group) if group is not None else None
+    except (RuntimeError, NotImplementedError):  # a store that cannot be asked beside others
+        return None
+
+
+def _restored(word: dict[str, Any]) -> SpillwayError:
+    kind = getattr(errors, word["kind"], SpillwayError)
+    said = kind.__new__(kind, f"Rank {word['rank']} stops all ranks: {word['sentence']}")
+    vars(said).update(word["attributes"], rank=word["rank"])
+    restored: SpillwayError = said
+    return restored
+
+
+def _connections(ports: set[int]) -> Iterator[tuple[int, Connection]]:
+    """Of this process over TCP, by the numbers of their files; none that begins or ends at one of these ports."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as line:
+                    over_tcp = line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM
+                    own, other = (line.getsockname()[:2], line.getpeername()[:2]) if over_tcp else (("", 0), ("", 0))
+                if over_tcp and not {own[1], other[1]} & ports:
+                    yield int(name), (*own, *other)

@@ -1,0 +1,176 @@
+"""Plain PyTorch, DDP and `fully_shard` in two processes: what holds, and what happens where one cannot go on."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from spillway.errors import ModelError
+from tests.cpu.integration_matrix import Row, Trained, cells, check
+from tests.cpu.integration_processes import STEPS, train
+from tests.cpu.process_judge import Group, GroupDied, group
+from tests.shared import HANGS
+
+pytestmark = pytest.mark.skipif(
+    not distributed.is_available() or not distributed.is_gloo_available(), reason="this torch has no gloo"
+)
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "ddp_torchrun.py"
+PROGRAM = "tests.cpu.integration_processes"
+
+
+@functools.cache
+def two() -> Group:
+    """Two processes, started when they are asked for the first time."""
+    folder = tempfile.TemporaryDirectory()
+    processes = Group(2, Path(folder.name), PROGRAM)
+    atexit.register(folder.cleanup)
+    atexit.register(processes.kill)
+    return processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    two().kill()
+
+
+def ask(**asked: Any) -> list[dict[str, Any]]:
+    """What each rank answers."""
+    return [torch.load(answer["file"], weights_only=False) for answer in two().ask(**asked)]
+
+
+def alone(situation: str, method: str | None, budget: int | None) -> Trained:
+    return Trained(**train("plain", situation, method, budget))
+
+
+def together(kind: str, situation: str, method: str | None, budget: int | None) -> Trained:
+    if kind.startswith("FSDP2") and method == "lru":
+        method = "mimose"  # which keeps everything, if nothing is in want of room
+    answers = ask(what="train", kind=kind, situation=situation, method=method, budget=budget)
+    for answer in answers:
+        if "error" in answer:
+            raise (ModelError if answer["refused"] else AssertionError)(answer["error"].partition(": ")[2])
+    return Trained(
+        told=[one for answer in answers for one in answer["told"]],
+        state={f"{name} of rank {rank}": one for rank in (0, 1) for name, one in answers[rank]["state"].items()},
+        peaks=[peak for answer in answers for peak in answer["peaks"]],
+    )
+
+
+MATRIX = {
+    "plain PyTorch": Row(alone),
+    "DDP x2": Row(functools.partial(together, "DDP x2")),
+    "FSDP2 x2": Row(functools.partial(together, "FSDP2 x2")),
+}
+
+
+@pytest.mark.parametrize(("name", "situation"), cells(MATRIX))
+def test_the_table_says_what_happens(name: str, situation: str) -> None:
+    check(MATRIX, name, situation)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "FSDP2, parts", "FSDP2, parts alone"])
+def test_ranks_with_other_plans_train_as_they_do_without_a_session(kind: str) -> None:
+    plain = ask(what="train", kind=kind, situation="", method=None, budget=None)
+    found = ask(what="forced", kind=kind, actions=["KEEP", "RECOMPUTE"], agrees=True)
+    for rank in range(2):
+        assert same(plain[rank]["told"], found[rank]["told"])
+    # Where a second run gathers parts they agree: all blocks run again in both.
+    mine = 5 if "parts" in kind else 0
+    assert [answer["again"] for answer in found] == [[mine] * STEPS, [5] * STEPS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "closes"),
+    [("DDP", "lru", False), ("DDP", "auto", True), ("FSDP2", "mimose", False), ("plain", "delta", True)],
+)
+def test_where_one_rank_cannot_go_on_all_stop_with_its_sentence(kind: str, method: str, closes: bool) -> None:
+    answers = ask(what="refused", kind=kind, method=method, budgets=[1 << 30, 1 << 19], closes=closes)
+    assert answers[0] == answers[1]
+    (name, sentence, rank), again = answers[0]["told"]
+    assert (name, rank) == ("BudgetInfeasible", 1)
+    assert sentence.startswith("Rank 1 stops all ranks: Op ")
+    assert "512.00 KiB are allowed" in sentence
+    assert again == (name, sentence, rank)
+
+
+def test_of_three_ranks_that_wait_for_each_other_all_stop(tmp_path: Path) -> None:
+    with group(3, tmp_path, PROGRAM) as processes:
+        asked = {"what": "refused", "kind": "DDP", "method": "delta", "budgets": [1 << 30, 1 << 30, 1 << 19]}
+        answers = [torch.load(answer["file"], weights_only=False) for answer in processes.ask(**asked)]
+    assert [answer["told"] == answers[0]["told"] for answer in answers] == [True] * 3
+    assert answers[0]["told"][0][1].startswith("Rank 2 stops all ranks: ")
+
+
+def test_a_rank_that_nobody_can_call_out_of_its_collective_says_the_sentence_and_ends() -> None:
+    asked = {"what": "refused", "kind": "DDP", "method": "lru", "budgets": [1 << 30, 1 << 19]}
+    code, said = two().ending(0, **asked, blind=True)
+    assert code == 1
+    assert said.startswith("Rank 1 stops all ranks: Op ")
+
+
+UNMANAGED = """
+from contextlib import nullcontext
+from types import SimpleNamespace
+def manage(*given, **named):
+    return nullcontext(SimpleNamespace(step=nullcontext, history=[SimpleNamespace(peak_bytes=0)]))
+"""
+
+
+@pytest.mark.parametrize("way", [[], ["--shard"]])
+def test_the_example_under_torchrun_has_the_losses_of_the_same_script_without_spillway(
+    way: list[str], tmp_path: Path
+) -> None:
+    script = EXAMPLE.read_text()
+    plain = tmp_path / "plain.py"
+    plain.write_text(
+        script.replace("import spillway  # the first line", UNMANAGED).replace("spillway.manage", "manage")
+    )
+    steps = ["--steps", "2"]
+    managed, unmanaged = (run_together(one, [*way, *steps], tmp_path) for one in (EXAMPLE, plain))
+    assert len(unmanaged) == 4
+    assert {at: loss for at, (loss, _) in managed.items()} == {at: loss for at, (loss, _) in unmanaged.items()}
+    assert all(0 < peak <= 160 << 20 for _, peak in managed.values())
+
+
+def run_together(script: Path, options: list[str], folder: Path) -> dict[tuple[str, str], tuple[str, int]]:
+    """Loss and peak by rank and step."""
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", "127.0.0.1:0", str(script), *options]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=HANGS, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    said = re.findall(r"rank (\d), step (\d): loss ([\d.]+), peak (\d+) bytes", done.stdout)
+    return {(rank, step): (loss, int(peak)) for rank, step, loss, peak in said}
+
+
+def test_ranks_that_do_not_agree_would_gather_other_parts() -> None:
+    """The planted fault: nobody is asked."""
+    kind = "FSDP2, parts"
+    plain = ask(what="train", kind=kind, situation="", method=None, budget=None)
+    try:
+        found = ask(what="forced", kind=kind, actions=["KEEP", "RECOMPUTE"], agrees=False)
+    except GroupDied:
+        return
+    assert any("error" in one or not same(two["told"], one["told"]) for one, two in zip(found, plain, strict=True))
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
