@@ -135,7 +135,7 @@ def grown(forwards: int) -> Training:
     return training
 
 
-@pytest.mark.parametrize("forwards", [0, 2])
+@pytest.mark.parametrize("forwards", [0, 2, 4])
 def test_several_forwards_a_step_are_planned_or_left_to_the_tensor_engine(forwards: int) -> None:
     training = grown(forwards)
     with managed(training, None, "lru") as memory:

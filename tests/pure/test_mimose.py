@@ -202,6 +202,17 @@ def test_more_available_bytes_never_cost_more_recomputing_of_equal_blocks(length
     assert len(training.mimose.plan((length,), low + more).given_up) <= len(few.given_up)
 
 
+def test_a_micro_batch_that_adds_to_gradients_does_not_lower_what_the_first_one_needs() -> None:
+    """The second creates no gradients, so that its peak is lower by theirs, and not for want of anything else."""
+    mimose, everything = Mimose(), frozenset(range(3))
+    for created, peak in ((40, 3 * 40 + 100 + 7), (0, 100 + 7)):
+        blocks = [BlockSample(block=n, size=(50,), nbytes=100, seconds=1.0, gradients=created) for n in range(3)]
+        mimose.end(StepSample(size=(50,), recomputed=everything, peak=peak, turn_peak=5, backward_peak=peak), blocks)
+        forecast = mimose.forecast((50,))
+        assert forecast is not None
+        assert (forecast.turn, forecast.rest, forecast.gradients) == (5, 7, [40, 40, 40])
+
+
 def test_a_peak_above_the_projected_one_is_not_made_twice() -> None:
     """Something of the step beside the blocks grew: the second plan of the size knows, and of other sizes too."""
     training = trained(Mimose())

@@ -23,6 +23,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, Final, final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,7 +42,7 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 @final
-class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no annotations
+class SpillwayCallback(TrainerCallback):
     """Trains whatever a `Trainer` trains under a memory budget; see `spillway.manage`.
 
     The budget is kept in every optimizer step, with all its micro-batches. Evaluation, prediction and checkpoints run
@@ -98,7 +99,8 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
         trainer = self._caller()
         self.memory = self._manage(trainer.model_wrapped, trainer.optimizer)
         self._told = 0
-        in_front = {"get_batch_samples": self._fetch, "log": self._log} | dict.fromkeys(_GUARDED, self._guard)
+        in_front: dict[str, Callable[..., Any]] = dict.fromkeys(_GUARDED, self._guard)
+        in_front |= {"get_batch_samples": self._fetch, "log": self._log}
         self._patched = trainer, list(in_front)
         for name, function in in_front.items():
             setattr(trainer, name, functools.partial(function, getattr(trainer, name)))
@@ -125,7 +127,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
             _LOG.info(
                 "%d steps took at most %s%s; %s left memory; of their %s, %s were spent waiting for copies and %s "
                 "recomputing.",
-                len(steps), format_bytes(told["spillway_peak_bytes"]),
+                len(steps), format_bytes(max(step.peak_bytes for step in steps)),
                 f" of {format_bytes(self.memory.allowed)}" if "spillway_budget_bytes" in told else "",
                 format_bytes(sum(step.bytes_out + step.dropped_bytes for step in steps)),
                 format_seconds(sum(step.seconds for step in steps)), format_seconds(told["spillway_stall_seconds"]),
@@ -165,7 +167,7 @@ class SpillwayCallback(TrainerCallback):  # type: ignore[misc]  # transformers h
 
     def _caller(self) -> Trainer:
         """See (1)."""
-        frame = sys._getframe(1)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             caller = frame.f_locals.get("self")
             if isinstance(caller, Trainer) and any(one is self for one in caller.callback_handler.callbacks):

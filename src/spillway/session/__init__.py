@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from spillway.report.live import LiveLine
 
 
+_Told = Callable[[TensorEngine], RunWriter | None]
+"""From an engine to what writes its run file."""
 _SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
 
 
@@ -71,26 +73,19 @@ def manage(
     decides = resolve(method)
     check_models(models, optimizers, by_block=isinstance(decides, AbstractBlockMethod))
     device = device_of(models)
-    if isinstance(decides, AbstractBlockMethod):
-        if decides.needs_blocks:
-            _check_action(decides, spill.host_budget, lossy=blocks.lossy)
-    elif blocks != _BLOCKS:
-        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
-        raise UsageError(
-            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
-        )
+    if not isinstance(decides, AbstractBlockMethod):
+        _check_not_told_of_blocks(method, blocks)
+    elif decides.needs_blocks:
+        _check_action(decides, spill.host_budget, lossy=blocks.lossy)
     pinned, allowed = pinned_bytes(device, spill.host_budget), allowed_bytes(device, budget)
     session: Session
     sharded = any(map(fully_sharded, modules_of(models)))  # and none of the tensor engine's
     pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
     falls_back = pages and blocks.names is None
 
-    def opened(
-        decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
-    ) -> TensorSession:
-        def opens(allowed: Bytes) -> TensorEngine:
-            return engine_for(device, decides, allowed, pinned, spill.directory, spill.io)
-
+    def opened(decides: AbstractPolicy, told: _Told, allowed: Bytes) -> TensorSession:
+        where = {"pinned": pinned, "spill_directory": spill.directory, "spill_io": spill.io}
+        opens: Callable[[Bytes], TensorEngine] = functools.partial(engine_for, device, decides, **where)
         engine = opens(allowed)
         undo.callback(engine.close)
         return TensorSession(
@@ -103,21 +98,14 @@ def manage(
         if isinstance(decides, AbstractBlockMethod):
             writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
             by_block = functools.partial(
-                BlockSession, models, optimizers, writer, live, method=decides,
-                traces=report.timeline, pinned=pinned, spill=spill,
-                blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
+                BlockSession, models, optimizers, writer, live, method=decides, traces=report.timeline, pinned=pinned,
+                spill=spill, blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
-            if falls_back:
-                storages = functools.partial(opened, LRU(), told=lambda _: writer)
-                session = auto_session(models, lambda allowed: by_block(allowed=allowed), storages, allowed)
-            else:
-                session = by_block(allowed=allowed)
+            storages = functools.partial(opened, LRU(), lambda _: writer)
+            session = auto_session(models, by_block, storages, allowed) if falls_back else by_block(allowed)
         else:
-            session = opened(
-                decides,
-                allowed,
-                lambda engine: _writer(report, tensor_header(allowed, engine, return_freed=spill.return_freed), undo),
-            )
+            told = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
+            session = opened(decides, lambda engine: _writer(report, told(engine), undo), allowed)
         undo.callback(session.close)
         session._meet_ranks()
         undo.pop_all()
@@ -143,6 +131,14 @@ def _check_options(**given: object) -> None:
             raise UsageError(
                 f"{name}= takes spillway.{kinds[name].__name__}(...), with {fields}; got {type(options).__name__}."
             )
+
+
+def _check_not_told_of_blocks(method: object, blocks: BlockOptions) -> None:
+    if blocks != _BLOCKS:
+        names = ", ".join(name for name, one in METHODS.items() if one.by_block is not None)
+        raise UsageError(
+            f"blocks= is for methods of the block engine, {names}; {method!r} watches every op and needs nothing of it."
+        )
 
 
 def _check_action(method: AbstractBlockMethod, host_budget: int | str | None, *, lossy: bool) -> None:

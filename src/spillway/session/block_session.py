@@ -136,8 +136,8 @@ class BlockSession(Session):
 
     Args:
         models: One.
-        method: Decides.
         allowed: The budget in bytes.
+        method: Decides.
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
         pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
         spill: Where bytes wait that have left.
@@ -167,9 +167,9 @@ class BlockSession(Session):
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
         live: LiveLine | None,
+        allowed: Bytes,
         *,
         method: AbstractBlockMethod,
-        allowed: Bytes,
         traces: bool,
         pinned: Bytes,
         spill: SpillOptions,

@@ -192,7 +192,7 @@ class SimulatedPlanning(AbstractPlanning):
         """Take samples of blocks first, so that what the step needed beside them is known better."""
         changed = [self._take(sample) for sample in blocks]
         if whole and self._saved and all(one.measured for one in self._saved):
-            changed.append(self._learn_rest(step))
+            changed.append(self._learn_rest(step, blocks))
         return any(changed)
 
     def _take(self, sample: BlockSample) -> bool:
@@ -216,8 +216,9 @@ class SimulatedPlanning(AbstractPlanning):
             self._blocks = None
         return any(changed)
 
-    def _learn_rest(self, step: StepSample) -> bool:
-        """Learn what the step needed beside its blocks.
+    def _learn_rest(self, step: StepSample, blocks: Sequence[BlockSample]) -> bool:
+        """Learn what the step needed beside its blocks, and the gradients that it created: none in micro-batches after
+        the first, whose peak would else be taken for a lower bound than it is.
 
         NOTE: A peak bounds that from above, and of several bounds of one size the lowest counts. A peak above what was
         to be expected of that plan and size shows that a bound was too low, or that blocks need more than their samples
@@ -225,7 +226,10 @@ class SimulatedPlanning(AbstractPlanning):
         step, both bounds are. The most by which a peak was too high also becomes a margin at every other size, for
         plans that keep a block; the floor under all recomputed blocks is known from the collecting steps.
         """
+        created = {sample.block: sample.gradients for sample in blocks}
         forecast = self._forecast(step.size, turn=0, rest=0)
+        gradients = [created.get(block, most) for block, most in enumerate(forecast.gradients)]
+        forecast = replace(forecast, gradients=gradients)
         by_part = step.turn_peak is not None and step.backward_peak is not None
         turn, rest = outside(
             forecast,
