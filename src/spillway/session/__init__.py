@@ -84,7 +84,7 @@ def manage(
     falls_back = pages and blocks.names is None
 
     def opened(decides: AbstractPolicy, told: _Told, allowed: Bytes) -> TensorSession:
-        where = {"pinned": pinned, "spill_directory": spill.directory, "spill_io": spill.io}
+        where: dict[str, Any] = {"pinned": pinned, "spill_directory": spill.directory, "spill_io": spill.io}
         opens: Callable[[Bytes], TensorEngine] = functools.partial(engine_for, device, decides, **where)
         engine = opens(allowed)
         undo.callback(engine.close)
