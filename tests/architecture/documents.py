@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -120,7 +121,8 @@ def wrong_words(words: list[str], command_line: Mapping[str, list[str]]) -> list
     """A verb that does not exist, or its options that do not."""
     grouped = " ".join(words[1:3])
     verb = grouped if grouped in command_line else words[1]
-    options = [word for word in words[2:] if word.startswith("--")]
+    own = itertools.takewhile(lambda word: not word.endswith(".py"), words[2:])  # what follows a script is the script's
+    options = [word for word in own if word.startswith("--")]
     if verb not in command_line:
         return [verb]
     offered = {name for word in command_line[verb] for name in word.strip("[]").split("/")}

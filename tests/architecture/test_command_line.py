@@ -34,6 +34,15 @@ COMMAND_LINE = {
         "[--seed]",
         "[--json]",
     ],
+    "fit": [
+        "SCRIPT",
+        "[ARGUMENTS]",
+        "[--budget]",
+        "[--method]",
+        "[--spill-directory]",
+        "[--output/-o]",
+        "[--json]",
+    ],
     "record": [
         "WORKLOAD",
         "--output/-o",
@@ -162,6 +171,7 @@ def test_what_is_written_is_written_where_o_says() -> None:
     written = {
         "demo",
         "train",
+        "fit",
         "record",
         "simulate",
         "compare",

@@ -268,3 +268,20 @@ def test_a_forward_that_fails_before_blocks_are_found_is_the_users_error() -> No
             training.step(training.batches[0])
         assert isinstance(memory._now, BlockSession)
         assert memory.blocks
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_run_compiled_from_the_first_step_on_where_they_fit() -> None:
+    def trained(method: str | None) -> list[bytes]:
+        training = Training((64,) * 6)
+        for block in training.model.blocks:
+            block.compile(backend="aot_eager")
+        if method is None:
+            return run(training, None)
+        with managed(training, "1GiB", method) as memory:
+            bits = run(training, memory)
+        assert not any(one.ops for one in memory.history), "no step was watched"
+        return bits
+
+    assert trained("auto") == trained(None)
+    torch.compiler.reset()

@@ -25,9 +25,9 @@ DOCUMENTS = documents()
 
 
 def run(document: str) -> dict[str, Any]:
-    (text,) = blocks(DOCUMENTS[document], "python")
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(text, document, "exec"), names)
+    for text in blocks(DOCUMENTS[document], "python"):
+        exec(compile(text, document, "exec"), names)
     return names
 
 
@@ -89,9 +89,11 @@ def test_the_example_workload_gives_the_same_batches_every_time_in_changing_leng
     assert len({batch[0].shape for batch in first}) > 1
 
 
-def test_the_page_on_choosing_shows_a_session_that_can_be_made() -> None:
+def test_the_page_on_choosing_shows_a_budget_that_changes_and_a_session_that_can_be_made() -> None:
+    names = run("docs/how-to-choose.md")
+    assert [report.allowed for report in names["memory"].history] == [64 << 20] * 2 + [32 << 20] * 2
     with pytest.raises(spillway.SpillwayError, match="closed"):
-        run("docs/how-to-choose.md")["session"].step().__enter__()
+        names["session"].step().__enter__()
 
 
 def test_the_policy_on_the_page_on_extending_keeps_a_budget_and_the_bits() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import spillway
-from spillway.cli import advise, build, compare, demo, doctor, pilot, plan, record, report, simulate, train
+from spillway.cli import advise, build, compare, demo, doctor, fit, pilot, plan, record, report, simulate, train
 from spillway.cli.common import PLANNERS, WORKLOADS
 from spillway.errors import SpillwayError, on_one_line
 from spillway.methods import METHODS
@@ -32,6 +32,7 @@ for _name, _verb in (
     ("advise", advise.advise_), ("build", build.build_),
 ):  # fmt: skip
     app.command(name=_name)(_verb)
+app.command(name="fit", context_settings={"allow_interspersed_args": False})(fit.fit)
 app.add_typer(pilot.app, name="pilot")
 
 

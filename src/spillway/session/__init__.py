@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from spillway.report.live import LiveLine
 
 
+_Told = Callable[[TensorEngine], RunWriter | None]
+"""From an engine to what writes its run file."""
 _SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
 
 
@@ -81,13 +83,10 @@ def manage(
     pages = isinstance(decides, AbstractBlockMethod) and not decides.needs_blocks and not sharded
     falls_back = pages and blocks.names is None
 
-    def opened(
-        decides: AbstractPolicy, allowed: Bytes, told: Callable[[TensorEngine], RunWriter | None]
-    ) -> TensorSession:
-        opens = functools.partial(
-            engine_for, device, decides, pinned=pinned, spill_directory=spill.directory, spill_io=spill.io
-        )
-        engine = opens(allowed=allowed)
+    def opened(decides: AbstractPolicy, told: _Told, allowed: Bytes) -> TensorSession:
+        where: dict[str, Any] = {"pinned": pinned, "spill_directory": spill.directory, "spill_io": spill.io}
+        opens: Callable[[Bytes], TensorEngine] = functools.partial(engine_for, device, decides, **where)
+        engine = opens(allowed)
         undo.callback(engine.close)
         return TensorSession(
             models, optimizers, engine, told(engine), live, opens=opens, keep_timeline=report.timeline,
@@ -99,18 +98,14 @@ def manage(
         if isinstance(decides, AbstractBlockMethod):
             writer = _writer(report, header(allowed, decides.name, device) | decides.in_header(), undo)
             by_block = functools.partial(
-                BlockSession, models, optimizers, writer, live, method=decides,
-                traces=report.timeline, pinned=pinned, spill=spill,
-                blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
+                BlockSession, models, optimizers, writer, live, method=decides, traces=report.timeline, pinned=pinned,
+                spill=spill, blocks=dataclasses.replace(blocks, page=pages or (blocks.page and not sharded)),
             )  # fmt: skip
-            if falls_back:
-                storages = functools.partial(opened, LRU(), told=lambda _: writer)
-                session = auto_session(models, lambda allowed: by_block(allowed=allowed), storages, allowed)
-            else:
-                session = by_block(allowed=allowed)
+            storages = functools.partial(opened, LRU(), lambda _: writer)
+            session = auto_session(models, by_block, storages, allowed) if falls_back else by_block(allowed)
         else:
-            in_header = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
-            session = opened(decides, allowed, lambda engine: _writer(report, in_header(engine), undo))
+            told = functools.partial(tensor_header, allowed, return_freed=spill.return_freed)
+            session = opened(decides, lambda engine: _writer(report, told(engine), undo), allowed)
         undo.callback(session.close)
         session._meet_ranks()
         undo.pop_all()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spillway.engines.blocks.block import CallReport
 from spillway.engines.blocks.block_engine import BlockEngine, check_runs_once, environment_of, hooks_are_off
-from spillway.engines.blocks.compiled_blocks import HOOKS
+from spillway.engines.blocks.compiled_blocks import HOOKS, is_compiled
 from spillway.engines.blocks.discovery import find_blocks, sharded_blocks
 from spillway.engines.blocks.extra_forward import is_the_models, without_locals
 from spillway.engines.blocks.hook import Hook
@@ -136,8 +136,8 @@ class BlockSession(Session):
 
     Args:
         models: One.
-        method: Decides.
         allowed: The budget in bytes.
+        method: Decides.
         traces: Whether the peak of every step is measured; otherwise of those of which something is to be learned.
         pinned: For a model on CUDA: the most host memory that is pinned for what is moved.
         spill: Where bytes wait that have left.
@@ -167,9 +167,9 @@ class BlockSession(Session):
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
         live: LiveLine | None,
+        allowed: Bytes,
         *,
         method: AbstractBlockMethod,
-        allowed: Bytes,
         traces: bool,
         pinned: Bytes,
         spill: SpillOptions,
@@ -586,7 +586,9 @@ class _Step(AbstractStep):
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        if session._method.needs_blocks:
+        # Watched, what is compiled runs op by op, to other bits than compiled.
+        compiled = session._engine is not None and any(map(is_compiled, session._model.modules()))
+        if session._method.needs_blocks or compiled:
             rise = self.recomputing(call)
             if max(level + (rise or 0), self._start + self.update) <= session._budget.allowed:
                 return False  # or nobody can tell, and the next one like it is

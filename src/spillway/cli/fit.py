@@ -1,0 +1,278 @@
+"""`spillway fit`: somebody's own script, unchanged, under a budget.
+
+NOTE [As if python ran it]. The script is `__main__`, with its own `sys.argv` and its folder first on the path. Its
+standard output is its own: what Spillway says goes to standard error. Its exceptions are shown as python shows them,
+without the frames above it, and its exit code is the command's. Nothing of torch is imported before the script does, so
+that what it sets in the environment counts.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import io
+import json as json_lines
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any, Final, final
+
+import typer
+
+from spillway.budgets import parse_budget
+from spillway.cli.common import INTERRUPTED, Json, Method, Page, SpillDirectory, check_writable, naming
+from spillway.errors import SpillwayError, on_one_line
+from spillway.methods import resolve
+from spillway.report.figures import NO_BUDGET
+from spillway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from spillway.integrations.found_training import FoundTraining, Trainer
+    from spillway.ir import StepReport
+
+TELLS: Final = 5
+"""Steps after which is told how it goes."""
+SHARES: Final = (0.8, 0.6, 0.4)
+"""Of the plain peak: budgets that are worth a try."""
+METHOD: Final = "auto"
+
+
+def fit(
+    *,
+    script: Annotated[Path, typer.Argument(help="A script that trains, as python takes it.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own, options too.", show_default=False)
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes, 6GiB, or 80% of the memory.", show_default="none: only watch")
+    ] = None,
+    method: Method = METHOD,
+    spill_directory: SpillDirectory = None,
+    output: Page = None,
+    json: Json = False,
+) -> None:
+    """Run a script of yours, unchanged, under a budget: a loop by hand, or of a library's trainer.
+
+    Options of Spillway stand before the script, the script's own after it. After a few steps, and at the end, it is
+    told on standard error what left memory, what that costs, and the two lines that make it permanent; with --json one
+    line of JSON there, at the end. Without --budget the training is only watched, and told is which budgets would work.
+    The exit code is the script's.
+    """
+    resolve(method)
+    if budget is not None:
+        parse_budget(budget, NO_BUDGET)  # what makes no sense is refused before the script begins
+    check_writable(output)
+    with naming(script), io.open_code(os.fspath(script)) as file:
+        source = file.read()
+    told = _Told(script, budget=budget, method=method, silent=json)
+    with ExitStack() as opened:
+        _when_imported("torch", lambda: told.watch(opened, spill_directory))
+        code = _run(script, source, arguments or [])
+    if output is not None and told.found is not None and told.found.session is not None:
+        told.found.session.report(output)
+    if json:
+        print(json_lines.dumps(told.figures() | {"report": None if output is None else str(output)}), file=sys.stderr)
+    else:
+        told.end()
+    if code:
+        sys.exit(code)
+
+
+@final
+class _Told:
+    """What is said of a script's training, and when."""
+
+    def __init__(self, script: Path, *, budget: str | None, method: str, silent: bool) -> None:
+        self.found: FoundTraining | None = None
+        """None as long as the script has not imported torch."""
+        self._script, self._budget, self._method, self._silent = script, budget, method, silent
+        self._smallest: int | None = None
+        self._told = 0
+
+    def watch(self, opened: ExitStack, spill_directory: Path | None) -> None:
+        """From here on."""
+        from spillway.integrations.found_training import FoundTraining
+        from spillway.session import SpillOptions
+
+        # Without a budget nothing is decided, and a method that knows no blocks keeps the most exact account.
+        self.found = FoundTraining(
+            self._step_ended, budget=self._budget, method="lru" if self._budget is None else self._method,
+            spill=SpillOptions(directory=spill_directory),
+        )  # fmt: skip
+        opened.enter_context(self.found)
+
+    def _step_ended(self, found: FoundTraining) -> None:
+        if len(found.reports) == TELLS:
+            self._smallest = found.smallest_budget() if self._budget is None else None
+            if not self._silent:
+                self._say(self._how(found.reports))
+
+    def end(self) -> None:
+        """Everything, when the script has ended."""
+        found = self.found
+        if found is None or not found.reports:
+            updates = 0 if found is None else found.updates
+            why = (
+                f"{updates} updates of optimizers ran without a call of their module under gradients"
+                if updates else "no optimizer has stepped in it"
+            )  # fmt: skip
+            self._say(f"{self._script} ended, and nothing was trained under a budget: {why}.")
+            return
+        if len(found.reports) != TELLS:
+            self._say(self._how(found.reports))
+        if self._budget is None:
+            self._say(self._which(found.reports))
+            return
+        self._say("To make it permanent" + _PERMANENT[found.trainer or "a loop"][0] + ":")
+        for line in self._lines():
+            print(f"    {line}", file=sys.stderr)
+
+    def figures(self) -> dict[str, Any]:
+        """The same as one JSON document."""
+        found = self.found
+        reports = [] if found is None else found.reports
+        return {
+            "script": str(self._script), "found": None if found is None else found.trainer, "budget": self._budget,
+            "budget_bytes": reports[-1].allowed if reports and self._budget is not None else None,
+            "method": None if self._budget is None else self._method, "steps": len(reports),
+            "updates": 0 if found is None else found.updates, **_sums(reports), "smallest_budget_bytes": self._smallest,
+            "lines": self._lines() if reports and self._budget is not None else [],
+        }  # fmt: skip
+
+    def _how(self, reports: Sequence[StepReport]) -> str:
+        sums, count, found = _sums(reports), len(reports), self.found
+        assert found is not None
+        steps = f"{count} step{'s' * (count != 1)} of {found.trainer}"
+        if self._budget is None:
+            return f"{steps} took at most {format_bytes(sums['peak_bytes'])}, without a budget."
+        within = f"{steps} took at most {format_bytes(sums['peak_bytes'])} of {format_bytes(reports[-1].allowed)}"
+        if not sums["left_bytes"]:
+            return f"{within}: all of it fits, and nothing had to leave."
+        cost = sums["stall_seconds"] + sums["recomputed_seconds"]
+        return (
+            f"{within}: a step let {format_bytes(sums['left_bytes'] // count)} leave memory, "
+            f"{format_bytes(sums['bytes_out'] // count)} of it to the slower tier. That cost "
+            f"{format_seconds(cost / count)} of its {format_seconds(sums['seconds'] / count)}: "
+            f"{format_seconds(sums['stall_seconds'] / count)} waiting for copies, "
+            f"{format_seconds(sums['recomputed_seconds'] / count)} recomputing."
+        )
+
+    def _which(self, reports: Sequence[StepReport]) -> str:
+        peak = max(report.peak_bytes for report in reports)
+        least = max(self._smallest or 0, 1)
+        worth = [int(share * peak) for share in SHARES if share * peak >= least]
+        tries = ", ".join(format_bytes(nbytes) for nbytes in worth)
+        lowest = f"; less than {format_bytes(self._smallest)} is refused" if self._smallest else ""
+        if not tries:
+            return f"A smaller budget is hardly possible{lowest}."
+        return f"Budgets worth a try: {tries}{lowest}. Run: spillway fit --budget {worth[-1] >> 20}MiB {self._script}"
+
+    def _lines(self) -> list[str]:
+        found = self.found
+        assert found is not None
+        budget, method = json_lines.dumps(self._budget), json_lines.dumps(self._method)
+        return [line.format(budget=budget, method=method) for line in _PERMANENT[found.trainer or "a loop"][1:]]
+
+    def _say(self, text: str) -> None:
+        print(on_one_line(f"spillway: {text}"), file=sys.stderr, flush=True)
+
+
+_PERMANENT: Final[dict[Trainer, tuple[str, str, str]]] = {
+    "transformers.Trainer": (
+        ", give the trainer a callback",
+        "from spillway.integrations.transformers import SpillwayCallback",
+        "trainer = Trainer(..., callbacks=[SpillwayCallback({budget}, method={method})])",
+    ),
+    "lightning.Trainer": (
+        ", give the trainer a callback",
+        "from spillway.integrations.lightning import SpillwayCallback",
+        "trainer = Trainer(..., callbacks=[SpillwayCallback({budget}, method={method})])",
+    ),
+    "Accelerate": (
+        ", let Spillway prepare what the accelerator prepares",
+        "from spillway.integrations.accelerate import prepare",
+        "model, optimizer = prepare(accelerator, model, optimizer, budget={budget}, method={method})",
+    ),
+    "a loop": (
+        ", put one line around the loop and one around a step of it, with its optimizer, after `import spillway`",
+        "with spillway.manage(model, optimizer, budget={budget}, method={method}) as memory:",
+        "    with memory.step(batch):",
+    ),
+}
+"""What is to be said, and the two lines."""
+
+
+def _sums(reports: Sequence[StepReport]) -> dict[str, Any]:
+    return {
+        "peak_bytes": max((report.peak_bytes for report in reports), default=0),
+        "left_bytes": sum(report.bytes_out + report.dropped_bytes for report in reports),
+        "bytes_out": sum(report.bytes_out for report in reports),
+        "seconds": sum(report.seconds for report in reports),
+        "stall_seconds": sum(report.stall_seconds for report in reports),
+        "recomputed_seconds": sum(report.recomputed_seconds for report in reports),
+    }
+
+
+# ---------------------------------------------------------------------- as if python ran it
+
+
+def _run(script: Path, source: bytes, arguments: Sequence[str]) -> str | int | None:
+    """See NOTE [As if python ran it]. Returns what the script gave to `sys.exit`, 1 after an exception of its own.
+
+    Raises SpillwayError for what Spillway refused, and KeyboardInterrupt never: it is told as python tells it.
+    """
+    path = os.path.abspath(script)
+    main = ModuleType("__main__")
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"], sys.argv = main, [os.fspath(script), *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    try:
+        exec(compile(source, path, "exec", dont_inherit=True), vars(main))
+    except SystemExit as left:
+        return left.code
+    except SpillwayError:
+        raise
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != path:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+    return None
+
+
+def _when_imported(name: str, call: Callable[[], None]) -> None:
+    """Call it when a module was imported for the first time; at once if it is there."""
+    if name in sys.modules:
+        call()
+    else:
+        sys.meta_path.insert(0, _Finder(name, call))
+
+
+@final
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module as all others do, and calls something when it is there."""
+
+    def __init__(self, name: str, call: Callable[[], None]) -> None:
+        self._name, self._call = name, call
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """That of the module with a loader that calls afterwards; of others none."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_call(module: ModuleType) -> None:
+                execute(module)
+                self._call()
+
+            vars(spec.loader)["exec_module"] = execute_and_call
+        return spec

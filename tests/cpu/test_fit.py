@@ -1,0 +1,310 @@
+"""`spillway fit`: scripts of others, as files, unchanged under a budget; and training that is found while it runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spillway
+from spillway.cli import main
+from spillway.errors import UsageError
+from spillway.integrations.found_training import FoundTraining
+from tests.shared import HANGS
+
+LOOP = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "1"
+assert "torch" not in sys.modules  # so that this counts
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def main():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(int(sys.argv[2])):
+        x = torch.randn(8, 48 + 16 * (step % 3), 32)
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        if step == 7:
+            os.kill(os.getpid(), 2)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, loss.item())
+    print(sys.argv, os.path.basename(__file__), sys.path[0] == os.path.dirname(__file__))
+    print(sum(one.double().sum().item() for one in model.state_dict().values()))
+    if "--fail" in sys.argv:
+        raise ValueError("mine")
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(int(sys.argv[2]))
+"""
+TRAINER = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=128, n_positions=64)
+model = GPT2LMHeadModel(config)
+rows = [{"input_ids": (r := torch.randint(0, 128, (48,))), "labels": r} for _ in range(24)]
+arguments = TrainingArguments(
+    output_dir="out", max_steps=6, per_device_train_batch_size=2, gradient_accumulation_steps=2, report_to=[],
+    save_strategy="no", disable_tqdm=True, use_cpu=True, logging_steps=1, seed=1,
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+print([row["loss"] for row in trainer.state.log_history if "loss" in row])
+print(sum(one.double().sum().item() for one in model.state_dict().values()))
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+for _ in range(8):
+    x = torch.randn(256, 64)
+    with accelerator.accumulate(model):
+        loss = (model(x) - x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+"""
+
+
+def run(script: Path, *arguments: object, fit: tuple[str, ...] | None = None) -> subprocess.CompletedProcess[str]:
+    before = [] if fit is None else ["-m", "spillway", "fit", *fit]
+    command = [sys.executable, *before, str(script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=script.parent, timeout=HANGS, check=False)
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scripts") / "loop.py"
+    path.write_text(LOOP)
+    return path
+
+
+def test_a_loop_prints_and_ends_as_it_does_plainly_and_keeps_the_budget(loop: Path) -> None:
+    plain = run(loop, "--epochs", 6)
+    fitted = run(loop, "--epochs", 6, fit=("--budget", "4MiB", "--json", "-o", str(loop.parent / "page.html")))
+    assert (fitted.stdout, fitted.returncode) == (plain.stdout, 6)
+    told = json.loads(fitted.stderr)
+    assert told["steps"] == told["updates"] == 6
+    assert 0 < told["peak_bytes"] <= told["budget_bytes"] == 4 << 20
+    assert told["left_bytes"] > 0
+    assert told["found"] == "a loop"
+    assert told["lines"][0] == 'with spillway.manage(model, optimizer, budget="4MiB", method="auto") as memory:'
+    assert "auto" in (loop.parent / "page.html").read_text()
+
+
+def test_without_a_budget_the_peak_is_told_and_which_budgets_would_work(loop: Path) -> None:
+    watched = run(loop, "--epochs", 6, fit=())
+    assert watched.returncode == 6
+    first, last, which = watched.stderr.splitlines()
+    assert first.startswith("spillway: 5 steps of a loop took at most ")
+    assert last.endswith("MiB, without a budget.")
+    assert which.startswith("spillway: Budgets worth a try: ")
+    assert " is refused. Run: spillway fit --budget " in which
+
+
+def test_exceptions_are_the_scripts_own(loop: Path) -> None:
+    plain, fitted = run(loop, "--fail", 2), run(loop, "--fail", 2, fit=("--budget", "4MiB", "--method", "lru"))
+    assert (fitted.stdout, fitted.returncode) == (plain.stdout, 1)
+    assert fitted.stderr.startswith(plain.stderr), "the traceback, without a frame of Spillway's"
+    assert "spillway: 2 steps of a loop took at most " in fitted.stderr
+    assert fitted.stderr.endswith("        with memory.step(batch):\n")
+
+
+def test_ctrl_c_within_a_step_is_the_scripts_own(loop: Path) -> None:
+    fitted = run(loop, "--epochs", 12, fit=("--budget", "4MiB"))
+    assert fitted.returncode == 130
+    assert "KeyboardInterrupt\n" in fitted.stderr
+    assert fitted.stdout.splitlines()[-1].startswith("6 ")
+    assert "spillway: 7 steps of a loop took at most " in fitted.stderr
+
+
+@pytest.mark.parametrize(("source", "found"), [(TRAINER, "transformers.Trainer"), (ACCELERATE, "Accelerate")])
+def test_what_a_library_trains_is_found(source: str, found: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    plain = run(script)
+    assert plain.returncode == 0, plain.stderr
+    fitted = run(script, fit=("--budget", "3MiB", "--json"))
+    assert fitted.stdout.splitlines()[-2:] == plain.stdout.splitlines()[-2:], "a trainer also prints how long it took"
+    told = json.loads(fitted.stderr.splitlines()[-1])
+    assert told["found"] == found
+    assert told["steps"] == {"transformers.Trainer": 6, "Accelerate": 4}[found]
+    assert told["peak_bytes"] <= 3 << 20
+    assert told["lines"][0].startswith("from spillway.integrations.")
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence", "code"),
+    [
+        ("print(1)", "train.py ended, and nothing was trained under a budget: no optimizer has stepped in it.", 0),
+        (
+            "import torch\nparameter = torch.nn.Parameter(torch.ones(3))\noptimizer = torch.optim.SGD([parameter])\n"
+            "parameter.sum().backward()\noptimizer.step()\n",
+            "train.py ended, and nothing was trained under a budget: 1 updates of optimizers ran without a call of "
+            "their module under gradients.",
+            0,
+        ),
+        (
+            "import torch, spillway\nspillway.manage(torch.nn.Linear(2, 2), budget='1GiB')",
+            "This script opens a session of Spillway itself: run it with python, or take spillway out of it.",
+            1,
+        ),
+        (
+            "import torch\nmodel = torch.nn.Linear(999, 999)\noptimizer = torch.optim.SGD(model.parameters())\n"
+            "model(torch.ones(9, 999)).sum().backward()\noptimizer.step()\n",
+            "",
+            1,
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_in_one_sentence(source: str, sentence: str, code: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    ended = run(script, fit=("--budget", "1MiB"))
+    assert ended.returncode == code
+    *rest, last = ended.stderr.splitlines()
+    assert not rest
+    assert last.startswith("spillway: ")
+    assert last.endswith(".")
+    if sentence:
+        assert last.endswith(sentence)
+    else:
+        assert "1.00 MiB are allowed: it takes" in last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("nowhere.py",), "nowhere.py: No such file or directory."),
+        (("--budget", "lots", "nowhere.py"), "'lots' is not a number of bytes"),
+        (("--method", "best", "nowhere.py"), "There is no method 'best'; choose one of auto, "),
+        (("-o", "no/page.html", "nowhere.py"), "no/page.html cannot be written: there is no directory no."),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused_before_the_script_begins(
+    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", *arguments])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(f"spillway: {sentence}")
+
+
+# ---------------------------------------------------------------------- in this process
+
+
+def found_training(**options: Any) -> FoundTraining:
+    return FoundTraining(lambda _: None, **{"budget": "1GiB", "method": "auto"} | options)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(64, 32)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_nothing_is_left_in_front_of_torch() -> None:
+    before = nn.Module.__call__, torch.optim.Optimizer.__init__, spillway.Session.__init__
+    with found_training():
+        torch.optim.SGD(layers().parameters())
+        assert nn.Module.__call__ is not before[0]
+    assert (nn.Module.__call__, torch.optim.Optimizer.__init__, spillway.Session.__init__) == before
+
+
+def test_calls_are_looked_at_until_something_that_trains_is_called_and_no_longer() -> None:
+    call = nn.Module.__call__
+    with found_training() as found:
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters())
+        layers()(torch.ones(2, 32))
+        with torch.no_grad():
+            model(torch.ones(2, 32))
+        assert found.session is None
+        step(model, optimizer)
+        assert nn.Module.__call__ is call
+        assert [one.step for one in found.reports] == [0]
+
+
+def test_what_the_optimizer_updates_besides_is_found_by_its_parameters() -> None:
+    with found_training(method="lru") as found:
+        encoder, decoder = layers(), layers()
+        optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
+        for _ in range(3):
+            decoder(encoder(torch.ones(64, 32))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found._models == [encoder, decoder]
+        assert len(found.reports) == 3
+
+
+def test_another_training_has_a_session_of_its_own() -> None:
+    with found_training() as found:
+        for _ in range(2):
+            model = layers()
+            optimizer = torch.optim.SGD(model.parameters())
+            before = found.session
+            for _ in range(3):
+                step(model, optimizer)
+            assert found.session is not before
+        assert len(found.reports) == 6
+        assert found.updates == 6
+
+
+def test_sessions_of_others_are_refused_and_those_that_auto_opens_within_are_not() -> None:
+    with found_training() as found:
+        model = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 32))
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3):
+            step(model, optimizer)
+        assert len(found.reports) == 3
+        with pytest.raises(UsageError, match="opens a session of Spillway itself"):
+            spillway.manage(layers(), budget=None)
+
+
+def test_the_smallest_budget_is_told_by_what_the_model_needs_without_content() -> None:
+    with found_training(budget=None, method="lru") as found:
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            step(model, optimizer)
+        least = found.smallest_budget()
+    assert least is not None
+    assert 3 * 64 * 32 * 4 <= least < found.reports[-1].peak_bytes
+    with spillway.manage(model, optimizer, budget=least) as memory, memory.step():
+        step(model, optimizer)
