@@ -375,7 +375,7 @@ class StepWatch:
         if not due:
             return
         taken = self._taken()
-        allowed = self._budget.allowed - coarse(self._budget.allowed)
+        allowed = self._budget.allowed - 2 * coarse(self._budget.allowed)  # a copy that is too early ends the step
         passed, room = 0, UNBOUNDED  # bytes of calls between that are read ahead, and counted among what these save
         for call in range(number, min(due) - 1, -1):
             if call not in one.ended:
