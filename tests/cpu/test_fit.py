@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from spillway.integrations.found_training import FoundTraining
 from tests.shared import HANGS
 
 LOOP = """
-import os, sys
+import importlib.util, os, sys
 os.environ["OMP_NUM_THREADS"] = "1"
+assert importlib.util.find_spec("torch") is not None  # as libraries ask before they import it
 assert "torch" not in sys.modules  # so that this counts
 import torch
 
@@ -132,6 +135,7 @@ def test_without_a_budget_the_peak_is_told_and_which_budgets_would_work(loop: Pa
     assert last.endswith("MiB, without a budget.")
     assert which.startswith("spillway: Budgets worth a try: ")
     assert " is refused. Run: spillway fit --budget " in which
+    assert which.endswith(f"KiB {loop} --epochs 6")
 
 
 def test_exceptions_are_the_scripts_own(loop: Path) -> None:
@@ -308,3 +312,21 @@ def test_the_smallest_budget_is_told_by_what_the_model_needs_without_content() -
     assert 3 * 64 * 32 * 4 <= least < found.reports[-1].peak_bytes
     with spillway.manage(model, optimizer, budget=least) as memory, memory.step():
         step(model, optimizer)
+
+
+def test_what_a_loop_has_in_its_hands_at_its_first_step_is_let_go_of_and_its_locals_stay_its_own() -> None:
+    def train(*, asks: bool) -> bool:
+        given = locals() if asks else {}
+        model = layers()
+        optimizer = torch.optim.SGD(model.parameters())
+        batch = torch.randn(16, 32)
+        first = weakref.ref(batch)
+        model(batch).sum().backward()
+        optimizer.step()
+        del batch
+        gc.collect()
+        return given["asks"] if asks else first() is None
+
+    for asks in (True, False):
+        with found_training(method="lru"):
+            assert train(asks=asks)

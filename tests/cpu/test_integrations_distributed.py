@@ -122,6 +122,23 @@ def test_a_rank_that_nobody_can_call_out_of_its_collective_says_the_sentence_and
     assert said.startswith("Rank 1 stops all ranks: Op ")
 
 
+LISTENING = """
+import torch
+from spillway.session import ranks
+ranks.LOOKS = 0.0  # at the end of the process the thread is most likely in a call of the store's
+store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True)
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+listening = ranks.Ranks(torch.distributed.group.WORLD)
+"""
+
+
+def test_a_process_that_ends_with_an_open_session_ends_well() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=HANGS, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 UNMANAGED = """
 from contextlib import nullcontext
 from types import SimpleNamespace

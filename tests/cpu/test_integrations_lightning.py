@@ -197,3 +197,10 @@ def test_figures_of_every_step_are_logged(tmp_path: Path) -> None:
     assert told == [one.peak_bytes for one in callback.memory.history]
     assert {event.value for event in found.Scalars("spillway_budget_bytes")} == {3 << 20}
     assert {"spillway_stall_seconds", "spillway_recompute_seconds"} <= set(found.Tags()["scalars"])
+
+
+def test_without_a_budget_none_is_logged(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [SpillwayCallback(None, method="delta")])
+    trainer.fit(Parts("self"), rows())
+    assert trainer.logged_metrics["spillway_peak_bytes"] > 0
+    assert "spillway_budget_bytes" not in trainer.logged_metrics

@@ -337,6 +337,15 @@ def test_a_session_without_a_budget_keeps_account(tmp_path: Path) -> None:
     assert "spillway_budget_bytes" not in metrics
 
 
+def test_what_somebody_else_has_put_on_the_trainer_is_there_afterwards(tmp_path: Path) -> None:
+    trainer = gpt2(str(tmp_path), {}, [SpillwayCallback("5MiB")])
+    steps, inner = [], trainer.training_step
+    trainer.training_step = mine = lambda *args, **kwargs: (steps.append(1), inner(*args, **kwargs))[1]
+    trainer.train()
+    assert steps
+    assert vars(trainer)["training_step"] is mine
+
+
 def test_a_callback_that_comes_later_and_its_page(tmp_path: Path) -> None:
     trainer = gpt2(str(tmp_path), {}, [])
     trainer.add_callback(SpillwayCallback("5MiB", report=spillway.ReportOptions(run_file=tmp_path / "run.jsonl")))

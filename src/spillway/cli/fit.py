@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json as json_lines
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from spillway.cli.common import INTERRUPTED, Json, Method, Page, SpillDirectory,
 from spillway.errors import SpillwayError, on_one_line
 from spillway.methods import resolve
 from spillway.report.figures import NO_BUDGET
-from spillway.units import format_bytes, format_seconds
+from spillway.units import KiB, MiB, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from spillway.integrations.found_training import FoundTraining, Trainer
@@ -68,7 +69,7 @@ def fit(
     check_writable(output)
     with naming(script), io.open_code(os.fspath(script)) as file:
         source = file.read()
-    told = _Told(script, budget=budget, method=method, silent=json)
+    told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json)
     with ExitStack() as opened:
         _when_imported("torch", lambda: told.watch(opened, spill_directory))
         code = _run(script, source, arguments or [])
@@ -86,10 +87,11 @@ def fit(
 class _Told:
     """What is said of a script's training, and when."""
 
-    def __init__(self, script: Path, *, budget: str | None, method: str, silent: bool) -> None:
+    def __init__(self, command: Sequence[str], *, budget: str | None, method: str, silent: bool) -> None:
         self.found: FoundTraining | None = None
         """None as long as the script has not imported torch."""
-        self._script, self._budget, self._method, self._silent = script, budget, method, silent
+        self._script, self._command = command[0], shlex.join(command)
+        self._budget, self._method, self._silent = budget, method, silent
         self._smallest: int | None = None
         self._told = 0
 
@@ -136,7 +138,7 @@ class _Told:
         found = self.found
         reports = [] if found is None else found.reports
         return {
-            "script": str(self._script), "found": None if found is None else found.trainer, "budget": self._budget,
+            "script": self._script, "found": None if found is None else found.trainer, "budget": self._budget,
             "budget_bytes": reports[-1].allowed if reports and self._budget is not None else None,
             "method": None if self._budget is None else self._method, "steps": len(reports),
             "updates": 0 if found is None else found.updates, **_sums(reports), "smallest_budget_bytes": self._smallest,
@@ -169,7 +171,9 @@ class _Told:
         lowest = f"; less than {format_bytes(self._smallest)} is refused" if self._smallest else ""
         if not tries:
             return f"A smaller budget is hardly possible{lowest}."
-        return f"Budgets worth a try: {tries}{lowest}. Run: spillway fit --budget {worth[-1] >> 20}MiB {self._script}"
+        unit, name = (MiB, "MiB") if worth[-1] >= 100 * MiB else (KiB, "KiB")
+        first = f"{-(-worth[-1] // unit)}{name}"  # not below what is refused
+        return f"Budgets worth a try: {tries}{lowest}. Run: spillway fit --budget {first} {self._command}"
 
     def _lines(self) -> list[str]:
         found = self.found
@@ -260,18 +264,24 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
+        self._asks = False
+        """Whether it asks all others."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """That of the module with a loader that calls afterwards; of others none."""
-        if fullname != self._name:
+        """That of the module with a loader that calls afterwards; of others none. Many ask and do not import."""
+        if fullname != self._name or self._asks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._asks = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asks = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_call(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 self._call()
 
             vars(spec.loader)["exec_module"] = execute_and_call

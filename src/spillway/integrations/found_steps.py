@@ -17,10 +17,12 @@ NOTE [Where a step begins and ends].
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import warnings
-from collections.abc import Callable
-from typing import Any, Self, final
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final, Self, final
 
 import torch
 from torch._compile import _disable_dynamo
@@ -28,6 +30,9 @@ from torch._compile import _disable_dynamo
 from spillway.errors import BudgetInfeasible, UsageError
 from spillway.session import Session, manage
 from spillway.session.inputs import Models, Optimizers, several, unwrapped
+
+_ALONE: Final = 3
+"""References to what only its frame holds: the frame's, a name, and the argument of whoever counts."""
 
 
 class _Failed(Exception):
@@ -179,6 +184,19 @@ class FoundSteps:
             raise _Failed
         except _Failed as failed:
             end_failed(self.session, failed)
+
+
+def callers(frame: FrameType | None) -> Iterator[Any]:
+    """Whose methods are running, from there on outwards."""
+    while frame is not None:
+        there = frame.f_locals
+        caller = there.get("self")
+        # Before Python 3.13 that is a copy, which would hold a function's first batch for as long as the function runs;
+        # of one that has called locals() it is what that has returned.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(there) is dict and sys.getrefcount(there) <= _ALONE:
+            there.clear()
+        yield caller
+        frame = frame.f_back
 
 
 def end_failed(session: Session, error: BaseException) -> None:

@@ -14,8 +14,7 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Literal, Self, TypeAlias, final
 
 import torch
@@ -23,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spillway.engines.tensors.probe import smallest_budget
 from spillway.errors import BudgetInfeasible, UsageError
-from spillway.integrations.found_steps import FoundSteps
+from spillway.integrations.found_steps import FoundSteps, callers
 from spillway.ir import StepReport
 from spillway.session import Session, TensorSession
 from spillway.session.called import Calls
@@ -110,7 +109,7 @@ class FoundTraining:
 
     def _session_made(self, session: Session) -> None:
         ours = {id(self), id(self._steps)} - {id(None)}
-        if ours.isdisjoint(map(id, _callers(sys._getframe(2)))):
+        if ours.isdisjoint(map(id, callers(sys._getframe(2)))):
             raise UsageError(
                 "This script opens a session of Spillway itself: run it with python, or take spillway out of it."
             )
@@ -189,15 +188,8 @@ def _owners(parameters: set[int], module: torch.nn.Module) -> list[torch.nn.Modu
     return [one for one in owners if id(one) not in inner]
 
 
-def _callers(frame: FrameType | None) -> Iterator[Any]:
-    """Whose methods are running from there on outwards."""
-    while frame is not None:
-        yield frame.f_locals.get("self")
-        frame = frame.f_back
-
-
 def _trainer(module: torch.nn.Module) -> Trainer:
-    for caller in _callers(sys._getframe()):
+    for caller in callers(sys._getframe()):
         for kind in type(caller).__mro__:
             found = _TRAINERS.get((kind.__module__.partition(".")[0], kind.__name__))
             if found is not None:

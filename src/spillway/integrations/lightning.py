@@ -125,9 +125,11 @@ class SpillwayCallback(Callback):
         self.memory.end()
         report = self.memory.history[-1]
         figures = {
-            "spillway_peak_bytes": report.peak_bytes, "spillway_budget_bytes": report.allowed,
-            "spillway_stall_seconds": report.stall_seconds, "spillway_recompute_seconds": report.recomputed_seconds,
+            "spillway_peak_bytes": report.peak_bytes, "spillway_stall_seconds": report.stall_seconds,
+            "spillway_recompute_seconds": report.recomputed_seconds,
         }  # fmt: skip
+        if self.memory.budget is not None:
+            figures["spillway_budget_bytes"] = report.allowed
         for name, value in figures.items():
             pl_module.log(name, float(value), on_step=True, on_epoch=False, batch_size=1)
 

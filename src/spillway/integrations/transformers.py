@@ -23,12 +23,12 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, Final, final
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from spillway.errors import UsageError
+from spillway.integrations.found_steps import callers
 from spillway.ir import StepReport
 from spillway.memory.budget import UNLIMITED
 from spillway.methods import AbstractPlanner, AbstractPolicy
@@ -89,7 +89,8 @@ class SpillwayCallback(TrainerCallback):
         self._told = 0
         """Steps that the trainer's records have told of."""
         self._in_step = False
-        self._patched: tuple[Trainer, list[str]] | None = None
+        self._patched: tuple[Trainer, dict[str, Any]] | None = None
+        """The trainer, and what it has of its own under the names that something stands in front of."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -101,7 +102,7 @@ class SpillwayCallback(TrainerCallback):
         self._told = 0
         in_front: dict[str, Callable[..., Any]] = dict.fromkeys(_GUARDED, self._guard)
         in_front |= {"get_batch_samples": self._fetch, "training_step": self._go_on, "log": self._log}
-        self._patched = trainer, list(in_front)
+        self._patched = trainer, {name: vars(trainer).get(name) for name in in_front}
         for name, function in in_front.items():
             setattr(trainer, name, functools.partial(function, getattr(trainer, name)))
 
@@ -173,9 +174,7 @@ class SpillwayCallback(TrainerCallback):
 
     def _caller(self) -> Trainer:
         """See (1)."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            caller = frame.f_locals.get("self")
+        for caller in callers(sys._getframe(1)):
             if isinstance(caller, Trainer) and any(one is self for one in caller.callback_handler.callbacks):
                 missing = [name for name in _GUARDED if not hasattr(caller, name)]
                 if not missing:
@@ -184,7 +183,6 @@ class SpillwayCallback(TrainerCallback):
                     f"SpillwayCallback follows Trainer of transformers 5, whose {missing[0]} this version does not "
                     f"have: upgrade transformers, or put memory.step(batch) of spillway.manage around a loop of yours."
                 )
-            frame = frame.f_back
         raise UsageError("SpillwayCallback is for a Trainer, in its callbacks: Trainer(..., callbacks=[...]).")
 
     def _end_step(self) -> None:
@@ -200,8 +198,11 @@ class SpillwayCallback(TrainerCallback):
         finally:
             self._batches = ()
             if patched is not None:
-                for name in patched[1]:
-                    vars(patched[0]).pop(name, None)
+                trainer, own = patched
+                for name, method in own.items():
+                    vars(trainer).pop(name, None)
+                    if method is not None:  # somebody else had put it there
+                        setattr(trainer, name, method)
             if self.memory is not None:
                 self.memory.__exit__(*sys.exc_info())
 

@@ -17,7 +17,9 @@ the process group, half an hour.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -25,6 +27,7 @@ import stat
 import sys
 import threading
 import uuid
+import weakref
 import zlib
 from collections.abc import Collection, Iterator
 from datetime import timedelta
@@ -96,6 +99,8 @@ class Ranks:
         self._look()
         self._thread = threading.Thread(target=self._listen, name="spillway ranks", daemon=True)
         self._thread.start()
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)  # a thread that comes back from C++ into an interpreter that is gone aborts all
 
     @property
     def word(self) -> SpillwayError | None:
@@ -136,6 +141,7 @@ class Ranks:
         """Listen no more."""
         self.listen_no_more()
         self._thread.join()
+        atexit.unregister(self._at_exit)
 
     def _listen(self) -> None:
         with contextlib.suppress(Exception):  # as soon as nobody keeps the store
@@ -146,6 +152,8 @@ class Ranks:
             hung_up = self._hang_up(self._word)
             self._hung_up.set()
             if not (hung_up or self._raised.wait(LAST) or self._closed.is_set()):
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()  # what the script has printed so far
                 print(_restored(self._word), file=sys.stderr, flush=True)
                 os._exit(1)
         self._hung_up.set()
@@ -172,11 +180,11 @@ class Ranks:
         backends = nccl_backends()
         for backend in backends:
             backend.abort()
-        found = [number for number, connection in mine.items() if connection in ends]
-        for number in found:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
-                line.shutdown(socket.SHUT_RDWR)
-        return bool(found or backends) or not theirs
+        for number, connection in _connections(ports_of(self._store)):  # a number may be of another file by now
+            if connection in ends:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as line:
+                    line.shutdown(socket.SHUT_RDWR)
+        return bool(ends.intersection(mine.values()) or backends) or not theirs
 
 
 def ranks_now(before: Ranks | None) -> Ranks | None:
@@ -191,6 +199,11 @@ def ranks_now(before: Ranks | None) -> Ranks | None:
         return Ranks(group) if group is not None else None
     except (RuntimeError, NotImplementedError):  # a store that cannot be asked beside others
         return None
+
+
+def _close(ranks: weakref.ref[Ranks]) -> None:
+    if (listening := ranks()) is not None:
+        listening.close()
 
 
 def _restored(word: dict[str, Any]) -> SpillwayError:
