@@ -205,7 +205,7 @@ def test_what_cannot_be_is_said_in_one_sentence(source: str, sentence: str, code
     if sentence:
         assert last.endswith(sentence)
     else:
-        assert "1.00 MiB are allowed: it takes" in last
+        assert "1.00 MiB are allowed: the smallest budget that should work is " in last
 
 
 @pytest.mark.parametrize(

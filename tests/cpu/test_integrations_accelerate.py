@@ -285,6 +285,27 @@ def test_who_trains_in_evaluation_mode_is_believed_after_the_first_update() -> N
         assert len(steps.session.history) == 2
 
 
+def test_a_forward_that_returns_nothing_is_no_failure_where_an_error_is_being_handled() -> None:
+    class Losing(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 32)
+
+        def forward(self, batch: torch.Tensor) -> None:
+            self.loss = self.layer(batch).square().mean()
+
+    model = Losing()
+    optimizer = torch.optim.SGD(model.parameters())
+    with FoundSteps(model, optimizer, budget="1GiB", method="lru") as steps:
+        try:
+            raise MemoryError
+        except MemoryError:
+            model(torch.ones(8, 32))
+            model.loss.backward()
+            optimizer.step()
+        assert len(steps.session.history) == 1
+
+
 def test_a_model_that_is_not_called_is_said_once() -> None:
     model, optimizer = small()
     with FoundSteps(model, optimizer, budget="1GiB", method="lru"):

@@ -82,6 +82,8 @@ class FoundSteps:
         self._running = self._told = False
         self.closed = False
         self._trains_in_evaluation = self._evaluated = False
+        self._within = id(None)
+        """The number of what was being handled when a forward began, which may return None as well."""
         self._waiting = {id(one) for one in optimizers}
         """Optimizers that have not stepped in the running step."""
         self._all = frozenset(self._waiting)
@@ -120,6 +122,7 @@ class FoundSteps:
     def _forward_begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.closed or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
+        self._within = id(sys.exception())
         if not (model.training or self._trains_in_evaluation):
             self._evaluated = True
             return
@@ -135,7 +138,8 @@ class FoundSteps:
 
     @_disable_dynamo
     def _forward_ended(self, model: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if self._running and sys.exception() is not None and result is None:
+        error = sys.exception()
+        if self._running and error is not None and result is None and id(error) != self._within:
             self._end(failed=True)
 
     def _optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
