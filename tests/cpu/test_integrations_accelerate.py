@@ -285,6 +285,15 @@ def test_who_trains_in_evaluation_mode_is_believed_after_the_first_update() -> N
         assert len(steps.session.history) == 2
 
 
+@pytest.mark.parametrize("wrong", [{"budget": "lots"}, {"budget": "1GiB", "method": "best"}])
+def test_what_makes_no_sense_is_refused_before_anything_is_prepared(wrong: dict[str, str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(UsageError):
+        prepare(accelerator, *small(), **wrong)
+    assert not accelerator._models
+    assert not accelerator._optimizers
+
+
 def test_a_forward_that_returns_nothing_is_no_failure_where_an_error_is_being_handled() -> None:
     class Losing(torch.nn.Module):
         def __init__(self) -> None:

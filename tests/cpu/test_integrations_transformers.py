@@ -255,7 +255,8 @@ def test_what_is_raised_in_a_training_comes_out_unharmed_and_nothing_stays(
         trainer.train()
     assert caught.value is raised
     assert not getattr(raised, "__notes__", [])
-    assert not {"log", "get_batch_samples", "training_step", "_run_epoch", "_finalize_training"} & set(vars(trainer))
+    in_front = {"log", "get_batch_samples", "training_step", "_evaluate", "_run_epoch", "_finalize_training"}
+    assert not in_front & set(vars(trainer))
     assert not any("forward" in vars(part) for part in trainer.model.modules())
     assert callback.memory is not None
     with pytest.raises(SessionError, match="closed"):
@@ -335,6 +336,20 @@ def test_a_session_without_a_budget_keeps_account(tmp_path: Path) -> None:
     metrics = trainer.train().metrics
     assert metrics["spillway_peak_bytes"] > 0
     assert "spillway_budget_bytes" not in metrics
+
+
+def test_an_evaluation_before_the_first_step_that_fails_closes_the_session(tmp_path: Path) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError
+
+    callback = SpillwayCallback("5MiB")
+    options = {"eval_strategy": "steps", "eval_on_start": True}
+    trainer = gpt2(str(tmp_path), options, [callback, Rich("on_evaluate", fails)])
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not any("forward" in vars(part) for part in trainer.model.modules())
+    with pytest.raises(SessionError, match="closed"):
+        callback.memory.begin()
 
 
 def test_what_somebody_else_has_put_on_the_trainer_is_there_afterwards(tmp_path: Path) -> None:

@@ -17,9 +17,11 @@ from typing import Any, Final
 import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 
+from spillway.budgets import parse_budget
 from spillway.errors import UsageError
 from spillway.integrations.found_steps import FoundSteps
-from spillway.methods import AbstractPlanner, AbstractPolicy
+from spillway.memory.budget import UNLIMITED
+from spillway.methods import AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.session import BlockOptions, ReportOptions, SpillOptions
 
@@ -64,6 +66,9 @@ def prepare(
             "This accelerator trains under a budget already, and steps of two sessions do not nest: prepare all models "
             "and optimizers in one call, or call accelerator.free_memory() before the next training."
         )
+    resolve(method)  # what makes no sense is refused before the accelerator has anything in its hands
+    if budget is not None:
+        parse_budget(budget, UNLIMITED)
     prepared = accelerator.prepare(*objects, device_placement=device_placement)
     each = prepared if isinstance(prepared, tuple) else (prepared,)
     optimizers = [one for one in each if isinstance(one, torch.optim.Optimizer)]

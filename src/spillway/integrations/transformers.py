@@ -13,8 +13,8 @@ length of one `train()`, have something in front of them:
     fetched before `on_step_begin`, and a method of the block engine plans each by its own size.
  3. `log`: what Spillway has to say is added to the trainer's own records, since callbacks that write them to
     TensorBoard or Weights & Biases come before those of the user.
- 4. `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the session is closed
-    all the same.
+ 4. `_evaluate`, `_run_epoch`, `_finalize_training`: `on_train_end` is not called after an exception or Ctrl-C; the
+    session is closed all the same.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spillway.session import BlockOptions, ReportOptions, Session, SpillOptions,
 from spillway.units import format_bytes, format_seconds
 
 _SPILL, _BLOCKS, _REPORT = SpillOptions(), BlockOptions(), ReportOptions()
-_GUARDED: Final = ("_run_epoch", "_finalize_training")
+_GUARDED: Final = ("_evaluate", "_run_epoch", "_finalize_training")
 _LOG: Final = logging.getLogger(__name__)
 
 
