@@ -208,6 +208,20 @@ def test_what_cannot_be_is_said_in_one_sentence(source: str, sentence: str, code
         assert "1.00 MiB are allowed: the smallest budget that should work is " in last
 
 
+def test_a_refusal_is_in_the_json_and_has_a_page(tmp_path: Path) -> None:
+    script, page = tmp_path / "train.py", tmp_path / "page.html"
+    script.write_text(
+        "import torch\nmodel = torch.nn.Linear(99, 99)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "for size in (9, 9, 90000):\n    model(torch.ones(size, 99)).sum().backward()\n    optimizer.step()\n"
+    )
+    ended = run(script, fit=("--budget", "1MiB", "--json", "-o", str(page)))
+    assert ended.returncode == 1
+    told = json.loads(ended.stderr)
+    assert told["steps"] == 2
+    assert "1.00 MiB are allowed" in told["refused"]
+    assert page.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

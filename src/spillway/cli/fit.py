@@ -70,13 +70,21 @@ def fit(
     with naming(script), io.open_code(os.fspath(script)) as file:
         source = file.read()
     told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json)
-    with ExitStack() as opened:
-        _when_imported("torch", lambda: told.watch(opened, spill_directory))
-        code = _run(script, source, arguments or [])
+    code: str | int | None = 1
+    refused: SpillwayError | None = None
+    try:
+        with ExitStack() as opened:
+            _when_imported("torch", lambda: told.watch(opened, spill_directory))
+            code = _run(script, source, arguments or [])
+    except SpillwayError as error:
+        refused = error
     if output is not None and told.found is not None and told.found.session is not None:
         told.found.session.report(output)
     if json:
-        print(json_lines.dumps(told.figures() | {"report": None if output is None else str(output)}), file=sys.stderr)
+        besides = {"report": output and str(output), "refused": refused and on_one_line(str(refused))}
+        print(json_lines.dumps(told.figures() | besides), file=sys.stderr)
+    elif refused is not None:
+        raise refused
     else:
         told.end()
     if code:
