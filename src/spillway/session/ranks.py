@@ -49,6 +49,8 @@ from spillway.units import Seconds
 
 LOOKS: Final[Seconds] = 0.25
 """Between two looks for a word."""
+FAILURES: Final = 3
+"""Of the store in a row, after which nobody keeps it."""
 PATIENCE: Final[Seconds] = 3.0
 """For the answers of the others: one that has no session gives none."""
 LAST: Final[Seconds] = 4.0
@@ -144,19 +146,36 @@ class Ranks:
         atexit.unregister(self._at_exit)
 
     def _listen(self) -> None:
-        with contextlib.suppress(Exception):  # as soon as nobody keeps the store
-            while not self._look():
-                if self._closed.wait(LOOKS):
-                    return
+        with contextlib.suppress(Exception):
+            if not self._heard():
+                self._hung_up.set()
+                return
             assert self._word is not None
             hung_up = self._hang_up(self._word)
             self._hung_up.set()
-            if not (hung_up or self._raised.wait(LAST) or self._closed.is_set()):
+            while not (hung_up or self._raised.wait(LAST) or self._closed.is_set()):
+                if not _waits_for_ranks():
+                    continue  # it is busy, such as with writing a checkpoint
                 with contextlib.suppress(Exception):
                     sys.stdout.flush()  # what the script has printed so far
                 print(_restored(self._word), file=sys.stderr, flush=True)
                 os._exit(1)
         self._hung_up.set()
+
+    def _heard(self) -> bool:
+        """Listens until there is a word; False as soon as nobody is to listen any more, or nobody keeps the store."""
+        failures = 0
+        while not self._closed.is_set():
+            try:
+                if self._look():
+                    return True
+                failures = 0
+            except RuntimeError:  # of the store: one that is slow for once is asked again
+                failures += 1
+                if failures == FAILURES:
+                    return False
+            self._closed.wait(LOOKS)
+        return False
 
     def _look(self) -> bool:
         if self._word is None and self._store.check([_WORD]):
@@ -199,6 +218,19 @@ def ranks_now(before: Ranks | None) -> Ranks | None:
         return Ranks(group) if group is not None else None
     except (RuntimeError, NotImplementedError):  # a store that cannot be asked beside others
         return None
+
+
+def _waits_for_ranks() -> bool:
+    """Whether the main thread is in a collective or a backward, which may wait for one."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("torch.distributed.checkpoint"):
+            return False
+        if module.startswith(("torch.distributed.", "torch.autograd.")):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _close(ranks: weakref.ref[Ranks]) -> None:
