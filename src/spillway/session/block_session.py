@@ -545,7 +545,8 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
-            self._tries, session._untried = session._unknown or session._untried, False
+            compiled = any(map(is_compiled, session._model.modules()))
+            self._tries, session._untried = (session._unknown or session._untried) and not compiled, False
             if session._paging.wanted(self._entered[1:], self._start) or self._tries:
                 self._page(0)
                 return
@@ -597,7 +598,7 @@ class _Step(AbstractStep):
         session = self._session
         if session._paging is None or not torch.is_grad_enabled():
             return False
-        # Watched, what is compiled runs op by op, to other bits than compiled.
+        # Watched, what is compiled runs op by op, to other bits than compiled; see `begin`.
         compiled = session._engine is not None and any(map(is_compiled, session._model.modules()))
         if session._method.needs_blocks or compiled:
             rise = self.recomputing(call)
