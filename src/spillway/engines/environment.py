@@ -26,7 +26,9 @@ from spillway.internals.private import (
     function_modes,
     only_dispatch_modes,
     only_function_modes,
+    parametrized,
     set_gradients,
+    set_parametrized,
 )
 
 Flag: TypeAlias = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -462,6 +464,7 @@ class Environment:
             function_modes(),
             dispatch_modes(),
             contextvars.copy_context(),
+            parametrized(),
         )
 
     @contextlib.contextmanager
@@ -482,6 +485,9 @@ class Environment:
                 # A cast that is cached while the user's autocast is on would outlive this.
                 cached = cached and not torch.is_autocast_enabled(kind)
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            stack.callback(set_parametrized, parametrized(copied=False))
+            many, weights = wanted.parametrized
+            set_parametrized((many, dict(weights)))
             stack.enter_context(only_function_modes(wanted.function_modes, bypassed=True))
             stack.enter_context(only_dispatch_modes(wanted.dispatch_modes))
             stack.enter_context(_within(wanted.variables.copy()))
@@ -504,6 +510,8 @@ class Captured:
     function_modes: Sequence[Any]
     dispatch_modes: Sequence[Any]
     variables: contextvars.Context
+    parametrized: tuple[int, dict[Any, Any]]
+    """The weights that `torch.nn.utils.parametrize.cached()` held: what finds one there does not compute it."""
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, ParamSpec, TypeVar, cast
 
 import torch
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -171,6 +172,17 @@ def grad_mode(*, enabled: bool) -> Iterator[None]:
         yield
     finally:
         set_gradients(before)
+
+
+def parametrized(*, copied: bool = True) -> tuple[int, dict[Any, Any]]:
+    """How many `torch.nn.utils.parametrize.cached()` are open, and the weights that they hold."""
+    cache: dict[Any, Any] = parametrize._cache
+    return parametrize._cache_enabled, dict(cache) if copied else cache
+
+
+def set_parametrized(held: tuple[int, dict[Any, Any]]) -> None:
+    """Have these instead."""
+    parametrize._cache_enabled, parametrize._cache = held
 
 
 def swap_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

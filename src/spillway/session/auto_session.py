@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self, cast, final
@@ -20,9 +21,9 @@ from spillway.units import Bytes
 class AutoSession:
     """A session that is one of the block engine as long as there are blocks to plan, and then one of the tensor engine.
 
-    The tensor engine takes over before the first step if a block engine cannot have the model, or if that is entered
-    with no tensor that would tell the size of its input; and before the second if the first found no blocks. Without a
-    budget there is nothing to plan, and the tensor engine keeps account until one is named.
+    The tensor engine takes over before the first step if a block engine cannot have the model, before any that is
+    entered with no tensor that would tell the size of its input, and before the second if the first found no blocks.
+    Without a budget there is nothing to plan, and the tensor engine keeps account until one is named.
 
     Args:
         models: That are trained.
@@ -88,7 +89,13 @@ class AutoSession:
     def _for(self, batch: Any) -> Session:
         """The session that is to run a step on this batch."""
         now = self._now
-        if isinstance(now, BlockSession) and now._idle and (now.blockless or not (now.history or _tells_size(batch))):
+        if isinstance(now, BlockSession) and now._idle and (now.blockless or not _tells_size(now, batch)):
+            if now.history and not now.blockless:
+                warnings.warn(
+                    "This step is entered with no tensor that would tell the size of its input, so that blocks cannot "
+                    "be planned: from here on every op is watched (method='lru'). Enter steps with their batch.",
+                    stacklevel=3,
+                )
             self._now = self._storages(now.allowed)  # first: an interruption may come out of what follows
             now._leave_to(self._now)
         return self._now
@@ -97,7 +104,9 @@ class AutoSession:
 Session.register(AutoSession)
 
 
-def _tells_size(batch: Any) -> bool:
+def _tells_size(session: BlockSession, batch: Any) -> bool:
+    if session._size_of is not None and batch is not None:
+        return True
     return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
 
 

@@ -153,6 +153,8 @@ class BlockSession(Session):
     """Steps in a row of which nothing was learned."""
     _agreement: Agreement | None = None
     """On which blocks run again, where that adds collectives."""
+    _untried = False
+    """Whether a step that was to show if recomputing is enough had no backward, and the next one is to."""
     blockless = False
     """Whether blocks were looked for in vain, and the model is left to the tensor engine."""
     _uninterrupted: tuple[str, ...] = (
@@ -192,7 +194,7 @@ class BlockSession(Session):
             DiskTier(spill.directory, spill.io).close()  # what is wrong with it is said now, and not within a step
         self._arena = Arena.for_session() if self._device.type == "cpu" else None
         self._meter = meter_for(self._device)
-        self._families: dict[tuple[int, ...], _Family] = {}
+        self._families: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
         self._told_unseen = self._told_above = False
@@ -271,6 +273,8 @@ class BlockSession(Session):
     def _allow(self, allowed: Bytes) -> None:
         for method in (self._method, *(family.method for family in self._families.values())):
             method.forget_plans()
+        for family in self._families.values():
+            family.traced.clear()  # what was measured under another budget need not fit in this one
         if self._paging is not None and allowed > self._budget.named:
             self._paging.forget_all()
         self._budget.allow(allowed)
@@ -378,7 +382,17 @@ class BlockSession(Session):
             names, failure = self._found(forward, args, kwargs)
         except NoBlocksError as error:
             names, failure = [], error
-        if isinstance(failure, NoBlocksError) and self._leaves_to_ops and not self._given_up:
+        engine: BlockEngine | None = None
+        if failure is None and not self._given_up:
+            try:
+                self._finder.remove()
+                engine = self._open(names)
+            except BaseException as error:
+                self._finder.install()
+                if not isinstance(error, ModelError) or not self._leaves_to_ops:
+                    raise
+                failure = error  # its blocks cannot be had, as where another session has them
+        if isinstance(failure, ModelError) and self._leaves_to_ops and not self._given_up:
             running.page_from_here()
             output = forward(*args, **kwargs)  # which may have failed before, and then fails again
             self._finder.remove()
@@ -393,12 +407,7 @@ class BlockSession(Session):
                 raise failure
             finally:
                 del failure  # which holds this frame
-        try:
-            self._finder.remove()
-            engine = self._open(names)
-        except BaseException:
-            self._finder.install()
-            raise
+        assert engine is not None
         running.watch()
         engine.begin_forward(args, kwargs)  # not through what stands in front, which is running
         return engine.goes_on(forward)(*args, **kwargs)
@@ -482,7 +491,9 @@ class BlockSession(Session):
 
     def _family(self, batch: Any) -> _Family:
         structure = tuple(leaf.dim() for leaf in leaves(batch) if isinstance(leaf, torch.Tensor))
-        key = structure if self._size_of is None else ()
+        # What is frozen saves nothing, so that what was learned until then says nothing of steps that train it.
+        trained = tuple(one.requires_grad for one in self._model.parameters())
+        key = structure if self._size_of is None else (), trained
         if key not in self._families:
             reader = SizeReader(self._size_of, takes_vectors=self._method.takes_vectors)
             self._families[key] = _Family(reader, self._method.fresh(batched=False))
@@ -534,7 +545,8 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
-            self._tries = session._unknown and not any(map(is_compiled, session._model.modules()))
+            compiled = any(map(is_compiled, session._model.modules()))
+            self._tries, session._untried = (session._unknown or session._untried) and not compiled, False
             if session._paging.wanted(self._entered[1:], self._start) or self._tries:
                 self._page(0)
                 return
@@ -858,7 +870,10 @@ class _Step(AbstractStep):
             engine, number = session._paging.engine, len(session.history)
             told = report_of(engine, number, self._signature, seconds, self.logged)
             most = max(told.peak_bytes, told.device_peak_bytes)
-            if self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
+            trained = self._optimized or any(one.grad is not None for one in session._model.parameters())
+            if not trained:
+                session._untried |= self._tries
+            elif self._tries and not (told.drops or told.moves or most > session.allowed):  # recomputing is enough
                 session._paging.forget(self._entered[1:])
                 self._family.rises[self._dimensions] = most - told.start_bytes
             twice = sum(call.recomputes > 0 for call in ran)

@@ -22,6 +22,7 @@ from spillway.engines.blocks.groups import Group, group_named
 from spillway.engines.blocks.iterators import CannotCopyError
 from spillway.engines.blocks.saved import PLAIN, empty_witness
 from spillway.engines.environment import Environment
+from spillway.engines.tensors.torch_compile import running_compiled
 from spillway.errors import ModelError, NoBlocksError
 from spillway.internals.private import fully_sharded, heard, unheard_by_modes
 from spillway.internals.private import storage_address as address
@@ -58,6 +59,10 @@ class Watch:
         self.calls: Counter[nn.Module] = Counter()
         self._nbytes: dict[int, Bytes] = {}
         self._saved: dict[nn.Module, set[int]] = defaultdict(set)
+        self._compiled: set[nn.Module] = set()
+        """What something compiled calls that the model itself calls."""
+        self._outer = False
+        """Whether the model is called by something compiled."""
         self._forward: list[Called] = []
         self._outside: set[int] = set()
         self._inside: list[Called] = []
@@ -68,6 +73,18 @@ class Watch:
         """Bytes of the storages that autograd saved in the calls of a module, parameters left out, each once."""
         return sum(map(self._nbytes.__getitem__, self._saved[module]))
 
+    def checked(self, names: list[str]) -> list[str]:
+        """The same names of blocks. Raises NoBlocksError if one is called by something compiled inside of the model."""
+        modules = dict(self._model.named_modules())
+        for name in names:
+            if modules[name if name in modules else name.rpartition("-")[0]] in self._compiled:
+                raise NoBlocksError(
+                    f"Something compiled in {type(self._model).__name__} passes its block {name} by; compile the "
+                    f"blocks instead ({name}.compile()) before they are managed, or do not compile.",
+                    reason=f"the block {name} is called by something compiled",
+                )
+        return names
+
     @property
     def cuts(self) -> Cuts:
         """To find blocks by what was saved."""
@@ -76,6 +93,7 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around one forward."""
+        self._outer = running_compiled()
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
         try:
@@ -94,6 +112,8 @@ class Watch:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module in self._mine:
             self.calls[module] += 1
+            if not self._outer and running_compiled():
+                self._compiled.add(module)
             call = Called(module)
             (self._inside[-1].inside if self._inside else self._forward).append(call)
             self._inside.append(call)
@@ -178,7 +198,7 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
     there = cuts.judge(cuts.whole(modules[name] for name in found))
     best = cuts.best() if there.covered < COVERED else None
     if best is not None and (not found or best.floor <= LOWER * there.floor):
-        return names_of(model, best.units)
+        return watch.checked(names_of(model, best.units))
     if not found:
         reason = (
             f"among the {len(watch.calls)} modules that its forward called no class with modules inside occurs twice, "
@@ -190,7 +210,7 @@ def discover(model: nn.Module, forward: Callable[[], object], *, keeps: bool = T
             f"the tensor engine, which needs none, such as method='delta'.",
             reason=reason,
         )
-    return found
+    return watch.checked(found)
 
 
 def _blocks(model: nn.Module, watch: Watch) -> list[str]:

@@ -30,6 +30,9 @@ _EVAL_FRAME: Final = "torch._dynamo.eval_frame"
 _ASKED: Final = "_callback_from_stance"
 """The function of that module that is asked before anything runs compiled."""
 
+_DISABLED: Final = "DisableContext."
+"""How the functions of that module are named that have something left alone."""
+
 _steps: Final[dict[int, Callable[[], None]]] = {}
 """Whom to tell that something ran eagerly, by the thread whose step is watched."""
 _lock = threading.RLock()
@@ -43,11 +46,12 @@ def check_not_compiling() -> None:
 
 
 def running_compiled() -> bool:
-    """Whether this thread is within something compiled, also if that runs as it was written."""
+    """Whether this thread is within something compiled, also if that runs as it was written, and not within something
+    that dynamo leaves alone there, as it does `torch.utils.checkpoint.checkpoint`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != _EVAL_FRAME:
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and not frame.f_code.co_qualname.startswith(_DISABLED)
 
 
 def begin_eagerly(tell: Callable[[], None]) -> None:

@@ -1,0 +1,240 @@
+"""Loops that train under `auto`, the default, to the plain bits: what a step does is not what the one before it did."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+import spillway
+from spillway.session.block_session import BlockSession
+from spillway.session.tensor_session import TensorSession
+
+WIDTH = 64
+Loop = Callable[[Callable[..., Any]], list[Any]]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(nn.functional.gelu(self.wide(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(6))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def unmanaged(*_: Any) -> Any:
+    class Plain:
+        budget: Any = None
+
+        @staticmethod
+        def step(batch: Any = None) -> Any:
+            return contextlib.nullcontext()
+
+    return contextlib.nullcontext(Plain())
+
+
+def batch() -> Tensor:
+    return torch.randn(256, WIDTH)
+
+
+def losses(model: nn.Module, optimizer: torch.optim.Optimizer, memory: Any, steps: int = 5) -> Iterator[Tensor]:
+    for _ in range(steps):
+        x = batch()
+        with memory.step(x):
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss.detach()
+
+
+def parts_shared(manage: Callable[..., Any]) -> list[Any]:
+    """Two sessions, open at once, on models with blocks in common."""
+    body = Net()
+    models = [nn.Sequential(body, nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters()) for model in models]
+    found: list[Any] = []
+    with manage(models[0], optimizers[0]) as first, manage(models[1], optimizers[1]) as second:
+        turns = [
+            losses(model, optimizer, memory, 3)
+            for model, optimizer, memory in zip(models, optimizers, (first, second), strict=True)
+        ]
+        for pair in zip(*turns, strict=True):
+            found += pair
+    return [*found, *models[0].state_dict().values(), *models[1].state_dict().values()]
+
+
+def cached_weights(manage: Callable[..., Any]) -> list[Any]:
+    """Weights that are computed once for two forwards."""
+    model = Net()
+    for block in model.blocks:
+        parametrizations.spectral_norm(block.wide)
+    parametrizations.spectral_norm(model.last)
+    optimizer = torch.optim.Adam(model.parameters())
+    found: list[Any] = []
+    with manage(model, optimizer) as memory:
+        for _ in range(4):
+            x = batch()
+            with memory.step(x):
+                with parametrize.cached():
+                    y = model(x)
+                    with torch.no_grad():
+                        other = model(x.flip(0))
+                    loss = (y - other).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def first_without_backward(manage: Callable[..., Any]) -> list[Any]:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with manage(model, optimizer) as memory:
+        x = batch()
+        with memory.step(x):
+            model(x)
+        found = list(losses(model, optimizer, memory))
+    return [*found, *model.state_dict().values()]
+
+
+def frozen_at_first(manage: Callable[..., Any]) -> list[Any]:
+    model = Net()
+    model.blocks.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with manage(model, optimizer) as memory:
+        found = list(losses(model, optimizer, memory, 3))
+        model.requires_grad_(True)
+        found += losses(model, optimizer, memory, 3)
+    return [*found, *model.state_dict().values()]
+
+
+def other_budgets(manage: Callable[..., Any]) -> list[Any]:
+    """No budget for a while, and then the first one again."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with manage(model, optimizer) as memory:
+        first = memory.budget
+        found = list(losses(model, optimizer, memory, 1))
+        memory.budget = None if first is None else first * 3 // 2
+        found += losses(model, optimizer, memory, 2)
+        memory.budget = None
+        found += losses(model, optimizer, memory, 2)
+        memory.budget = first
+        found += losses(model, optimizer, memory, 3)
+    return [*found, *model.state_dict().values()]
+
+
+def batch_left_out(manage: Callable[..., Any]) -> list[Any]:
+    """A backward between two steps, of which the second has no batch."""
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    found: list[Any] = []
+    with manage(model, optimizer) as memory:
+        for _ in range(3):
+            x = batch()
+            with memory.step(x):
+                loss = (model(x) - x).square().mean()
+                loss.backward()
+            with memory.step():
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.detach())
+    return [*found, *model.state_dict().values()]
+
+
+def seeded(loop: Loop, manage: Callable[..., Any]) -> list[bytes]:
+    torch.manual_seed(0)
+    found = loop(manage)
+    return [*(one.numpy().tobytes() for one in found), torch.get_rng_state().numpy().tobytes()]
+
+
+LOOPS = [parts_shared, cached_weights, first_without_backward, frozen_at_first, other_budgets, batch_left_out]
+
+
+@pytest.mark.filterwarnings("ignore:This step is entered with no tensor")
+@pytest.mark.parametrize("share", [1.05, 0.55, 0.36])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda one: one.__name__)
+def test_what_lru_trains_auto_trains_to_the_same_bits(loop: Loop, share: float) -> None:
+    sessions: list[Any] = []
+
+    def under(budget: Any, method: str) -> Callable[..., Any]:
+        def manage(model: Any, optimizer: Any) -> Any:
+            sessions.append(spillway.manage(model, optimizer, budget=budget, method=method))
+            return sessions[-1]
+
+        return manage
+
+    plain = seeded(loop, unmanaged)
+    assert seeded(loop, under("1GiB", "lru")) == plain
+    allowed = int(share * max(report.peak_bytes for memory in sessions for report in memory.history))
+    sessions.clear()
+    assert seeded(loop, under(allowed, "auto")) == plain
+    assert all(report.peak_bytes <= report.allowed for memory in sessions for report in memory.history)
+
+
+@pytest.mark.filterwarnings("ignore:What torch.compile made")
+@pytest.mark.parametrize("where", ["forward", "part"])
+def test_a_model_in_which_something_compiled_calls_the_blocks_is_left_to_the_tensor_engine(where: str) -> None:
+    class Compiled(Net):
+        @torch.compile(backend="eager")
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    torch.compiler.reset()
+    model = Compiled() if where == "forward" else nn.Sequential(Net(), nn.Linear(WIDTH, WIDTH))
+    if where == "part":
+        model[0].compile(backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget="1GiB") as memory:
+        assert isinstance(memory._now, BlockSession)  # type: ignore[attr-defined]
+        list(losses(model, optimizer, memory, 3))
+        assert isinstance(memory._now, TensorSession)  # type: ignore[attr-defined]
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_blocks_are_found_in_a_model_that_is_called_by_what_dynamo_leaves_alone(reentrant: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with spillway.manage(model, optimizer, budget="1GiB") as memory:
+        for _ in range(3):
+            x = batch().requires_grad_()
+            with memory.step(x):
+                checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(memory.blocks) == 6  # type: ignore[attr-defined]
+
+
+def test_a_size_that_the_user_tells_counts_for_batches_without_tensors() -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    sized = spillway.BlockOptions(size=lambda rows: rows)
+    with spillway.manage(model, optimizer, budget="1GiB", blocks=sized) as memory:
+        for _ in range(2):
+            with memory.step(256):
+                model(batch()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(memory.blocks) == 6  # type: ignore[attr-defined]
