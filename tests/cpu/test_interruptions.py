@@ -245,7 +245,7 @@ def test_finding_the_smallest_budget_that_works_leaves_no_trace() -> None:
     heard: list[type] = []
     model[0].register_forward_hook(lambda module, inputs, out: heard.append(type(out)))
     model[0].weight.register_hook(lambda gradient: heard.append(type(gradient)))
-    memory = spillway.manage(model, optimizer, budget="800 KiB")
+    memory = spillway.manage(model, optimizer, budget="800 KiB", method="lru")
     with pytest.raises(spillway.BudgetInfeasible) as refusal, memory.step(batch_of(0)):
         step_of(model, optimizer, 0)
     memory.close()
@@ -258,7 +258,8 @@ def test_finding_the_smallest_budget_that_works_leaves_no_trace() -> None:
     with pytest.raises(Fault), RaisesBefore(refusal.value.op_index, Fault(), views=False):
         step_of(plain, plain_optimizer, 0)
     assert difference(state_of(plain, plain_optimizer), refused) is None
-    with spillway.manage(model, optimizer, budget=refusal.value.smallest_budget) as memory, memory.step(batch_of(0)):
+    enough = refusal.value.smallest_budget
+    with spillway.manage(model, optimizer, budget=enough, method="lru") as memory, memory.step(batch_of(0)):
         step_of(model, optimizer, 0)
 
 
