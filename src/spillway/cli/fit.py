@@ -61,7 +61,7 @@ def fit(
     Options of Spillway stand before the script, the script's own after it. After a few steps, and at the end, it is
     told on standard error what left memory, what that costs, and the two lines that make it permanent; with --json one
     line of JSON there, at the end. Without --budget the training is only watched, and told is which budgets would work.
-    The exit code is the script's.
+    The exit code is the script's. Under torchrun the first process tells, of its own steps.
     """
     resolve(method)
     if budget is not None:
@@ -69,7 +69,8 @@ def fit(
     check_writable(output)
     with naming(script), io.open_code(os.fspath(script)) as file:
         source = file.read()
-    told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json)
+    first = os.environ.get("RANK", "0") == "0"  # of the processes that torchrun begins, one tells for all
+    told = _Told([os.fspath(script), *(arguments or [])], budget=budget, method=method, silent=json or not first)
     code: str | int | None = 1
     refused: SpillwayError | None = None
     try:
@@ -78,14 +79,14 @@ def fit(
             code = _run(script, source, arguments or [])
     except SpillwayError as error:
         refused = error
-    if output is not None and told.found is not None and told.found.session is not None:
+    if first and output is not None and told.found is not None and told.found.session is not None:
         told.found.session.report(output)
-    if json:
+    if json and first:
         besides = {"report": output and str(output), "refused": refused and on_one_line(str(refused))}
         print(json_lines.dumps(told.figures() | besides), file=sys.stderr)
     elif refused is not None:
         raise refused
-    else:
+    elif first:
         told.end()
     if code:
         sys.exit(code)

@@ -178,7 +178,8 @@ def _owners(parameters: set[int], module: torch.nn.Module) -> list[torch.nn.Modu
     """The outermost modules that own any of these parameters; those that contain `module` are none of them."""
     if not parameters:
         return []
-    everything = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    modules = [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
+    everything = [one for one in modules if "_modules" in vars(one)]  # not those that are being made
     owners = [
         one for one in everything
         if any(id(parameter) in parameters for parameter in one.parameters())
