@@ -106,7 +106,7 @@ def test_where_there_is_no_terminal_progress_is_a_line_a_row(spillway: Command) 
             ("step.jsonl", "--methods", "fastest"),
             "There is no method 'fastest'; choose 'all' or some of auto, keep-all, lru",
         ),
-        (("step.jsonl", "--budgets", "half"), "'half' is no budget; write for example '0.5'"),
+        (("step.jsonl", "--budgets", "half"), "'half' is no budget; write for example '0.5x' (of the plain peak)"),
         (("step.jsonl", "--device", "abacus"), "There is no device 'abacus'; choose one of here, "),
         (("missing.jsonl",), "missing.jsonl: No such file or directory."),
         (("bad.jsonl",), "bad.jsonl, line 1: "),

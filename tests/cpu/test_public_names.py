@@ -12,5 +12,17 @@ def test_every_public_name_leads_to_something(name: str) -> None:
 
 def test_a_session_has_these_names() -> None:
     """As `tests/architecture/test_public_names.py`: another one is a decision, and stands in CHANGELOG.md."""
-    names = {"allowed", "begin", "close", "end", "explanation", "foresight", "log", "report", "step"}
+    names = {
+        "allowed",
+        "begin",
+        "budget",
+        "close",
+        "end",
+        "explanation",
+        "foresight",
+        "log",
+        "micro_batch",
+        "report",
+        "step",
+    }
     assert {name for name in dir(spillway.Session) if not name.startswith("_")} == names

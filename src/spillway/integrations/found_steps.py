@@ -134,7 +134,7 @@ class FoundSteps:
         self._waiting = set(self._all)
         self.session.begin((*args, kwargs))
         self._running = True
-        self.session.call_began(model, args, kwargs)
+        self.session._call_began(model, args, kwargs)
 
     @_disable_dynamo
     def _forward_ended(self, model: torch.nn.Module, args: tuple[Any, ...], result: Any) -> None:

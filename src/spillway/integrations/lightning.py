@@ -169,7 +169,7 @@ class SpillwayCallback(Callback):
         assert self.memory is not None
         self.memory.begin(self._batch)
         self._in_step, self._stepped = True, False
-        self.memory.call_began(module, args, kwargs)
+        self.memory._call_began(module, args, kwargs)
         return module.forward(*args, **kwargs)  # where a session may stand in front of it by now
 
     def _open(self, pl_module: LightningModule, module: torch.nn.Module, *, whole: bool) -> None:
@@ -204,7 +204,7 @@ class SpillwayCallback(Callback):
         def told(*given: Any, **named: Any) -> Any:
             loss = closure(*given, **named)
             if self.memory is not None:
-                self.memory.update_begins(optimizer)
+                self.memory._update_begins(optimizer)
             return loss
 
         return args, {**kwargs, "closure": told}

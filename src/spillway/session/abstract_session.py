@@ -292,11 +292,11 @@ class Session(ABC):
             raise SessionError("micro_batch() belongs inside a step, between its forwards.")
         self._running.micro_batch(batch)
 
-    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
+    def _call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: B027
         """Tell a session whose step begins within a call of the model how that was called, for refusals. Of all later
         calls it hears by itself."""
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # some need not be told
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: B027  # some need not be told
         """Tell a session that was opened within an optimizer's closure, after which the optimizer changes something.
         Of all later updates it hears by itself."""
 

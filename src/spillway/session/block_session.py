@@ -440,18 +440,18 @@ class BlockSession(Session):
         """With a closure, which runs forward and backward, it begins each time that the closure is through."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
-            self.update_begins(optimizer)
+            self._update_begins(optimizer)
             return None
 
         @wraps(closure)
         def asked(*given: Any, **named: Any) -> Any:
             loss = closure(*given, **named)  # in which the step may have begun
-            self.update_begins(optimizer)
+            self._update_begins(optimizer)
             return loss
 
         return ((args[0], asked, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": asked})
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(self._running, _Step):
             self._running.optimizer_begins(self._needs_of(optimizer))
 

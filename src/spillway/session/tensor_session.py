@@ -95,7 +95,7 @@ class TensorSession(Session):
         """See `Session.foresight`."""
         return self._plans.told() if isinstance(self._plans, ForeseenSteps) else None
 
-    def call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _call_began(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(self._running, _Step) and not self._running._unwatched:
             self._running._calls(model, args, kwargs)
 

@@ -75,7 +75,7 @@ class Watch:
 
     def checked(self, names: list[str]) -> list[str]:
         """The same names of blocks. Raises NoBlocksError if one is called by something compiled inside of the model."""
-        modules = dict(self._model.named_modules())
+        modules = dict(self._model.named_modules(remove_duplicate=False))
         for name in names:
             if modules[name if name in modules else name.rpartition("-")[0]] in self._compiled:
                 raise NoBlocksError(
