@@ -61,6 +61,8 @@ class SpillwayCallback(Callback):
 
     memory: Session | None = None
     """The session of the last `fit`: its `history`, and `report("run.html")` for a page about it."""
+    bypassed = True
+    """A compiler may leave out what waits for a first call."""
 
     def __init__(
         self,
@@ -79,11 +81,6 @@ class SpillwayCallback(Callback):
         """What waits for the first call of a module, in front of all of them."""
         self._batch: Any = None
         self._stepped = self._in_step = False
-
-    @property
-    def bypassed(self) -> bool:
-        """A compiler may leave out what waits for a first call."""
-        return True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait for the first forward."""
