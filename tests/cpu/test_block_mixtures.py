@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final, final
@@ -19,7 +20,7 @@ from spillway.internals.private import bytes_over
 from spillway.methods import Action
 from spillway.methods.by_block import Decision, Forecast, Phase
 from spillway.session.watch import Pass, StepWatch
-from spillway.tiers.transfer import SpilledStorage
+from spillway.tiers.transfer import DiskLanes, SpilledStorage, Transfer
 from tests.cpu.block_cases import CASES
 from tests.cpu.block_mixtures import IN_SESSIONS, Course, Drawn, in_a_session, on_the_engine
 from tests.cpu.test_block_engine import FLOATS, batch, engine_of, gradients, same, sines
@@ -300,3 +301,23 @@ def test_the_report_tells_seconds_for_room_from_those_for_data() -> None:
     with course.managed(1 << 30, spillway.methods.Checkpoint(Action.OFFLOAD)) as memory:
         course.run(memory)
     assert all(0 < report.room_seconds < report.stall_seconds for report in memory.history)
+
+
+def test_what_a_worker_still_copies_out_is_there_beside_what_its_own_backward_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The workers have begun every copy out and end none before somebody waits for it."""
+    least = Course("dropout")
+    with least.managed(1 << 30, "checkpoint") as memory:
+        least.run(memory)
+    tight = int(1.02 * max(report.peak_bytes for report in memory.history))
+    written, free = DiskLanes._written, DiskLanes.free
+
+    def by_the_host(lanes: DiskLanes, transfer: Transfer, writing: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            written(lanes, transfer, writing)
+
+    monkeypatch.setattr(DiskLanes, "_written", by_the_host)
+    monkeypatch.setattr(DiskLanes, "free", lambda lanes, transfer: transfer.source is None and free(lanes, transfer))
+    _, peak = begun_at(tight, monkeypatch)
+    assert peak <= tight

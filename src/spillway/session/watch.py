@@ -409,6 +409,8 @@ class StepWatch:
             own += report.moved_bytes
         holds = one.holds[number]
         created = sum(forecast.gradients[number:]) if one.missing else 0
+        # What a block saves goes as its backward goes on, and what was measured counts on that: not so what is leaving.
+        created += call.leaving_bytes
         expected = self._beside(one, forecast, number) - there + created + forecast.working[number] + own
         return expected, max(own - holds - there, 0)
 

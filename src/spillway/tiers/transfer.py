@@ -156,6 +156,11 @@ class SpilledStorage:
         return self._transfer.source is None and self._transfer.arrival is None
 
     @property
+    def leaving(self) -> bool:
+        """Whether the bytes are still in memory, since their copy out is not done: it holds them, whoever lets go."""
+        return self._transfer.source is not None
+
+    @property
     def ahead(self) -> bool:
         """Whether the bytes came, or are coming, before anybody asked for them."""
         return self._transfer.arrival is not None

@@ -134,6 +134,14 @@ class HeldCall:
             here = sum(one.nbytes for one in sources if one.sent and not one.absent)
             return here, not any(one.absent for one in sources)
 
+    @property
+    def leaving_bytes(self) -> Bytes:
+        """Of what was sent away, the bytes whose copies out are not done. A copy that a worker has begun holds its
+        storage beyond the op that is the last to use it."""
+        with self._lock:
+            call = self._call()
+            return sum(one.nbytes for one in call.waiting() if one.leaving) if call is not None else 0
+
 
 @final
 class BlockEngine:

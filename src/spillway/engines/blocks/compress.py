@@ -65,6 +65,11 @@ class CompressedStorage:
         return self._away is not None and self._away.absent
 
     @property
+    def leaving(self) -> bool:
+        """Whether the compressed form is still in memory, since its copy out is not done."""
+        return self._away is not None and self._away.leaving
+
+    @property
     def ahead(self) -> bool:
         """Whether it came, or is coming, before anybody asked for it."""
         return self._away is not None and self._away.ahead
