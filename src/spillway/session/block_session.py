@@ -47,7 +47,7 @@ from spillway.methods.by_block import (
 )
 from spillway.native.arena import Arena
 from spillway.report.holders import BlocksAtPeak, HeldByBlock
-from spillway.session.abstract_session import AbstractStep, Session, header
+from spillway.session.abstract_session import AbstractStep, Session, header, modules_of
 from spillway.session.before import Before
 from spillway.session.input_sizes import NO_COLUMNS, Columns, Shape, SizeReader
 from spillway.session.inputs import leaves, signature_of, storages
@@ -70,6 +70,8 @@ LOSS: Final[Bytes] = 4096
 """What a loop has in its hands besides when it calls an optimizer, at least."""
 TELLING: Final = 3
 """Steps in a row that tell nothing of blocks after which nothing is expected of them."""
+LOOKS: Final = 8
+"""Times that blocks are looked for, in a model whose modules go on to be replaced, before it is left to other engines."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -212,21 +214,47 @@ class BlockSession(Session):
         self._handles = [one.register_step_pre_hook(self._optimizer_begins) for one in optimizers]
         self._handles += [one.register_step_post_hook(self._optimizer_ended) for one in optimizers]
         self._pages = blocks.page
+        self._named = blocks.names
+        self._parts: tuple[torch.nn.Module, ...] = ()
+        """All modules of the model when its blocks were last opened, or looked for."""
+        self._looked = 0
+        """How often they were looked for."""
         try:
             self._limit()
-            self._open_or_find(blocks.names, replicated=self._model is not models[0])
+            self._open_or_find()
         except BaseException:
             self.close()
             raise
 
-    def _open_or_find(self, named: Sequence[str] | None, *, replicated: bool) -> None:
-        """Blocks that are named, or sharded by themselves; others are found in the first step."""
-        names = named if named is not None else sharded_blocks(self._model)
-        if names or named is not None:
+    def _open_or_find(self) -> None:
+        """Blocks that are named, or sharded by themselves; others are found in the step that is next."""
+        self._parts = tuple(modules_of(self._models))
+        names = self._named if self._named is not None else sharded_blocks(self._model)
+        if names or self._named is not None:
+            replicated = self._model is not self._models[0]
             self._open([name.removeprefix("module.") for name in names] if replicated else names)
             return
+        self._looked += 1
+        self.blockless = self._looked > LOOKS and self._leaves_to_ops
         self._finder = Hook(self._model, self._find, self)
         self._finder.install()
+
+    def _look_again(self) -> None:
+        """Where the model was rebuilt nothing of what was learned is of this one."""
+        engine = self._engine
+        if engine is None or not self._rebuilt:
+            return
+        self._engine = None
+        engine.close()
+        self._families.clear()
+        if self._paging is not None:
+            self._paging.forget_all()
+        self._open_or_find()
+
+    @property
+    def _rebuilt(self) -> bool:
+        """Whether the model consists of other modules than when its blocks were opened, or looked for."""
+        return self._parts != tuple(modules_of(self._models))
 
     @property
     def _unknown(self) -> bool:
@@ -534,6 +562,7 @@ class _Step(AbstractStep):
     @unheard_by_modes
     def begin(self) -> None:
         session = self._session
+        session._look_again()
         self._family = session._family(self._batch)
         self._dimensions = self._family.reader.dimensions(self._batch)
         self._size = self._family.size(self._dimensions)
@@ -606,6 +635,10 @@ class _Step(AbstractStep):
             level = session._meter.read() - self._base
         self._page(max(self._start + level - session._named_bytes(self._batch), 0))
         return True
+
+    @property
+    def rebuilt(self) -> bool:
+        return self._session._rebuilt
 
     def graph_grows(self) -> None:
         """A backward is about to begin that makes a graph of itself."""

@@ -161,6 +161,10 @@ class Foresight(Protocol):
         """The same, where it is known not to fit."""
 
     @property
+    def rebuilt(self) -> bool:
+        """Whether the model consists of other modules than were known: its blocks are looked for in the next step."""
+
+    @property
     def state(self) -> Bytes:
         """Of the optimizers, that is not there yet."""
 
@@ -256,6 +260,8 @@ class StepWatch:
     @unheard_by_modes
     def forward_begins(self) -> None:
         """Ask the method what to do."""
+        if not self.passes and self._foresight.rebuilt and self._foresight.page_from_here():
+            return
         at = len(self._marks)
         self._goes_on("f")
         self._mark("forward", of=len(self.passes))
