@@ -504,7 +504,8 @@ class StepWatch:
         if forecast is None or not one.knows(number):
             return 0, 0
         saved, selects = forecast.saved[number], one.decision.plan.action(number).selects
-        beside = int(self._engine.beside_share(UNSEEN) * saved) if selects else 0
+        # A call that the model lets fail has saved nothing in the end, and until then as much as it worked with.
+        beside = int(self._engine.beside_share(UNSEEN) * (saved or forecast.working[number])) if selects else 0
         self._taken()
         return self._needs(self._beside(one, forecast, number) + saved + forecast.working[number], saved), beside
 
@@ -853,9 +854,9 @@ class _Measured:
             found[number] = self._most(self._reached[number], end) - there - before - saved[number]
         begun = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "begins"}
         ended = {mark.number: at for at, mark in enumerate(self._marks) if mark.kind == "ended"}
-        for number in begun.keys() & ended.keys():
+        for number, at in begun.items():  # of one that the model let fail, as far as the next mark
             before = sum(held[:number])
-            forward = self._most(begun[number], ended[number]) - before - saved[number]
+            forward = self._most(at, ended.get(number, at + 1)) - before - saved[number]
             found[number] = max(found[number], forward)
         return found
 
