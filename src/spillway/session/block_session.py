@@ -200,7 +200,7 @@ class BlockSession(Session):
         self._families: dict[tuple[tuple[int, ...], tuple[bool, ...]], _Family] = {}
         self._engine: BlockEngine | None = None
         self._finder: Hook | None = None
-        self._told_unseen = self._told_above = False
+        self._told_unseen = self._told_above = self._told_full = False
         self._needs: dict[tuple[int, int], Update] = {}
         self._before: Before | None = None
         """Made in the first step, under a budget."""
@@ -238,6 +238,12 @@ class BlockSession(Session):
         self.blockless = self._looked > LOOKS and self._leaves_to_ops
         self._finder = Hook(self._model, self._find, self)
         self._finder.install()
+
+    def tells_size(self, batch: Any) -> bool:
+        """Whether blocks can be planned by the size of this batch."""
+        if self._size_of is not None and batch is not None:
+            return True
+        return any(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves(batch))
 
     def _look_again(self) -> None:
         """Where the model was rebuilt nothing of what was learned is of this one."""
@@ -336,10 +342,23 @@ class BlockSession(Session):
                 stack.callback(handle.remove)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
+        if isinstance(step, _Step) and isinstance(error, Exception) and not isinstance(error, SpillwayError):
+            step.failed()
         if isinstance(error, SpillFullError):
-            for method in (self._method, *(family.method for family in self._families.values())):
-                method.does_without_spill()
+            self._does_without_spill()
         super()._leave(step, error)
+
+    def _does_without_spill(self) -> bool:
+        """There is no room for what was to leave: whether methods plan from here on without that."""
+        methods = [self._method, *(family.method for family in self._families.values())]
+        without = all([method.does_without_spill() for method in methods])
+        if without and not self._told_full:
+            self._told_full = True
+            warnings.warn(
+                "There is no room where bytes of blocks were to wait: from here on blocks are kept or recomputed.",
+                stacklevel=2,
+            )
+        return without
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
@@ -387,6 +406,7 @@ class BlockSession(Session):
             spill_io=self._spill.io, host_budget=self._pinned, lossy=self._lossy, options=self._method.action_options,
         )  # fmt: skip
         self._engine.bypassed = True
+        self._engine.when_spill_is_full(self._does_without_spill)
         self._agreement = None if self._engine.gathered is None else Agreement(self._engine.gathered)
         return self._engine
 
@@ -564,8 +584,9 @@ class _Step(AbstractStep):
         session = self._session
         session._look_again()
         self._family = session._family(self._batch)
-        self._dimensions = self._family.reader.dimensions(self._batch)
-        self._size = self._family.size(self._dimensions)
+        sized = not session._leaves_to_ops or session.tells_size(self._batch)
+        self._dimensions = self._family.reader.dimensions(self._batch) if sized else ()
+        self._size = self._family.size(self._dimensions) if sized else ()
         self._signature = signature_of(self._batch)
         self._entered = self._family, self._signature, self._dimensions
         session._remember(large=session._paging is None or not session._paging.knows(self._entered[1:]))
@@ -583,8 +604,9 @@ class _Step(AbstractStep):
         self._new = collecting or self._key not in self._family.traced
         self._base = session._meter.begin(self._start)
         if session._paging is not None:
-            self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
-            if session._paging.wanted(self._entered[1:], self._start) or self._tries:
+            if sized:
+                self._tries, session._untried = (session._unknown or session._untried) and not self._compiled, False
+            if session._paging.wanted(self._entered[1:], self._start) or self._tries or not sized:
                 self._page(0)
                 return
         session._budget.begin(self._start)
@@ -639,6 +661,12 @@ class _Step(AbstractStep):
     @property
     def rebuilt(self) -> bool:
         return self._session._rebuilt
+
+    def failed(self) -> None:
+        """The user's own code has: whether recomputing is enough is left to the next step to show."""
+        if self._paged and self._tries and self._session._paging is not None:
+            self._session._paging.forget(self._entered[1:])
+            self._session._untried = True
 
     def graph_grows(self) -> None:
         """A backward is about to begin that makes a graph of itself."""

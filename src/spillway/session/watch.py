@@ -382,7 +382,7 @@ class StepWatch:
         now.holds[number] = max(call.report.resident_bytes, 0)
         if now.moves and not now.knows(number):  # it may be the last: nobody looks again before the backward
             self._make_room(0, number)
-        if now.decision.plan.action(number) in HOLDING:
+        if now.decision.plan.action(number) in (*HOLDING, *RETURNING):
             now.revocable[number] = call
         forecast = now.forecast
         if forecast is not None and number == len(forecast.saved) - 1:
@@ -566,7 +566,17 @@ class StepWatch:
         """Have calls recomputed that hold something; what is still too much."""
         if over <= 0:
             return over
-        found = [(one, number) for one in self.passes for number in one.revocable]
+        stayed = self._engine.spill_full
+        for one in self.passes if stayed else ():
+            for number in one.revocable:
+                if one.decision.plan.action(number) in RETURNING:
+                    one.holds[number] = max(one.holds[number], one.ended[number].report.own_bytes)
+        found = [
+            (one, number)
+            for one in self.passes
+            for number in one.revocable
+            if stayed or one.decision.plan.action(number) in HOLDING
+        ]
         holds = [one.holds[number] for one, number in found]
         seconds = [one.forecast.seconds[n] if one.forecast is not None and one.knows(n) else 0.0 for one, n in found]
         for order in sorted(orders(holds, seconds)):
@@ -574,6 +584,8 @@ class StepWatch:
                 break
             one, number = found[order % len(found)]
             freed = one.revocable.pop(number).revoke()
+            if stayed and one.decision.plan.action(number) in RETURNING:
+                freed = one.holds[number]  # of what was to leave nobody else knows any more that it is there
             if freed:
                 one.revoked.add(number)
                 one.holds[number] = 0
