@@ -71,7 +71,7 @@ LOSS: Final[Bytes] = 4096
 TELLING: Final = 3
 """Steps in a row that tell nothing of blocks after which nothing is expected of them."""
 LOOKS: Final = 8
-"""Times that blocks are looked for, in a model whose modules go on to be replaced, before it is left to other engines."""
+"""Times that blocks are looked for, in a model that goes on to be rebuilt, before it is left to the tensor engine."""
 SLACK: Final = 1.05
 """How far the resident set may be above the budget before freed memory is returned."""
 
@@ -351,14 +351,14 @@ class BlockSession(Session):
     def _does_without_spill(self) -> bool:
         """There is no room for what was to leave: whether methods plan from here on without that."""
         methods = [self._method, *(family.method for family in self._families.values())]
-        without = all([method.does_without_spill() for method in methods])
-        if without and not self._told_full:
+        without = [method.does_without_spill() for method in methods]
+        if all(without) and not self._told_full:
             self._told_full = True
             warnings.warn(
                 "There is no room where bytes of blocks were to wait: from here on blocks are kept or recomputed.",
                 stacklevel=2,
             )
-        return without
+        return all(without)
 
     def _held_by_blocks(self) -> BlocksAtPeak | None:
         if self._heaviest is None:
@@ -638,7 +638,6 @@ class _Step(AbstractStep):
         self._paged = True
         if self._watch is not None:
             self._watch.stop()
-            self._until = self._watch.peak
         self._watch = self._trace = None
         if session._engine is not None:
             self.watch()
@@ -656,6 +655,7 @@ class _Step(AbstractStep):
         if level is None:
             level = session._meter.read() - self._base
         self._page(max(self._start + level - session._named_bytes(self._batch), 0))
+        self._until = watch.peak if watch is not None else 0
         return True
 
     @property
