@@ -205,7 +205,8 @@ def _row(task: Task, name: str, fit: Fit, found: Measured, count: int, times: in
     errors = [abs(nbytes / found.unseen[size][block].nbytes - 1) for (block, size), nbytes in answers.items()]
     told = PAPER.get((task.name, name, count))
     return {
-        "task": task.name, "at_most": task.at_most, "regressor": name, "samples": count, "blocks": len(asked) // len(found.unseen),
+        "task": task.name, "at_most": task.at_most, "regressor": name, "samples": count,
+        "blocks": len(asked) // len(found.unseen),
         "estimates": len(asked), "error": statistics.fmean(errors), "worst": max(errors),
         "inexact": sum(error > 0 for error in errors), "allocator": _from_allocator(answers, found),
         "fit": statistics.median(seconds for _, seconds in fitted),

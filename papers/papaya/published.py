@@ -277,7 +277,7 @@ def _checks(result: Result) -> Iterator[Check]:
         )  # fmt: skip
     for sweep in SWEEPS:
         found = facts["starts"][sweep.name]
-        apart = float("inf") if found is None else abs(found - sweep.paper)
+        apart = sweep.paper if found is None else abs(found - sweep.paper)
         yield Check(what=f"{sweep.name}: apart from the paper's {sweep.paper}", measured=apart, at_most=sweep.within)
     yield from _of_laws(facts)
 
