@@ -162,11 +162,11 @@ class _Sent:
 
     def _updates(self, block: _Block | None, device: Device, rate: float) -> Iterator[tuple[StorageId, Bytes, Seconds]]:
         """Each storage that comes back from the host, and the seconds until it has after the one before: the host's
-        update of it runs beside the copies in of those before."""
+        update of it, a call for each as on the device, runs beside the copies in of those before."""
         updated = arrived = 0.0
         for storage in () if block is None else block.written:
             nbytes, before = self._step.storages[storage].nbytes, arrived
-            updated += nbytes / rate
+            updated += device.op_seconds + nbytes / rate
             arrived = max(arrived, updated) + device.in_seconds(nbytes)
             yield storage, nbytes, arrived - before
 
