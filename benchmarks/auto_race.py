@@ -62,12 +62,9 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """One model after the other."""
     rows: list[Row] = []
-    checks: list[Check] = []
     for contest in size.contests:
-        found = _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
-        rows += found
-        checks += _checks({row["competitor"]: row for row in found}, contest.model)
-    return Result(title="auto at a share of the plain peak", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+        rows += _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
+    return Result(title="auto at a share of the plain peak", columns=COLUMNS, rows=rows, notes=NOTES)
 
 
 COLUMNS: Final[Sequence[Column]] = (
@@ -125,7 +122,16 @@ def _as(name: str) -> str:
     return f"{AUTO} as {name}"
 
 
-def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
+    models = dict.fromkeys(row["model"] for row in result.rows)
+    return [
+        check
+        for model in models
+        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
+    ]
+
+
+def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
     answered = {name: row for name, row in rows.items() if "ratio" in row}
     checks = [
         Check(what=f"{model}, competitors whose losses differ", measured=_differing(rows)),
@@ -160,6 +166,7 @@ def _differing(rows: Mapping[str, Row]) -> int:
 BENCHMARK: Final = Benchmark(
     name="auto_race",
     run=run,
+    judge=_checks,
     full=Size(
         contests=[
             Contest(model="stdlib-lm", dropout=True), Contest(model="resnet"), Contest(model="lstm"),

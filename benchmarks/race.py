@@ -52,12 +52,9 @@ class Size:
 def run(size: Size, tell: Tell) -> Result:
     """One contest after the other."""
     rows: list[Row] = []
-    checks: list[Check] = []
     for contest in size.contests:
-        found = _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
-        rows += found
-        checks += _checks({row["competitor"]: row for row in found}, contest.model)
-    return Result(title="ways to train in less memory", columns=COLUMNS, rows=rows, checks=checks, notes=NOTES)
+        rows += _contest(contest, size, lambda text, model=contest.model: tell(f"{model}: {text}"))  # type: ignore[misc]
+    return Result(title="ways to train in less memory", columns=COLUMNS, rows=rows, notes=NOTES)
 
 
 COLUMNS: Final[Sequence[Column]] = (
@@ -134,12 +131,22 @@ def found_of(
     return {**told, "walls": [answer["wall"] for answer in found[warm:]], "losses": losses}
 
 
-def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
+def _checks(result: Result) -> list[Check]:
+    models = dict.fromkeys(row["model"] for row in result.rows)
+    return [
+        check
+        for model in models
+        for check in _of_model({row["competitor"]: row for row in result.rows if row["model"] == model}, model)
+    ]
+
+
+def _of_model(rows: Mapping[str, Row], model: str) -> list[Check]:
     """DELTA at the middle budget against plain and against the other two, freed memory returned and kept."""
-    checks = []
+    checks, refused = list[Check](), 0
     for ending in ("", ", kept"):
         delta = rows.get(f"{DELTA}, {MIDDLE} %{ending}", {})
         if "ratio" not in delta:
+            refused += 1
             continue
         what = f"{model}, {delta['competitor']}, time as a multiple of"
         checks.append(Check(what=f"{what} the plain step", measured=delta["ratio"], at_most=LIMIT))
@@ -148,12 +155,17 @@ def _checks(rows: Mapping[str, Row], model: str) -> list[Check]:
                 ratio = median_ratio(delta["walls"], other["walls"])
                 checks.append(Check(what=f"{what} that of {other['competitor']}", measured=ratio, at_most=1.0))
     different = sum(row["losses"] == "DIFFER" for name, row in rows.items() if name != TORCH_BUDGET)
-    return [*checks, Check(what=f"{model}, competitors whose losses differ from plain", measured=different)]
+    return [
+        *checks,
+        Check(what=f"{model}, {DELTA}, {MIDDLE} %, refused", measured=refused),
+        Check(what=f"{model}, competitors whose losses differ from plain", measured=different),
+    ]
 
 
 BENCHMARK: Final = Benchmark(
     name="race",
     run=run,
+    judge=_checks,
     full=Size(
         contests=[
             Contest(model="stdlib-lm", options={"grouped": 1}, dropout=True),
