@@ -47,7 +47,7 @@ from spillway.session.updates import Updates
 from spillway.units import Bytes, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 NAMED: Final = (Kind.PARAMETER, Kind.GRADIENT, Kind.BUFFER, Kind.OPTIMIZER_STATE)
 
@@ -183,7 +183,7 @@ class Session(ABC):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
     ) -> None:
         self.history: list[StepReport] = []
         """One report per finished step."""
@@ -393,6 +393,12 @@ class Session(ABC):
         if any(step.peak_rss_bytes for step in self.history):
             told["start_rss_bytes"] = self._beside + file_pages()
         write_report(path, self._header() | told, self.history, timelines, self.foresight, self._held_by_blocks())
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a cell that ends in the session."""
+        from spillway.report.live import LiveView
+
+        return LiveView(self.history)._repr_html_()
 
     def __enter__(self) -> Self:
         if self._closed:

@@ -61,7 +61,7 @@ from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -168,7 +168,7 @@ class BlockSession(Session):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
         allowed: Bytes,
         *,
         method: AbstractBlockMethod,
