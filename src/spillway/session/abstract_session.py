@@ -39,6 +39,7 @@ from spillway.internals.process_memory import ResidentSet, file_pages
 from spillway.ir import Kind, RunWriter, StepReport, Timeline
 from spillway.ir.reading import fits_on_a_line
 from spillway.memory.budget import UNLIMITED
+from spillway.report.figures import scalars
 from spillway.report.holders import BlocksAtPeak
 from spillway.report.html import write_report
 from spillway.session.inputs import check_sharding, leaves, storages
@@ -385,6 +386,11 @@ class Session(ABC):
             if not fits_on_a_line(name):
                 raise SessionError(f"log({name!r}=...): give it a name that can be printed on one line.")
             self._running.logged[name] = float(value.detach() if isinstance(value, torch.Tensor) else value)
+
+    def scalars(self) -> dict[str, float]:
+        """The last step for a logger, `wandb.log(memory.scalars())`: what was given to `log`, and the figures that the
+        callbacks of trainers log by themselves. Peak, budget if there is one, seconds of stall and of recomputing."""
+        return scalars(self.history[-1:]) | (self.history[-1].logged if self.history else {})
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a self-contained HTML page about the run so far."""
