@@ -27,7 +27,7 @@ from spillway.engines.tensors.devices import device_of, engine_for
 from spillway.engines.tensors.optimizers import Update
 from spillway.engines.tensors.origins import line_of_forward
 from spillway.engines.tensors.torch_compile import running_compiled
-from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError
+from spillway.errors import BudgetInfeasible, ModelError, NoBlocksError, SpillFullError, SpillwayError, pass_notes
 from spillway.internals.interrupts import by_signal, deliver
 from spillway.internals.private import fully_sharded, local_of, unheard_by_modes
 from spillway.internals.process_memory import HeldHeap, Reclaimer, ResidentSet, peak_rss, reset_peak
@@ -61,7 +61,7 @@ from spillway.tiers.transfer import Freed
 from spillway.units import Bytes, Seconds, format_bytes
 
 if TYPE_CHECKING:
-    from spillway.report.live import LiveLine
+    from spillway.report.live import LiveLine, LiveView
 
 REMEMBERED: Final = 256
 """Measured steps that are kept, to be read again when other numbers make up the size."""
@@ -168,7 +168,7 @@ class BlockSession(Session):
         models: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
         writer: RunWriter | None,
-        live: LiveLine | None,
+        live: LiveLine | LiveView | None,
         allowed: Bytes,
         *,
         method: AbstractBlockMethod,
@@ -769,9 +769,9 @@ class _Step(AbstractStep):
     def told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:
         self._put_back()
         told = self._told(refusal)
-        notes = getattr(refusal, "__notes__", []) if told is not refusal else []
-        for note in [*notes, *([self._lost] if self._lost else [])]:
-            told.add_note(note)
+        pass_notes(refusal, told)
+        if self._lost:
+            told.add_note(self._lost)
         return told
 
     def _told(self, refusal: BudgetInfeasible) -> BudgetInfeasible:

@@ -36,7 +36,7 @@ from typing import Any, Final, final
 import torch
 
 from spillway import errors
-from spillway.errors import SpillwayError
+from spillway.errors import SpillwayError, pass_notes
 from spillway.internals.private import (
     default_store,
     is_distributed,
@@ -124,8 +124,7 @@ class Ranks:
             self._hear(self._store.compare_set(_WORD, "", json.dumps(mine)))
             self._hung_up.wait(2 * PATIENCE)
         told = self.word or error
-        for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
+        pass_notes(error, told)
         return told
 
     def after(self, error: Exception) -> Exception:
