@@ -711,7 +711,7 @@ class _Step(AbstractStep):
         plan, method = decision.plan, session._method
         again = [number for number, action in enumerate(plan.actions) if action.recomputes and not bypassed]
         everything = not plan.actions and plan.otherwise.recomputes and not bypassed
-        if session._agreement.on([-1] if everything else again, len(plan.actions)):
+        if session._agreement.reached([-1] if everything else again, len(plan.actions)):
             return decision, forecast, size, bypassed
         nothing = BlockPlan.nothing_kept(size, available, options=method.action_options)
         return Decision(Phase.PLANNED, nothing, decision.collects), forecast, size, False
