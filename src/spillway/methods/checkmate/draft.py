@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spillway.ir import Gap, Recompute, Step
 from spillway.ir.account import account
@@ -69,7 +70,7 @@ class Draft:
     def __init__(self, step: Step, lives: Sequence[Life], allowed: Bytes, move_seconds: Seconds = 0.0) -> None:
         self.step, self.lives, self.allowed, self._move = step, lives, allowed, move_seconds
         self.work = 0
-        """Replays made since the beginning: what a search has cost."""
+        """Ops that were looked at to find ways back, since the beginning: what a search has cost."""
         self.seconds: Seconds = 0.0
         """What runs again, and what is moved."""
         self.idle: list[Idle] = list(_idle(step, lives))
@@ -102,7 +103,7 @@ class Draft:
         """Bytes over the budget, summed over the ops."""
         return int(np.maximum(self._levels() - self.allowed, 0).sum())
 
-    def _levels(self) -> np.ndarray:
+    def _levels(self) -> NDArray[np.int64]:
         replaying = np.where(self._temporaries >= 0, self._before + self._temporaries, 0)
         return np.maximum(self._during, replaying)
 
@@ -209,7 +210,6 @@ class Draft:
 
     def _made(self, moment: int) -> _Replays | None:
         """What has to run again before the op; None if something has no way back."""
-        self.work += 1
         gaps: list[Gap] = []
         touched: set[ValueId] = set()
         for number in sorted(self._ending[moment]):
@@ -260,6 +260,7 @@ class Draft:
                 return None
             if len(ops) > LONGEST:
                 return None
+        self.work += len(ops) + 1
         made = {other for op in ops for other in step.ops[op].creates}
         return tuple(sorted(ops)), tuple(sorted(held - made)), touched
 
@@ -269,15 +270,17 @@ class Draft:
 
     # ------------------------------------------------------------------ searching
 
-    def drop(self, values: Iterable[ValueId], op: int) -> None:
+    def drop(self, values: Iterable[ValueId], op: int, most_work: int) -> None:
         """Have these gone while the op runs, as far as they are idle then and have a way back."""
         for value in sorted(values):
+            if self.work >= most_work:
+                return
             for number in self.of_value.get(value, ()):
                 if self.idle[number].start <= op < self.idle[number].end:
                     self.change(number, self.idle[number].end)
 
     def follow(self, gaps: Iterable[Gap]) -> None:
-        """Have gone what these gaps have."""
+        """Have gone what these gaps of another plan have."""
         for gap in sorted(gaps, key=lambda gap: (gap.start, gap.value)):
             for number in self.of_value.get(gap.value, ()):
                 one = self.idle[number]
@@ -378,7 +381,7 @@ def _idle(step: Step, lives: Sequence[Life]) -> Iterator[Idle]:
             yield Idle(value.id, start, end, storage.nbytes, back)
 
 
-def _before(step: Step) -> np.ndarray:
+def _before(step: Step) -> NDArray[np.int64]:
     """Bytes before every op and after the last, nothing gone."""
     changes = np.zeros(len(step.ops) + 3, dtype=np.int64)
     for storage in step.storages:
