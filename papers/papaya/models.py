@@ -6,8 +6,10 @@ torch's did by default until 2.0.
 
 BERT's mixed precision is that of CUDA's autocast, which the CPU's is not: softmax and layer norm are float32
 (`as_on_cuda`). Swin's is Apex's O1, whose list of float32 functions has GELU too. GPT is fairseq's with `--fp16`: every
-parameter and activation is a half, a float32 copy of each parameter is trained by one fused op, GELU is computed in
-float32, and attention has no dropout. Dropout is CUDA's single op with a mask of a byte a number.
+parameter and activation is a half, a float32 copy of each parameter is trained by one fused op, and GELU is computed in
+float32. Swin's script trains through `DistributedDataParallel`, whose buckets hold its gradients once more. Gradients
+are set to zero and stay, as was torch's default; fairseq gives its halves up. Dropout is CUDA's single op with a mask of
+a byte a number.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def swin(batch: int, *, width: int = 192, depths: tuple[int, ...] = (2, 2, 18, 2
     """Swin-Large (Liu et al. 2021)."""
     settings = {"image_size": side, "drop_path_rate": 0.2, "num_labels": CLASSES, "attn_implementation": "eager"}
     model = swin_transformer(depths, width, **settings)
+    model.register_buffer("buckets", torch.zeros(sum(one.numel() for one in model.parameters())))
     return _workload("pictures", model, pictures_of(batch, side), batch, half=True, float32=("gelu",))
 
 
@@ -57,7 +60,7 @@ def gpt(batch: int, *, layers: int = 12, hidden: int = 768, length: int = CONTEX
     """GPT-3 small (Brown et al. 2020, table 2.1), a language model."""
     model = built_as(
         torch.float16, "GPT2LMHeadModel", n_layer=layers, n_embd=hidden, n_head=max(hidden // 64, 1),
-        n_positions=length, use_cache=False, attn_implementation="eager", attn_pdrop=0.0, activation_function="gelu",
+        n_positions=length, use_cache=False, attn_implementation="eager", activation_function="gelu",
     )  # fmt: skip
     causal = torch.ones((1, 1, length, length), dtype=torch.bool).tril()
     words = torch.full((batch, length), 7)
@@ -147,4 +150,5 @@ def _workload(
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-4, **loop)
     if half:
         optimizer = torch.optim.AdamW(parameters, lr=5e-5, **loop)
+    optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
     return repeated(name, model, batch, optimizer, size=size, around=around)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, final
 
+from spillway.costs.efficiency import Efficiency
 from spillway.errors import UsageError
 from spillway.units import Bytes, GiB, Seconds
 
@@ -25,7 +26,7 @@ _RATES: Final = (
     "disk_in_per_second",
 )  # fmt: skip
 _TIMES: Final = (
-    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds",
+    "op_seconds", "copy_seconds", "watch_seconds", "watch_root", "handling_seconds", "question_seconds", "host_seconds",
 )  # fmt: skip
 
 
@@ -68,10 +69,20 @@ class Device:
     """What compute waits besides its copy whenever a storage leaves or comes back; 0 likewise."""
     question_seconds: Seconds = 0.0
     """What compute waits for every question that a method asks about a storage; 0 likewise."""
+    half_flops_per_second: float | None = None
+    """Of products and convolutions of 16-bit numbers; None if they are no faster than those of 32."""
+    multiprocessors: int = 0
+    """That work at a time; 0 where ops are not cut into blocks for them."""
+    host_seconds: Seconds = 0.0
+    """What the host takes to launch an op, autograd and Python included, while the device works on earlier ones."""
+    efficiency: Efficiency | None = None
+    """What ops get of these rates; None for what published measurements say of GPUs, `costs.PUBLISHED`."""
 
     def __post_init__(self) -> None:
         # No rate is so low or so high that the time of a copy is no number any more.
         wrong = [f"{name}={getattr(self, name)}" for name in _RATES if not LOWEST <= getattr(self, name) <= HIGHEST]
+        if self.half_flops_per_second is not None and not LOWEST <= self.half_flops_per_second <= HIGHEST:
+            wrong.append(f"half_flops_per_second={self.half_flops_per_second}")
         wrong += [f"{name}={getattr(self, name)}" for name in _TIMES if not 0 <= getattr(self, name) <= LONGEST]
         if wrong:
             raise UsageError(

@@ -108,7 +108,7 @@ class Op:
     shape: tuple[int, ...] = ()
     """Of a matrix product: matrices, rows, columns, summed over. Of a convolution: samples, channels in and out, places
     of its result, height and width of its window, stride, groups; height and stride count all dimensions but the last.
-    Empty for all else, and where nobody wrote it down."""
+    Of a batch norm: channels. Empty for all else, and where nobody wrote it down."""
 
     def __post_init__(self) -> None:
         if any(length < 0 for length in self.shape):
