@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from spillway.costs.device import Device
 from spillway.costs.efficiency import Efficiency, OpKind, Share, Shares
 from spillway.errors import UsageError
-from spillway.ir.step import Op, Step
+from spillway.ir.step import Op, Phase, Step
 from spillway.units import Bytes, Seconds
 
 Floats: TypeAlias = NDArray[numpy.float64]
 _LEAST: Final = 1e-9
+IN_LOOPS: Final = 0.15
+"""Of the host's seconds for an op, what one in an optimizer takes: no module and no autograd stand around it. Assumed."""
 
 PUBLISHED: Final = Efficiency(
     shares=MappingProxyType(
@@ -270,18 +272,33 @@ def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_meas
         UsageError: `shares` lacks a kind.
     """
     works = [work_of(step, op) for op in step.ops]
-    found = seconds_of(works, device, None if shares is None else Efficiency(shares=shares)).tolist()
-    launched = done = 0.0
-    ops = []
-    for op, work, seconds in zip(step.ops, works, found, strict=True):
-        if keep_measured and op.seconds is not None:
-            ops.append(op)
-            continue
-        launched += device.host_seconds * (work.kind is not OpKind.NOTHING)
-        ends = max(done, launched) + seconds
-        ops.append(replace(op, seconds=ends - done))
-        done = ends
-    return replace(step, ops=tuple(ops))
+    found = seconds_of(works, device, None if shares is None else Efficiency(shares=shares))
+    kept = [op.seconds if keep_measured else None for op in step.ops]
+    found = numpy.array([mine if one is None else one for mine, one in zip(found.tolist(), kept, strict=True)])
+    launches = launches_of(step, works) * numpy.array([one is None for one in kept])
+    waited = paced(found, launches * device.host_seconds).tolist()
+    seconds = (mine if one is None else one for mine, one in zip(waited, kept, strict=True))
+    return replace(step, ops=tuple(replace(op, seconds=took) for op, took in zip(step.ops, seconds, strict=True)))
+
+
+def launches_of(step: Step, works: Sequence[Work]) -> Floats:
+    """[ops] How often the host takes `Device.host_seconds` for each op."""
+    usual = [IN_LOOPS if op.phase is Phase.OPTIMIZER else 1.0 for op in step.ops]
+    return numpy.array([0.0 if work.kind is OpKind.NOTHING else one for work, one in zip(works, usual, strict=True)])
+
+
+def paced(seconds: Floats, launching: Floats) -> Floats:
+    """[ops] Seconds with the device's waiting for launches: an op begins when it is launched and the one before ended.
+
+    Args:
+        seconds: [ops] That each takes.
+        launching: [ops] That the host takes for each, one after the other.
+    """
+    if not launching.any():
+        return seconds
+    done = seconds.cumsum()
+    began = numpy.maximum.accumulate(launching.cumsum() - (done - seconds))
+    return numpy.diff(done + numpy.maximum(began, 0.0), prepend=0.0)
 
 
 def step_seconds(step: Step) -> Seconds:
