@@ -306,6 +306,8 @@ class BlockCall:
         begun = collectives_begun()
         with Packing(self._pack, _unpack), self.runtime.inside(self), mode:
             output = heard(self.block.forward, *args, **kwargs)
+        if isinstance(mode, Keeping) and mode.left:
+            self.selection = None
         self.block.has_begun(collectives_begun() - begun)
         self.report.seconds = time.perf_counter() - began
         self._end(output)
