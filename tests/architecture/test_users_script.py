@@ -22,6 +22,7 @@ SCRIPT = ROOT / "tests" / "architecture" / "users_script.py"
 MISTAKES = """
 import spillway
 import torch
+from spillway.integrations.found_steps import FoundSteps
 from spillway.integrations.transformers import SpillwayCallback
 model = torch.nn.Linear(1, 1)
 spillway.mange(model, budget="6GiB")
@@ -32,6 +33,7 @@ spillway.manage(model, budget=None, report=spillway.SpillOptions())
 spillway.ReportOptions(live="yes")
 spillway.SpillOptions(io="fast")
 SpillwayCallback(budget=[])
+FoundSteps(model, None, budget="6GiB", live=True)
 memory = spillway.manage(model, budget=None)
 memory.budget = 1.5
 memory.histroy
@@ -49,7 +51,7 @@ def test_a_users_script_passes_mypy_strict_and_mistakes_in_it_do_not(tmp_path: P
     )  # fmt: skip
     found = re.findall(r"^(.*?):(\d+): error: ", checked.stdout, re.MULTILINE)
     assert {Path(file).name for file, _ in found} == {"mistakes.py"}, checked.stdout + checked.stderr
-    assert {int(line) for _, line in found} == set(range(6, 14)) | {15, 16, 17}, checked.stdout
+    assert {int(line) for _, line in found} == set(range(7, 16)) | {17, 18, 19}, checked.stdout
 
 
 def test_the_script_uses_all_that_is_public() -> None:
