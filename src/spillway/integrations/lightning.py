@@ -22,7 +22,7 @@ import torch
 
 from spillway.engines.blocks.hook import Hook
 from spillway.errors import UsageError
-from spillway.integrations.found_steps import end_failed
+from spillway.integrations.automatic_steps import end_failed
 from spillway.methods import LRU, AbstractPlanner, AbstractPolicy, resolve
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.figures import scalars

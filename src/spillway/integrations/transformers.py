@@ -28,7 +28,7 @@ from typing import Any, Final, final
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from spillway.errors import UsageError
-from spillway.integrations.found_steps import callers
+from spillway.integrations.automatic_steps import callers
 from spillway.methods import AbstractPlanner, AbstractPolicy
 from spillway.methods.by_block import AbstractBlockMethod
 from spillway.report.figures import scalars

@@ -340,7 +340,7 @@ class Session(ABC):
             self._updates.close()
             if self._ranks is not None:
                 if step is not None and step.refused is not None:  # and nobody has ended it since
-                    self._ranks.stop(step.refused)
+                    self._ranks.abort(step.refused)
                 self._ranks.close()
             self._give_up()
             deferred.shut()
@@ -419,7 +419,7 @@ class Session(ABC):
                 raise
             _add_note(error, "Closing the session", fault)
         if self._ranks is not None and isinstance(error, Exception) and getattr(error, "rank", None) is None:
-            told = self._ranks.after(error)
+            told = self._ranks.cause_of(error)
             if told is not error:
                 raise told from None
 
@@ -468,15 +468,15 @@ class Session(ABC):
         if self._grouped or self._ranks is not None:
             before, self._ranks = self._ranks, ranks_now(self._ranks)
             if self._ranks is not None and self._ranks is not before:
-                weakref.finalize(self, self._ranks.listen_no_more).atexit = False
-        if self._ranks is not None and (word := self._ranks.word) is not None:
-            raise word
+                weakref.finalize(self, self._ranks.stop_listening).atexit = False
+        if self._ranks is not None and (error := self._ranks.error) is not None:
+            raise error
 
     def _stopped(self, error: BaseException) -> BaseException:
         """What is to be raised where an error leaves a step: see NOTE [Stopping together] in `ranks.py`."""
         if self._ranks is None or not isinstance(error, Exception):
             return error
-        return self._ranks.stop(error) if isinstance(error, SpillwayError) else self._ranks.after(error)
+        return self._ranks.abort(error) if isinstance(error, SpillwayError) else self._ranks.cause_of(error)
 
     def _leave(self, step: AbstractStep, error: BaseException | None) -> None:
         """`error` is what the user's own code raised in it."""
