@@ -22,7 +22,7 @@ SCRIPT = ROOT / "tests" / "architecture" / "users_script.py"
 MISTAKES = """
 import spillway
 import torch
-from spillway.integrations.found_steps import FoundSteps
+from spillway.integrations.automatic_steps import AutomaticSteps
 from spillway.integrations.transformers import SpillwayCallback
 model = torch.nn.Linear(1, 1)
 spillway.mange(model, budget="6GiB")
@@ -33,7 +33,7 @@ spillway.manage(model, budget=None, report=spillway.SpillOptions())
 spillway.ReportOptions(live="yes")
 spillway.SpillOptions(io="fast")
 SpillwayCallback(budget=[])
-FoundSteps(model, None, budget="6GiB", live=True)
+AutomaticSteps(model, None, budget="6GiB", live=True)
 memory = spillway.manage(model, budget=None)
 memory.budget = 1.5
 memory.histroy

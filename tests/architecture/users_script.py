@@ -15,7 +15,7 @@ from transformers import Trainer
 import spillway
 from spillway import BlockOptions, ReportOptions, Session, SpillOptions, StepReport, errors
 from spillway.integrations.accelerate import prepare
-from spillway.integrations.found_steps import FoundSteps
+from spillway.integrations.automatic_steps import AutomaticSteps
 from spillway.integrations.lightning import SpillwayCallback as LightningCallback
 from spillway.integrations.transformers import SpillwayCallback
 from spillway.ir import Plan, Recorded, Step
@@ -144,5 +144,5 @@ def trainers(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[dict
     assert_type(callback.memory, Session | None)
     LightningTrainer(callbacks=[LightningCallback("8GiB", blocks=BlockOptions(page=True))])
     model, optimizer = prepare(Accelerator(), model, optimizer, budget="8GiB")
-    with FoundSteps(model, optimizer, budget="8GiB") as found:
+    with AutomaticSteps(model, optimizer, budget="8GiB") as found:
         assert_type(found.session, Session)
