@@ -9,8 +9,8 @@ from typing import Any, Final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Column, Result, Row, Tell, frozen
 from benchmarks.timing import median_ratio
-from benchmarks.turns import Answers, account, figures, take_turns, training, verdict
-from benchmarks.workers import Job, started
+from benchmarks.turns import Answers, account, figures, profiled_peak, take_turns, training, verdict
+from benchmarks.workers import Job
 from spillway.errors import BudgetInfeasible
 from spillway.units import Bytes
 
@@ -31,8 +31,8 @@ class Contest:
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    without_dropout: Mapping[str, Any] = field(default_factory=dict)
-    """Options that switch dropout off, if the model has any."""
+    dropout: bool = False
+    """Whether the model has any."""
 
 
 @frozen
@@ -81,21 +81,18 @@ NOTES: Final = (
 
 def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     def job(method: str | None = None, budget: Bytes | None = None, still: bool = False, **flags: Any) -> Job:
-        options = {**contest.options, **(contest.without_dropout if still else {})}
-        return training(contest.model, options, batches=size.batches, method=method, budget=budget, **flags)
+        more = {"batches": size.batches, "method": method, "budget": budget, "still": still, **flags}
+        return training(contest.model, contest.options, **more)
 
     tell("peaks")
     steps = size.batches + 1  # the optimizer's state is there from the second on
-    profiled = Job(function="benchmarks.training:profiled", options=job(still=True, activation_budget=0.5).options)
-    with started(profiled) as worker:
-        seen = [worker.ask()["peak"] for _ in range(steps)][1:]
     peaks = {
         PLAIN: account(job("keep-all"), steps),
         CHECKPOINT: account(job("keep-all", checkpoints=True), steps),
-        TORCH_BUDGET: max(seen),
+        TORCH_BUDGET: profiled_peak(job(still=True, activation_budget=0.5), steps),
     }
     jobs = {PLAIN: job(), CHECKPOINT: job(checkpoints=True)}
-    if contest.without_dropout:
+    if contest.dropout:
         jobs[STILL] = job(still=True)
     jobs[TORCH_BUDGET] = job(still=True, activation_budget=0.5)
     for percent in size.percents:
@@ -107,19 +104,27 @@ def _contest(contest: Contest, size: Size, tell: Tell) -> list[Row]:
     return [
         {
             "model": contest.model, "competitor": name, "budget_bytes": job.options["budget"],
-            "peak_bytes": peaks.get(name), **_found(name, answers, size.warm, peaks.get(name)),
+            "peak_bytes": peaks.get(name),
+            **found_of(name, answers, size.warm, peaks.get(name), still=name == TORCH_BUDGET),
         }
         for name, job in jobs.items()
     ]  # fmt: skip
 
 
-def _found(
-    name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: Bytes | None
+def found_of(
+    name: str, answers: Mapping[str, Answers | BudgetInfeasible], warm: int, peak: Bytes | None, *, still: bool
 ) -> dict[str, Any]:
+    """What a competitor did beside plain, or why it is refused.
+
+    Arguments:
+        warm: Rounds that do not count.
+        peak: Of a competitor without a session.
+        still: Whether it trains without dropout, and is held to a plain run without, where there is one.
+    """
     found = answers[name]
     if isinstance(found, BudgetInfeasible):
         return {"losses": f"refused, needs {found.smallest_budget / found.allowed:.2f} x"}
-    beside = answers[STILL if name == TORCH_BUDGET and STILL in answers else PLAIN]
+    beside = answers[STILL if still and STILL in answers else PLAIN]
     assert not isinstance(beside, BudgetInfeasible)
     told = figures(found, beside, warm, peak)
     losses = "no dropout" if name == STILL else verdict(told.pop("identical"))
@@ -163,7 +168,7 @@ BENCHMARK: Final = Benchmark(
     judge=_checks,
     full=Size(
         contests=[
-            Contest(model="stdlib-lm", options={"grouped": 1}, without_dropout={"dropout": 0.0}),
+            Contest(model="stdlib-lm", options={"grouped": 1}, dropout=True),
             Contest(model="resnet"),
             Contest(model="lstm"),
             Contest(model="unet"),
@@ -173,8 +178,7 @@ BENCHMARK: Final = Benchmark(
     quick=Size(
         contests=[
             Contest(
-                model="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96},
-                without_dropout={"dropout": 0.0},
+                model="stdlib-lm", options={"grouped": 1, "width": 64, "layers": 2, "longest": 96}, dropout=True
             )
         ],
         percents=(50,), batches=1, rounds=3, warm=1,

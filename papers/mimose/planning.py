@@ -279,7 +279,7 @@ def _counted(task: Task, options: Options, steps: int) -> Row:
         mimose.end(_of_step(step, length, recomputed), samples)
     way = "published" if options.interval > 1 else "default"
     return {
-        "what": f"{task.name}, {way}", "kind": way, "plans": mimose.cache.made, "paper_plans": task.plans,
+        "what": f"{task.name}, {way}", "kind": way, "plans": mimose.cache.made, "kept": len(mimose.cache), "paper_plans": task.plans,
         "seconds": planned / steps, "paper_seconds": statistics.fmean(task.seconds),
         "detail": f"{len(drawn)} lengths in {steps} steps; in the paper collecting took "
         f"{task.collector / task.iteration:.0%} of an iteration",
