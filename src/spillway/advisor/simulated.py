@@ -19,7 +19,7 @@ from spillway.advisor.bench import AbstractBench, Trial
 from spillway.advisor.measurements import SIMULATED
 from spillway.advisor.ways import Way, way_of
 from spillway.costs.device import Device
-from spillway.costs.roofline import step_seconds, timed
+from spillway.costs.roofline import PUBLISHED, step_seconds, timed
 from spillway.costs.scaling import Scaling, fit_scaling
 from spillway.errors import UsageError
 from spillway.ir.lives import kept_for_backward, lives_of
@@ -88,6 +88,7 @@ class SimulatedBench(AbstractBench):
         self.name = name
         self.hardware = f"{device.name}{SIMULATED}"
         self.device = device
+        self.spread = (device.efficiency or PUBLISHED).step_spread
         self._steps, self._bits = steps, bits
         self._timed: dict[int, Step] = {}
         self._trials: dict[tuple[str, int], Trial] = {}
