@@ -154,8 +154,8 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         ],
         "auto_race": [
             plant(".*losses differ", losses="DIFFER"), plant(".*auto refused", ratio=GONE),
-            plant(".*times the plain step", ratio=WORSE), plant(".*over the budget", peak_bytes=WORSE),
-            plant(".*, auto, times (?!the).*", {"competitor": "auto"}, walls=WORSE),
+            plant(".*times the plain step", ratio=WORSE), plant(".*over a budget", peak_bytes=WORSE),
+            plant(".*, auto.*, times (?!the).*", walls=WORSE),
         ],
         "out_of_core": [
             plant(".*times the bound", of_bound=WORSE), plant(".*multiple of that of.*", walls=WORSE),
