@@ -18,6 +18,7 @@ from typing import Any, Final, final
 from benchmarks import columns
 from benchmarks.record import Benchmark, Check, Result, Row, Tell, frozen
 from papers.costs.left_out import ZIP, devices_of, of_logs, points_of
+from papers.costs.log_ops import LOGS
 from papers.papaya.models import BUILDS, HALF
 from papers.papaya.published import DATA, MEMORY, MODELS
 from papers.search import search_largest
@@ -64,6 +65,8 @@ class Size:
     )  # fmt: skip
     limit: Bytes = MEMORY
     data: Path = DATA
+    logs: Sequence[str] = tuple(LOGS)
+    """Of DTR's, that the device's ops are fitted to."""
 
 
 def bench_of(name: str, options: Mapping[str, Any], device: Device | None = None) -> tuple[SimulatedBench, Steps]:
@@ -137,7 +140,7 @@ def run(size: Size, tell: Tell) -> Result:
     devices = dict.fromkeys(every, V100)
     if published and ZIP.is_file() and len(every) > 1:
         points = {name: points_of(steps, published[name]) for name, steps in every.items()}
-        left = devices_of(points, of_logs())
+        left = devices_of(points, of_logs(ZIP, size.logs))
         devices = {
             name: replace(V100, efficiency=device.efficiency, host_seconds=device.host_seconds)
             for name, device in left.items()
@@ -346,5 +349,6 @@ BENCHMARK: Final = Benchmark(
         },
         methods=("plain", "compress", "checkpoint", "swap"),
         limit=100_000_000,
+        logs=("resnet32",),
     ),
 )

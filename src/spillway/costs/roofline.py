@@ -60,7 +60,7 @@ PUBLISHED: Final = Efficiency(
         }
     ),
     columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
-    step_spread=(0.68, 1.48),
+    step_spread=(0.71, 1.41),
     source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's five models on a V100",
 )  # fmt: skip
 """Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
@@ -259,7 +259,7 @@ def _filled(lengths: Floats, at_half: float) -> Floats:
 
 def modelled(step: Step, op: Op, device: Device, shares: Shares | None = None) -> Seconds:
     """Seconds of one op of the step on the device, nothing else running; by these shares in place of the device's."""
-    return float(seconds_of([work_of(step, op)], device, shares and Efficiency(shares=shares))[0])
+    return float(seconds_of([work_of(step, op)], device, None if shares is None else Efficiency(shares=shares))[0])
 
 
 def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_measured: bool = False) -> Step:
