@@ -119,6 +119,21 @@ RIGHT: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         },
         "device_arena": {"rows": [{"allocator": "arena, chunks of 2 MiB", "over": 1.05}]},
         "papaya_simulated": {"linear": [0.99, 0.999]},
+        "costs_ops": {"rows": [{"log": "unet", "ops": 9, "error": 0.1, "ratio": 1.02}]},
+        "costs_plain": {
+            "rows": [
+                {"model": model, "batch": batch, "ratio": ratio, "peak_ratio": 1.0}
+                for model, ratio in (("a", 1.1), ("b", 0.95), ("c", 1.04), ("d", 0.8))
+                for batch in (4, 8)
+            ]
+        },
+        "costs_methods": {
+            "rows": [
+                {"model": model, "method": "checkpoint", "ratio": ratio}
+                for model, ratio in zip("aaaabcde", (1.0, 1.1, 0.9, 1.05, 1.0, 1.1, 5.0, 0.9), strict=True)
+            ]
+        },
+        "costs_hardware": {"rows": [{"batch": 8, "throughput": 9.0, "low": 8.0, "high": 10.0}]},
     }
 )
 """Rows and facts of results that are not kept, or were kept before these facts were; none of them misses a target."""
@@ -328,6 +343,18 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         "papaya_implications": [
             plant(".*gain of checkpoints falls", gain=0.0, only=""), plant(".*without a value.*", gain=0.0, only=""),
         ],
+        "costs_ops": [plant(".*median error", error=9.0), plant(".*off by", ratio=9.0)],
+        "costs_plain": [
+            plant(".*plain throughput, off by", ratio=9.0), everywhere("plain throughput, median.*", ratio=9.0),
+            plant(".*peak, off by.*", peak_ratio=9.0), 
+            everywhere(".*outside of the 80 % interval", {"batch": 4}, ratio=9.0),
+            everywhere(".*inside of the 80 % interval", ratio=1.2),
+        ],
+        "costs_methods": [
+            everywhere("of .* outside of the 80 % interval", {"model": "a"}, ratio=9.0),
+            everywhere("of .* inside of it", ratio=1.0),
+        ],
+        "costs_hardware": [plant(".*", throughput=WORSE)],
     }
 )  # fmt: skip
-"""By target, in the order in which they run."""
+"""By target."""
