@@ -346,7 +346,7 @@ PLANTED: Final[Mapping[str, list[Plant]]] = MappingProxyType(
         "costs_ops": [plant(".*median error", error=9.0), plant(".*off by", ratio=9.0)],
         "costs_plain": [
             plant(".*plain throughput, off by", ratio=9.0), everywhere("plain throughput, median.*", ratio=9.0),
-            plant(".*peak, off by.*", peak_ratio=9.0), 
+            plant(".*peak, off by.*", peak_ratio=9.0),
             everywhere(".*outside of the 80 % interval", {"batch": 4}, ratio=9.0),
             everywhere(".*inside of the 80 % interval", ratio=1.2),
         ],

@@ -47,13 +47,18 @@ class Kept(NamedTuple):
             number
             for number, row in enumerate(self.rows)
             if plant.where.items() <= row.items()
-            and all(key in row and not (callable(wrong) and row[key] is None) for key, wrong in plant.figures.items())
+            and all(key in row and (not callable(wrong) or is_figure(row[key])) for key, wrong in plant.figures.items())
         ]
         for chosen in [places] if plant.everywhere else [[place] for place in places]:
             rows = list(self.rows)
             for number in chosen:
                 rows[number] = wronged(rows[number], plant)
             yield self._replace(rows=rows).judged()
+
+
+def is_figure(value: Any) -> bool:
+    """Whether it can be made worse: not what a table shows instead of a figure."""
+    return value is not None and not isinstance(value, str)
 
 
 def wronged(row: Mapping[str, Any], plant: Plant) -> dict[str, Any]:
