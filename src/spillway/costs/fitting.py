@@ -118,15 +118,16 @@ _NORMAL: Final = 1.282
 def spread_of(ratios: Sequence[float]) -> tuple[float, float]:
     """Between which multiples of what was foretold 80 % of further cases lie, by what was measured of left-out ones.
 
-    The interval of one more observation of a normal distribution (Geisser 1993, section 2.2.1) of the logarithms,
-    around no error at all: the mean of the ratios is part of the error. Raises UsageError for fewer than two ratios.
+    Logarithms are taken for normal around no error at all, so that their mean is part of the error: one more of them,
+    over the root of the mean square of n, is distributed as Student's t of n degrees. Raises UsageError for fewer than
+    two ratios.
     """
     if len(ratios) < 2:
         raise UsageError("How far measurements spread takes two of them or more.")
     logs = [math.log(ratio) for ratio in ratios]
     deviation = math.sqrt(math.fsum(log**2 for log in logs) / len(logs))
     times = T80[len(logs) - 1] if len(logs) <= len(T80) else _NORMAL
-    wide = math.exp(times * deviation * math.sqrt(1 + 1 / len(logs)))
+    wide = math.exp(times * deviation)
     return 1 / wide, wide
 
 

@@ -26,43 +26,45 @@ from spillway.units import Bytes, Seconds
 Floats: TypeAlias = NDArray[numpy.float64]
 _LEAST: Final = 1e-9
 IN_LOOPS: Final = 0.15
-"""Of the host's seconds for an op, what one in an optimizer takes: no module and no autograd stand around it. Assumed."""
+"""Of the host's seconds for an op, what an optimizer's takes, with no module and no autograd around it. Assumed."""
 
 PUBLISHED: Final = Efficiency(
     shares=MappingProxyType(
         {
-            OpKind.MATMUL: Share(compute=1.05, memory=0.7),
-            OpKind.BATCHED: Share(compute=0.5, memory=0.67),
-            OpKind.ATTENTION: Share(compute=0.5, memory=0.6),
-            OpKind.CONVOLUTION: Share(compute=1.05, memory=0.7),
-            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.84, memory=0.5),
-            OpKind.WINOGRAD: Share(compute=2.0, memory=0.7),
-            OpKind.WINOGRAD_BACKWARD: Share(compute=1.57, memory=0.7),
-            OpKind.STRIDED: Share(compute=0.94, memory=0.7),
-            OpKind.STRIDED_BACKWARD: Share(compute=0.57, memory=0.7),
-            OpKind.DEPTHWISE: Share(compute=0.1, memory=0.5),
-            OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.3),
-            OpKind.NORM: Share(compute=0.5, memory=0.65),
-            OpKind.NORM_BACKWARD: Share(compute=0.5, memory=0.6),
-            OpKind.LAYER_NORM_BACKWARD: Share(compute=0.5, memory=0.24),
-            OpKind.SOFTMAX: Share(compute=0.5, memory=0.79),
-            OpKind.SOFTMAX_BACKWARD: Share(compute=0.5, memory=0.65),
-            OpKind.RANDOM: Share(compute=0.5, memory=0.87),
-            OpKind.POOL: Share(compute=0.5, memory=0.34),
-            OpKind.POOL_BACKWARD: Share(compute=0.5, memory=0.38),
-            OpKind.INDEX: Share(compute=0.5, memory=0.5),
-            OpKind.REDUCE: Share(compute=0.5, memory=0.79),
-            OpKind.COPY: Share(compute=0.5, memory=0.78),
-            OpKind.OPTIMIZER: Share(compute=0.5, memory=0.8),
-            OpKind.TRANSCENDENTAL: Share(compute=0.5, memory=0.85),
-            OpKind.ELEMENTWISE: Share(compute=0.5, memory=0.9),
+            OpKind.MATMUL: Share(compute=1.05, memory=0.70, half=0.51),
+            OpKind.BATCHED: Share(compute=0.49, memory=0.62),
+            OpKind.ATTENTION: Share(compute=0.50, memory=0.60),
+            OpKind.CONVOLUTION: Share(compute=1.04, memory=0.70, half=0.51),
+            OpKind.CONVOLUTION_BACKWARD: Share(compute=0.82, memory=0.57, half=0.51),
+            OpKind.WINOGRAD: Share(compute=1.97, memory=0.70),
+            OpKind.WINOGRAD_BACKWARD: Share(compute=1.55, memory=0.70),
+            OpKind.STRIDED: Share(compute=0.87, memory=0.70, half=0.51),
+            OpKind.STRIDED_BACKWARD: Share(compute=0.58, memory=0.70),
+            OpKind.DEPTHWISE: Share(compute=0.10, memory=0.50),
+            OpKind.DEPTHWISE_BACKWARD: Share(compute=0.05, memory=0.30),
+            OpKind.NORM: Share(compute=0.50, memory=0.59),
+            OpKind.NORM_BACKWARD: Share(compute=0.50, memory=0.57),
+            OpKind.LAYER_NORM_BACKWARD: Share(compute=0.50, memory=0.41),
+            OpKind.SOFTMAX: Share(compute=0.50, memory=0.79),
+            OpKind.SOFTMAX_BACKWARD: Share(compute=0.50, memory=0.65),
+            OpKind.RANDOM: Share(compute=0.50, memory=0.87),
+            OpKind.POOL: Share(compute=0.50, memory=0.46),
+            OpKind.POOL_BACKWARD: Share(compute=0.50, memory=0.46),
+            OpKind.INDEX: Share(compute=0.50, memory=0.50),
+            OpKind.REDUCE: Share(compute=0.50, memory=0.75),
+            OpKind.COPY: Share(compute=0.50, memory=0.75),
+            OpKind.OPTIMIZER: Share(compute=0.50, memory=0.80),
+            OpKind.TRANSCENDENTAL: Share(compute=0.50, memory=0.85),
+            OpKind.ELEMENTWISE: Share(compute=0.50, memory=0.90),
             OpKind.NOTHING: Share(compute=1.00, memory=1.00, launch=0.0),
         }
     ),
-    columns=25.4, inner=13.0, waves=0.54, winograd_columns=23.0, winograd_inner=19.6, channels=20.6,
-    source="@@",
+    columns=23.0, inner=19.0, waves=0.60, winograd_columns=23.0, winograd_inner=20.0, channels=17.0,
+    step_spread=(0.71, 1.41),
+    source="single ops of DTR's logs on a Titan V, plain steps of PAPAYA's five models on a V100",
 )  # fmt: skip
-
+"""Of GPUs in general, as `python -m papers costs_ops costs_plain` finds it. Assumed, because nobody measured them:
+attention, depthwise convolutions, indices, lists of an optimizer, exponentials, and what norms and the like compute."""
 SHARES: Final = PUBLISHED.shares
 """What each kind of op gets, whatever its shape."""
 
@@ -113,7 +115,7 @@ _COLUMNS: Final = 64
 
 
 def kind_of(op: Op) -> OpKind:
-    """What kind of op it is, by its name, `aten.mm.default`, or `mm` alone as other recorders write it, and its shape."""
+    """What kind of op it is, by its name, `aten.mm.default` or `mm` alone as others write it, and by its shape."""
     if not op.flops and not op.traffic and not op.creates:
         return OpKind.NOTHING
     _, dot, rest = op.name.partition(".")
@@ -232,7 +234,9 @@ class Reckoned:
         computing = flops / (rates * numpy.where(columns > 0, direct, 1.0))
         if self._winograd.any():
             other = {one: by.shares[_DIRECTLY.get(one, one)] for one in part}
-            slow = numpy.where(self._winograd, flops / (self._of(other, "compute") * device.flops_per_second * direct), 0)
+            slow = numpy.where(
+                self._winograd, flops / (self._of(other, "compute") * device.flops_per_second * direct), 0
+            )
             fast = _filled(columns, by.winograd_columns) * _filled(inner / window, by.winograd_inner) * full
             usual = numpy.where(self._half, computing, numpy.minimum(flops / (rates * fast), slow))
             computing = numpy.where(self._winograd & (columns > 0), usual, computing)
@@ -255,7 +259,7 @@ def _filled(lengths: Floats, at_half: float) -> Floats:
 
 def modelled(step: Step, op: Op, device: Device, shares: Shares | None = None) -> Seconds:
     """Seconds of one op of the step on the device, nothing else running; by these shares in place of the device's."""
-    return float(seconds_of([work_of(step, op)], device, shares and Efficiency(shares=shares))[0])
+    return float(seconds_of([work_of(step, op)], device, None if shares is None else Efficiency(shares=shares))[0])
 
 
 def timed(step: Step, device: Device, *, shares: Shares | None = None, keep_measured: bool = False) -> Step:
