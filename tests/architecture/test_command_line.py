@@ -134,6 +134,7 @@ COMMAND_LINE = {
         "[--json]",
     ],
     "build": ["[--json]"],
+    "calibrate": ["[--output/-o]", "[--sizes]", "[--spill-directory]", "[--json]"],
     "doctor": ["[--spill-directory]", "[--measure/--no-measure]", "[--json]"],
 }
 

@@ -56,6 +56,7 @@ NEED_TORCH = (
     "advisor.measuring",
     "integrations",
     "workloads",
+    "doctor.calibrating",
     "doctor.cuda_facts",
     "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",
