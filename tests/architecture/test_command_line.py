@@ -179,6 +179,7 @@ def test_what_is_written_is_written_where_o_says() -> None:
         "report",
         "plan",
         "advise",
+        "calibrate",
         "pilot record",
         "pilot train",
     }

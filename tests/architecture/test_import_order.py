@@ -53,10 +53,10 @@ NEED_TORCH = (
     "calibration.watching",
     "recording",
     "session",
+    "advisor.calibrating",
     "advisor.measuring",
     "integrations",
     "workloads",
-    "doctor.calibrating",
     "doctor.cuda_facts",
     "doctor.on_spill",  # measures through a tier
     "doctor.on_torch",

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from spillway.advisor.calibrating import NETWORKS, workload_of
 from spillway.cli import main
 from spillway.costs import read_device, write_device
 from spillway.costs.device import DEVICES
-from spillway.doctor.calibrating import NETWORKS, workload_of
 from spillway.recording import record, record_step
 
 
@@ -53,9 +53,9 @@ def test_a_network_trains(name: str) -> None:
 
 @pytest.fixture
 def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spillway.calibration import measured
+    from spillway.advisor import calibrating
 
-    monkeypatch.setattr(measured, "measure", lambda directory: DEVICES["v100"])
+    monkeypatch.setattr(calibrating, "measure", lambda directory: DEVICES["v100"])
 
 
 def verb(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
