@@ -248,8 +248,8 @@ class Reckoned:
         return numpy.maximum(computing, moving) + given["launch"] * device.op_seconds
 
     def _of(self, shares: Sequence[Share], name: str) -> Floats:
-        of_kinds: Floats = numpy.array([getattr(share, name) for share in shares], dtype=float)
-        return of_kinds[self._places]
+        of_ops: Floats = numpy.array([getattr(share, name) for share in shares], dtype=float)[self._places]
+        return of_ops
 
 
 _DIRECTLY: Final = MappingProxyType(
